@@ -1,0 +1,88 @@
+"""`TrainBatch`: what the trainer receives, frozen, as arrays with documented shapes.
+
+The driver passes it by reference; every training rank reads the same whole batch (shared memory on one host) and
+computes the same schedule from it, so no rank can see another cut of the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.core.errors import DataError
+from slime.core.sample import NOT_SAMPLED, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One training sequence of `T` tokens whose last `R` are the response (R = len(loss_mask))."""
+
+    tokens: npt.NDArray[np.int64]
+    """[T]"""
+    loss_mask: npt.NDArray[np.float32]
+    """[R] 1.0 where trained."""
+    rollout_log_probs: npt.NDArray[np.float32] | None
+    """[R] nats; None for data that no engine sampled (SFT)."""
+    token_versions: npt.NDArray[np.int32]
+    """[R] weight version per token, `NOT_SAMPLED` elsewhere."""
+    reward: float
+    """Raw scalar reward, before any normalisation."""
+    group_index: int
+    """Prompt id; advantages are normalised over samples that share it."""
+    index: int
+    """Execution id; fan-out siblings share it and count once."""
+    truncated: bool
+
+    @property
+    def response_length(self) -> int:
+        return len(self.loss_mask)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def from_sample(cls, sample: Sample, *, reward: float) -> TrainSample:
+        """Freezes a finished sample. Raises `DataError` if a trained token lacks its log-prob or the prompt is empty."""
+        sample.validate()
+        num_response = sample.response_length
+        if sample.prompt_length < 1 and num_response > 0:
+            raise DataError(f"sample {sample.index}: no prompt token before the response; its first log-prob is undefined")
+        if sample.group_index is None or sample.index is None:
+            raise DataError(f"sample without identity: group_index={sample.group_index} index={sample.index}")
+        mask = np.ones(num_response, np.float32) if sample.loss_mask is None else np.asarray(sample.loss_mask, np.float32)
+        if sample.remove_sample:
+            mask = np.zeros_like(mask)
+        log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs, np.float32)
+        if log_probs is not None and not np.isfinite(log_probs[mask > 0]).all():
+            raise DataError(f"sample {sample.index}: a trained token has a non-finite rollout log-prob")
+        versions = sample.token_versions if sample.token_versions is not None else [NOT_SAMPLED] * num_response
+        return cls(
+            tokens=np.asarray(sample.tokens, np.int64),
+            loss_mask=mask,
+            rollout_log_probs=log_probs,
+            token_versions=np.asarray(versions, np.int32),
+            reward=float(reward),
+            group_index=sample.group_index,
+            index=sample.index,
+            truncated=sample.status.value == "truncated",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """All samples of one step, in a canonical order (group_index, index) that no scheduling changes."""
+
+    rollout_id: int
+    samples: tuple[TrainSample, ...]
+
+    @property
+    def num_executions(self) -> int:
+        """Denominator of the default loss aggregation."""
+        return len({s.index for s in self.samples})
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.samples)

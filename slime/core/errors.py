@@ -1,0 +1,56 @@
+"""The error tree, named after the boundary that was crossed.
+
+Every message says three things: what was *got*, *because* of what that cannot work, and what to *do*.
+Each class is also the matching standard exception, so that ordinary handlers work. All of them pickle.
+"""
+
+from __future__ import annotations
+
+
+class SlimeError(Exception):
+    """Root of every error that slime raises on purpose."""
+
+
+class ConfigError(SlimeError, ValueError):
+    """The user asked for something unknown, contradictory or impossible. Raised before any process starts."""
+
+
+class DataError(SlimeError, ValueError):
+    """A dataset, a row or a sample does not satisfy its contract."""
+
+
+class HookError(SlimeError, TypeError):
+    """A user function could not be loaded or does not satisfy its documented contract."""
+
+
+class EngineError(SlimeError, RuntimeError):
+    """An inference engine or the router refused, died or answered nonsense."""
+
+
+class RequestRejected(EngineError):
+    """The engine said that this request can never succeed (HTTP 4xx): never retried."""
+
+
+class WeightSyncError(SlimeError, RuntimeError):
+    """An engine does not hold exactly the weights that the trainer meant to send. Names the tensors."""
+
+
+class CheckpointError(SlimeError, RuntimeError):
+    """A checkpoint is missing, damaged or belongs to something else. Names the file."""
+
+
+class NumericsError(SlimeError, ArithmeticError):
+    """A trained quantity is not finite, or trainer and engine disagree beyond the limit of their dtype."""
+
+
+class LedgerError(SlimeError, AssertionError):
+    """Prompts issued and prompts accounted for do not add up: something was lost or trained twice."""
+
+
+class DeadlineExceeded(SlimeError, TimeoutError):
+    """A wait with a name and an owner ran out. Says who waited for whom, for how long, and the last progress seen."""
+
+    @classmethod
+    def waiting(cls, *, owner: str, for_what: str, limit_s: float, last_progress: str = "none") -> DeadlineExceeded:
+        """Builds the one message that every expired wait uses."""
+        return cls(f"{owner} waited {limit_s:.0f} s for {for_what}; last progress: {last_progress}")

@@ -1,0 +1,82 @@
+"""The ports: what one room needs of another without seeing it. Hand-made fakes satisfy them in tests.
+
+`EngineControl` is the control plane of one SGLang server (implemented over HTTP in `serving/control.py`); the
+weight sync in `weights/` talks to engines through it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+WeightVersion = int
+"""Names one published set of weights. Version 1 is the first publication of a run; a resume continues the count."""
+
+Digest = Callable[[Any], str]
+"""Tensor -> hex digest, the same function that the engine applies to its resident tensors on that device."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankChecksums:
+    """What one engine rank holds after fusing and sharding."""
+
+    tp_rank: int
+    tp_size: int
+    checksums: Mapping[str, str]
+    """Resident tensor name -> digest."""
+
+
+class EngineControl(Protocol):
+    """Control plane of one inference server. Every method raises `EngineError` on refusal, `DeadlineExceeded` on silence."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def tp_size(self) -> int: ...
+
+    def pause(self, mode: str = "abort") -> None:
+        """Stops serving: `abort` ends running requests with partial output; `retract`, `in_place` keep them for later."""
+        ...
+
+    def resume(self) -> None:
+        """Serves again."""
+        ...
+
+    def flush_cache(self) -> None:
+        """Empties the prefix cache and confirms it."""
+        ...
+
+    def update_weights_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
+    ) -> None:
+        """`payloads`: one serialised bucket per TP rank."""
+        ...
+
+    def init_weights_update_group(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None: ...
+
+    def destroy_weights_update_group(self, *, group_name: str) -> None: ...
+
+    def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        flush_cache: bool,
+        weight_version: WeightVersion,
+    ) -> None: ...
+
+    def update_weights_from_disk(self, *, model_path: str, flush_cache: bool, weight_version: WeightVersion) -> None: ...
+
+    def weight_checksums(self) -> list[RankChecksums]:
+        """Digests of every resident tensor, one entry per engine rank."""
+        ...
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None: ...
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None: ...

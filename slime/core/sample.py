@@ -1,0 +1,198 @@
+"""`Sample`: one training sequence, from the prompt to the reward; `Group`: all work for one prompt.
+
+Life of a sample: the Data Buffer issues it PENDING with its prompt; a generate function appends tokens and sets the
+status; a grader sets the reward; the conversion freezes it into a `TrainSample`.
+
+Invariants
+1. `len(loss_mask) == len(rollout_log_probs) == len(token_versions) == response_length` whenever they are set.
+2. The last `response_length` entries of `tokens` are the response; the ids before them are the prompt.
+3. A position with `loss_mask == 1` was sampled by an engine: it has that engine's log-prob and weight version.
+4. `reward is None` means "not scored"; a failure is never turned into a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from slime.core.errors import DataError
+
+NOT_SAMPLED = -1
+"""Weight version of a token that no engine sampled (a prompt, a tool result)."""
+
+
+class Status(str, Enum):
+    """How the generation of a sample ended."""
+
+    PENDING = "pending"
+    """Not generated yet, or not to its end."""
+    COMPLETED = "completed"
+    """The model ended it (end-of-sequence or a stop string)."""
+    TRUNCATED = "truncated"
+    """A length limit ended it."""
+    ABORTED = "aborted"
+    """Interrupted; the tokens so far are kept and can be continued."""
+    FAILED = "failed"
+    """Infrastructure failed; `metadata["failure"]` says how. Never trained, never scored zero."""
+
+
+FINISH_REASONS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""What an engine calls the end of a generation, and the status it gives a sample."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One training sequence. `_T` is `len(tokens)`, `_R` is `response_length`."""
+
+    group_index: int | None = None
+    """Identifies the prompt; equal for all samples of one prompt and unique over the whole run, resume included."""
+    index: int | None = None
+    """Identifies the execution (one of the `n_samples_per_prompt` runs of a prompt); siblings of a fan-out share it."""
+    prompt: str | list[dict[str, Any]] = ""
+    """The prompt as text (chat template already applied) or as messages."""
+    tokens: list[int] = field(default_factory=list)
+    """[T] prompt and response ids, exactly as the engine read and sampled them."""
+    response: str = ""
+    """The response as text, for graders and people; never encoded again."""
+    response_length: int = 0
+    """R: number of tokens after the first prompt, tool results included."""
+    loss_mask: list[int] | None = None
+    """[R] 1 where the token is trained; None means all ones."""
+    rollout_log_probs: list[float] | None = None
+    """[R] log-prob (nats) under the distribution that was sampled from; 0.0 where not sampled."""
+    token_versions: list[int] | None = None
+    """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
+    label: Any = None
+    """The reference answer, as the dataset gives it."""
+    reward: float | dict[str, Any] | None = None
+    """The score (or a dict that `--reward-key` picks from); None while unscored."""
+    status: Status = Status.PENDING
+    remove_sample: bool = False
+    """True: trains nothing (mask zeroed at conversion) but still counts in its group's statistics."""
+    session_id: str | None = None
+    """Router affinity for multi-turn work."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `unscored` (why), `failure` (why)."""
+    generate_function_path: str | None = None
+    """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
+    custom_rm_path: str | None = None
+    """Overrides `--custom-rm-path` for this sample."""
+
+    def append_response_tokens(
+        self,
+        tokens: Sequence[int],
+        *,
+        log_probs: Sequence[float] | None = None,
+        weight_version: int = NOT_SAMPLED,
+        text: str = "",
+        finish_reason: str | None = None,
+    ) -> None:
+        """Appends what an engine sampled (`log_probs` given, one per token) or what a tool returned (None: masked).
+
+        Raises `DataError` if the lengths differ or a sampled token has no weight version.
+        """
+        sampled = log_probs is not None
+        if log_probs is not None and len(log_probs) != len(tokens):
+            raise DataError(f"got {len(tokens)} tokens and {len(log_probs)} log-probs; each sampled token needs its own")
+        if sampled and tokens and weight_version < 0:
+            raise DataError(f"got {len(tokens)} sampled tokens without a weight version; the engine must report it")
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        self.rollout_log_probs = self.rollout_log_probs or []
+        self.token_versions = self.token_versions or []
+        self.tokens.extend(tokens)
+        self.loss_mask.extend([int(sampled)] * len(tokens))
+        self.rollout_log_probs.extend(log_probs if log_probs is not None else [0.0] * len(tokens))
+        self.token_versions.extend([weight_version if sampled else NOT_SAMPLED] * len(tokens))
+        self.response_length += len(tokens)
+        self.response += text
+        if finish_reason is not None:
+            self.status = FINISH_REASONS.get(finish_reason, self.status)
+        self.validate()
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of ids before the response."""
+        return len(self.tokens) - self.response_length
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of trained tokens."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """The distinct versions that sampled this response, in order of first use."""
+        return list(dict.fromkeys(v for v in self.token_versions or [] if v != NOT_SAMPLED))
+
+    def get_reward_value(self, reward_key: str | None = None) -> float | None:
+        """The scalar reward; `reward_key` picks from a dict. None while unscored. Raises `DataError` on a missing key."""
+        if self.reward is None:
+            return None
+        if isinstance(self.reward, dict):
+            if reward_key is None or reward_key not in self.reward:
+                raise DataError(f"got a reward with keys {sorted(self.reward)}; set --reward-key to one of them, got {reward_key!r}")
+            return float(self.reward[reward_key])
+        return float(self.reward)
+
+    def validate(self) -> None:
+        """Raises `DataError` if invariant 1 or 2 of the module does not hold."""
+        if not 0 <= self.response_length <= len(self.tokens):
+            raise DataError(f"sample {self.index}: response_length {self.response_length} of {len(self.tokens)} tokens")
+        for name in ("loss_mask", "rollout_log_probs", "token_versions"):
+            value = getattr(self, name)
+            if value is not None and len(value) != self.response_length:
+                raise DataError(f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable copy; `from_dict` restores it exactly."""
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        out["status"] = self.status.value
+        return out
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """Restores what `to_dict` wrote. Raises `DataError` on unknown fields."""
+        unknown = set(data) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise DataError(f"got unknown sample fields {sorted(unknown)}; written by another version of slime?")
+        return cls(**{**data, "status": Status(data["status"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All work for one prompt. The unit that the Data Buffer issues, takes back, filters and accounts for."""
+
+    group_index: int
+    samples: tuple[Sample, ...]
+    """The samples of the prompt, fan-out siblings flattened and side by side; each execution has at least one."""
+    attempts: int = 0
+    """How often the group was issued before (aborted, failed and issued again)."""
+
+    def __post_init__(self) -> None:
+        stray = {s.group_index for s in self.samples} - {self.group_index}
+        if stray:
+            raise DataError(f"group {self.group_index} holds samples of groups {sorted(map(str, stray))}")
+        if not self.samples:
+            raise DataError(f"group {self.group_index} is empty")
+
+    @property
+    def num_executions(self) -> int:
+        return len({s.index for s in self.samples})
+
+    def with_samples(self, samples: Sequence[Sample]) -> Group:
+        """The same group holding other samples."""
+        return dataclasses.replace(self, samples=tuple(samples))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable copy; `from_dict` restores it exactly."""
+        return {"group_index": self.group_index, "attempts": self.attempts, "samples": [s.to_dict() for s in self.samples]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Group:
+        """Restores what `to_dict` wrote."""
+        samples = tuple(Sample.from_dict(s) for s in data["samples"])
+        return cls(group_index=data["group_index"], attempts=data["attempts"], samples=samples)
