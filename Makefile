@@ -1,0 +1,58 @@
+# Every target brings up .venv first; once it is up that costs nothing.
+#   PYTHON        interpreter to build .venv with (3.11 or newer)
+#   TORCH_INDEX   package index with CPU builds of torch, where the default index serves CUDA builds:
+#                 make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo
+PYTHON      ?= $(shell command -v python3.11 || command -v python3)
+TORCH       ?= torch==2.13.0
+TORCH_INDEX ?=
+VENV        ?= .venv
+PY          := $(VENV)/bin/python
+PIP         := $(PY) -m pip --disable-pip-version-check install --quiet
+STAMP       := $(VENV)/.complete
+PINS        := requirements/cpu-engines.txt requirements/cpu-engines-no-deps.txt requirements/constraints.txt
+PYTEST      := $(PY) -m pytest
+# Two threads leave room for the engine beside the trainer on a small machine.
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all check format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## .venv with the CPU stack (stock SGLang, sglang-router, Megatron-core, Ray)
+
+$(STAMP): pyproject.toml $(PINS)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
+	  { echo "no virtual environment from '$(PYTHON)': install python3.11 and python3.11-venv, or set PYTHON" >&2; exit 1; }
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "slime needs Python 3.11 or newer" >&2; exit 1; }
+	@echo "setting up $(VENV) (some minutes, once)"
+	$(PIP) 'pip>=25'
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(PIP) -c requirements/constraints.txt -r requirements/cpu-engines.txt -e '.[dev]' '$(TORCH)'
+	$(PIP) --no-deps -r requirements/cpu-engines-no-deps.txt
+	@touch $@
+
+demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
+	PY=$(PY) bash recipes/demo/run.sh
+
+test: $(STAMP) ## everything but the slow tests, real engines included
+	$(PYTEST) -m "not slow" tests
+
+test-all: $(STAMP) ## every test
+	$(PYTEST) tests
+
+check: $(STAMP) ## lint, format, types, import contracts
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+format: $(STAMP) ## rewrite the sources in the house format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean: ## caches and build leftovers; runs/, assets/ and .venv stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find slime tests recipes examples -name __pycache__ -type d -prune -exec rm -rf {} +

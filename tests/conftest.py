@@ -1,0 +1,50 @@
+"""Shared by every test: an environment that suits a small machine, time limits, and the tiny models.
+
+The environment is set before anything imports torch. Unit tests are pure and must be quick; contract and end-to-end
+tests start real engines and get longer.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import write_tiny_model
+
+for _name, _value in {
+    "OMP_NUM_THREADS": "2",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "MPLBACKEND": "Agg",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+TIMEOUTS_S = {"unit": 60, "contract": 300, "e2e": 900, "gpu": 900}
+"""Limit of one test by its top folder; `@pytest.mark.timeout` overrides it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives each test the time limit of its folder and skips GPU tests where there is no GPU."""
+    root = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(root).parts[0] if item.path.is_relative_to(root) else ""
+        if item.get_closest_marker("timeout") is None and folder in TIMEOUTS_S:
+            item.add_marker(pytest.mark.timeout(TIMEOUTS_S[folder]))
+        if (folder == "gpu" or item.get_closest_marker("gpu")) and not Path("/dev/nvidiactl").exists():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random float32 Qwen3 checkpoint with the character tokenizer. Shared: do not write into it."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random float32 Llama checkpoint with tied embeddings. Shared: do not write into it."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", tied=True)
