@@ -1,0 +1,127 @@
+"""Packing: several sequences of unequal length laid end to end in one row, with what the trainer needs to cut them.
+
+A trained token at index `t` of a sequence is *predicted* at index `t - 1`: every per-token quantity of the loss
+(mask, rollout log-prob, advantage) is stored at the predicting position, where the model's output for it is.
+
+Invariants
+1. Sequences are contiguous and in the given order; `cu_seqlens` starts at 0 and ends at T.
+2. Position ids restart at 0 in every sequence; no target crosses from one sequence into the next.
+3. Padding is a trailing sequence of its own, with zero mask, so it can attend to and be attended by nothing real.
+4. `response_positions` has no duplicates: scattering then gathering gives back exactly what went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.core.batch import TrainSample
+from slime.core.errors import ConfigError, DataError
+
+PAD_TOKEN = 0
+"""Filler id; never trained and never attended to, so any id of the vocabulary would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One micro-batch of N samples as one row of T tokens; R_total is the sum of their response lengths."""
+
+    tokens: npt.NDArray[np.int64]
+    """[T]"""
+    position_ids: npt.NDArray[np.int64]
+    """[T] index within its own sequence."""
+    cu_seqlens: npt.NDArray[np.int32]
+    """[N + 1], or [N + 2] when the last sequence is padding: where each sequence starts, then T."""
+    max_seqlen: int
+    """Length in tokens of the longest sequence, padding included."""
+    target_tokens: npt.NDArray[np.int64]
+    """[T] the next token of the same sequence; 0 at the last position of each."""
+    loss_mask: npt.NDArray[np.float32]
+    """[T] 1.0 where the target is a trained token."""
+    response_positions: npt.NDArray[np.int64]
+    """[R_total] position in [0, T) that predicts each response token, sample by sample in order."""
+    response_lengths: npt.NDArray[np.int64]
+    """[N] response tokens of each sample (padding is no sample)."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.response_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return len(self.tokens)
+
+    def scatter_response(self, values: Sequence[npt.NDArray[Any]], *, fill: float = 0.0) -> npt.NDArray[Any]:
+        """Per-sample arrays [R] -> one row [T] with each value at its predicting position and `fill` elsewhere.
+
+        The row has the dtype of the values (float32 when there are none). Raises `DataError` if the shapes differ.
+        """
+        got = [len(v) for v in values]
+        if got != self.response_lengths.tolist():
+            raise DataError(f"got values of lengths {got} for responses of lengths {self.response_lengths.tolist()}")
+        flat = np.concatenate(list(values)) if values else np.zeros(0, np.float32)
+        row = np.full(self.num_tokens, fill, flat.dtype)
+        row[self.response_positions] = flat
+        return row
+
+    def gather_response(self, row: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """One row [T] -> per-sample arrays [R]; inverse of `scatter_response`. Raises `DataError` on a wrong shape."""
+        if row.shape != (self.num_tokens,):
+            raise DataError(f"got an array of shape {row.shape} for a packed row of {self.num_tokens} tokens")
+        if self.num_samples == 0:
+            return []
+        return np.split(row[self.response_positions], np.cumsum(self.response_lengths)[:-1])
+
+
+def pack(samples: Sequence[TrainSample], *, pad_to_multiple: int = 1) -> PackedBatch:
+    """Lays samples end to end, padded to a multiple of `pad_to_multiple` tokens (the TP size for sequence parallelism).
+
+    No samples give a dummy: one padding sequence with zero mask and N = 0, for ranks that have nothing to train.
+    Raises `DataError` for a sample without tokens or without a token before its response.
+    """
+    if pad_to_multiple < 1:
+        raise ConfigError(f"got pad_to_multiple={pad_to_multiple}; it must be at least 1")
+    for s in samples:
+        _check_sample(s)
+    num_real = sum(s.num_tokens for s in samples)
+    num_padding = -max(num_real, 1) % pad_to_multiple + (num_real == 0)
+    lengths = [s.num_tokens for s in samples] + ([num_padding] if num_padding else [])
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    num_tokens = int(cu_seqlens[-1])
+
+    tokens = np.full(num_tokens, PAD_TOKEN, np.int64)
+    target_tokens = np.zeros(num_tokens, np.int64)
+    loss_mask = np.zeros(num_tokens, np.float32)
+    positions: list[npt.NDArray[np.int64]] = []
+    for start, s in zip(cu_seqlens.tolist(), samples, strict=False):
+        end = start + s.num_tokens
+        tokens[start:end] = s.tokens
+        target_tokens[start : end - 1] = s.tokens[1:]
+        predicting = np.arange(end - s.response_length - 1, end - 1, dtype=np.int64)
+        loss_mask[predicting] = s.loss_mask
+        positions.append(predicting)
+    return PackedBatch(
+        tokens=tokens,
+        position_ids=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths),
+        target_tokens=target_tokens,
+        loss_mask=loss_mask,
+        response_positions=np.concatenate(positions) if positions else np.zeros(0, np.int64),
+        response_lengths=np.asarray([s.response_length for s in samples], np.int64),
+    )
+
+
+def _check_sample(sample: TrainSample) -> None:
+    if sample.num_tokens < 1:
+        raise DataError(f"sample {sample.index} has no tokens; a sequence needs at least one")
+    if sample.response_length >= sample.num_tokens:
+        raise DataError(
+            f"sample {sample.index}: {sample.response_length} response tokens of {sample.num_tokens}, because the "
+            "first response token needs one before it to be predicted from; give every sample a prompt"
+        )

@@ -1,0 +1,105 @@
+"""Laws of packing: every trained token sits, once, at the position that predicts it; sequences never mix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.core.batch import TrainSample
+from slime.core.errors import ConfigError, DataError
+from slime.data.packing import PackedBatch, pack
+
+
+def make(prompt: list[int], response: list[int], mask: list[float] | None = None) -> TrainSample:
+    return TrainSample(
+        tokens=np.asarray(prompt + response, np.int64),
+        loss_mask=np.asarray([1.0] * len(response) if mask is None else mask, np.float32),
+        rollout_log_probs=None,
+        token_versions=np.full(len(response), -1, np.int32),
+        reward=0.0,
+        group_index=0,
+        index=0,
+        truncated=False,
+    )
+
+
+ids = st.lists(st.integers(1, 99), max_size=6)
+
+
+@st.composite
+def sample(draw: st.DrawFn) -> TrainSample:
+    response = draw(ids)
+    mask = [float(draw(st.booleans())) for _ in response]
+    return make([draw(st.integers(1, 99)), *draw(ids)], response, mask)
+
+
+batches = st.tuples(st.lists(sample(), max_size=5), st.integers(1, 9))
+
+
+def sequences(packed: PackedBatch, array: np.ndarray) -> list[np.ndarray]:
+    return [array[a:b] for a, b in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True)]
+
+
+@given(batches)
+def test_sequences_survive_in_order_and_padding_is_its_own(batch) -> None:
+    samples, multiple = batch
+    packed = pack(samples, pad_to_multiple=multiple)
+    assert packed.num_tokens % multiple == 0 and packed.num_tokens >= 1
+    assert packed.num_tokens - max(sum(s.num_tokens for s in samples), 1) < multiple
+    parts = sequences(packed, packed.tokens)
+    assert packed.cu_seqlens[0] == 0 and packed.cu_seqlens[-1] == packed.num_tokens
+    assert all(np.array_equal(a, s.tokens) for a, s in zip(parts, samples, strict=False))
+    assert 0 <= len(parts) - len(samples) <= 1
+    assert packed.max_seqlen == max(map(len, parts))
+    assert all(np.array_equal(p, np.arange(len(p))) for p in sequences(packed, packed.position_ids))
+    for a, target in zip(parts, sequences(packed, packed.target_tokens), strict=True):
+        assert np.array_equal(target[:-1], a[1:]) and target[-1] == 0
+    if len(parts) > len(samples):
+        assert not sequences(packed, packed.loss_mask)[-1].any()
+
+
+@given(batches)
+def test_targets_at_response_positions_are_the_response(batch) -> None:
+    samples, multiple = batch
+    packed = pack(samples, pad_to_multiple=multiple)
+    for s, target, mask in zip(
+        samples, packed.gather_response(packed.target_tokens), packed.gather_response(packed.loss_mask), strict=True
+    ):
+        assert np.array_equal(target, s.tokens[s.num_tokens - s.response_length :])
+        assert np.array_equal(mask, s.loss_mask)
+    assert packed.loss_mask.sum() == sum(s.loss_mask.sum() for s in samples)
+
+
+@given(batches)
+def test_scatter_then_gather_is_the_identity(batch) -> None:
+    samples, multiple = batch
+    packed = pack(samples, pad_to_multiple=multiple)
+    assert len(set(packed.response_positions.tolist())) == sum(s.response_length for s in samples)
+    values = [np.arange(s.response_length, dtype=np.float64) + i for i, s in enumerate(samples)]
+    row = packed.scatter_response(values, fill=-7.0)
+    assert all(np.array_equal(a, b) for a, b in zip(packed.gather_response(row), values, strict=True))
+    assert (row == -7.0).sum() == packed.num_tokens - len(packed.response_positions)
+
+
+def test_dtypes_and_the_dummy() -> None:
+    packed = pack([], pad_to_multiple=4)
+    assert packed.tokens.tolist() == [0] * 4 and packed.cu_seqlens.tolist() == [0, 4] and packed.num_samples == 0
+    assert pack([]).tokens.tolist() == [0] and not pack([]).loss_mask.any()
+    assert packed.gather_response(packed.scatter_response([])) == []
+    assert (packed.tokens.dtype, packed.cu_seqlens.dtype, packed.loss_mask.dtype) == (np.int64, np.int32, np.float32)
+    assert packed.response_positions.dtype == packed.response_lengths.dtype == np.int64
+
+
+def test_what_cannot_be_predicted_is_refused() -> None:
+    with pytest.raises(DataError, match="prompt"):
+        pack([make([], [1, 2])])
+    with pytest.raises(DataError, match="no tokens"):
+        pack([make([], [])])
+    with pytest.raises(ConfigError):
+        pack([make([1], [2])], pad_to_multiple=0)
+    with pytest.raises(DataError, match="lengths"):
+        pack([make([1], [2])]).scatter_response([np.zeros(3)])
+    with pytest.raises(DataError, match="shape"):
+        pack([make([1], [2])]).gather_response(np.zeros(5))
