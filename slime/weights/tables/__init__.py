@@ -1,0 +1,37 @@
+"""The families that slime knows, each as one declarative table that is read in both directions.
+
+`table_for` is the only door: it takes the `config.json` of a Hugging Face checkpoint and returns the rows for exactly
+that model (biases, tied embeddings and number of layers resolved).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.weights.tables.llama import llama_table
+from slime.weights.tables.qwen3 import qwen2_table, qwen3_table
+from slime.weights.tables.table import Entry, FamilyTable, Kind, ModelShape, Row
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], FamilyTable]] = {
+    "llama": llama_table,
+    "mistral": llama_table,
+    "qwen2": qwen2_table,
+    "qwen3": qwen3_table,
+}
+"""`model_type` of a HF config -> the builder of its table."""
+
+__all__ = ["FAMILIES", "Entry", "FamilyTable", "Kind", "ModelShape", "Row", "table_for"]
+
+
+def table_for(hf_config: Mapping[str, Any]) -> FamilyTable:
+    """The table of a model, from its `config.json` as a mapping. Raises `ConfigError` for families without one."""
+    model_type = hf_config.get("model_type")
+    builder = FAMILIES.get(str(model_type))
+    if builder is None:
+        raise ConfigError(
+            f"got model_type={model_type!r}; slime has no weight table for it, only for {', '.join(sorted(FAMILIES))}; "
+            "choose a checkpoint of one of these families or add a table under slime/weights/tables"
+        )
+    return builder(hf_config)
