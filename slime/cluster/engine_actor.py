@@ -1,0 +1,43 @@
+"""One inference engine as an actor: it owns the server process and nothing else.
+
+Requests never pass through here: the rollout talks HTTP to the router, the weight sync HTTP to the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+from slime.observability.logs import setup_logging
+from slime.serving.control import HttpEngineControl
+from slime.serving.server import ServerSpec, SGLangServer
+
+
+@ray.remote(max_restarts=0)
+class EngineActor:
+    """Shell around `SGLangServer`."""
+
+    def __init__(self, index: int, spec: ServerSpec, log_dir: str, control_timeout_s: float) -> None:
+        setup_logging(Path(log_dir) / f"engine_{index}_actor.log")
+        self._server = SGLangServer(spec, log_path=Path(log_dir) / f"engine_{index}.log")
+        self._server.start()
+        self._tp_size, self._timeout_s = spec.tp_size, control_timeout_s
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """The server's URL once it answers."""
+        self._server.wait_ready(timeout_s)
+        self._control = HttpEngineControl(self._server.url, tp_size=self._tp_size, timeout_s=self._timeout_s)
+        return self._server.url
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Gives the device memory of these tags back (all of it by default). The engine must be idle."""
+        self._control.flush_cache()
+        self._control.release_memory(tags)
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        self._control.resume_memory(tags)
+
+    def stop(self) -> None:
+        self._server.stop()

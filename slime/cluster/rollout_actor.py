@@ -1,0 +1,67 @@
+"""The rollout side as one actor: `RolloutManager` and the router in front of the engines.
+
+An asyncio actor: generation, evaluation, saving and progress run side by side, so that a save never waits for a
+generation to end. The router forwards to an engine only after `admit` (its first verified weight sync).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.core.batch import TrainBatch
+from slime.observability.logs import setup_logging
+from slime.rollout.manager import RolloutManager
+from slime.serving.router import Router
+
+
+@ray.remote(max_restarts=0)
+class RolloutActor:
+    """Shell around `RolloutManager` and `Router`."""
+
+    def __init__(self, args: Any, num_engines: int, log_dir: str) -> None:
+        setup_logging(Path(log_dir) / "rollout.log")
+        self._router: Router | None = None
+        if num_engines:
+            self._router = Router(log_path=Path(log_dir) / "router.log", extra_args=args.router)
+            self._router.start()
+            self._router.wait_ready(args.engine_start_timeout_s)
+        url = self._router.url if self._router is not None else None
+        self._manager = RolloutManager(args, router_url=url, num_engines=num_engines)
+
+    async def ready(self) -> int:
+        """Number of prompts in the training data; answers when the data is loaded."""
+        return self._manager.num_prompts
+
+    async def admit(self, urls: list[str]) -> None:
+        """Lets traffic reach these engines."""
+        if self._router is not None:
+            for url in urls:
+                self._router.add_worker(url)
+
+    async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
+        return await self._manager.generate(rollout_id)
+
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        return await self._manager.evaluate(rollout_id)
+
+    async def commit(self, rollout_id: int) -> dict[str, float]:
+        """The batch of this step is trained; returns the ledger."""
+        return self._manager.commit(rollout_id)
+
+    async def save(self, directory: str) -> None:
+        self._manager.save(Path(directory))
+
+    async def load(self, directory: str) -> None:
+        self._manager.load(Path(directory))
+
+    async def progress(self) -> str:
+        """One line: what the rollout is doing now."""
+        return self._manager.progress()
+
+    async def stop(self) -> None:
+        await self._manager.close()
+        if self._router is not None:
+            self._router.stop()

@@ -1,0 +1,214 @@
+"""`Run`: the verbs of the loop, as the driver says them.
+
+The driver thread is the only caller. Each verb sends work to the actors, waits with a name and a limit, and logs what
+came back; the order of the verbs is the algorithm and lives in `train.py` and `train_async.py`.
+
+Invariants
+1. Engines serve only between a `publish_weights` that verified them and the next hand-over or publication.
+2. A step is committed in the Data Buffer after it was trained and before it is saved.
+3. A checkpoint holds weights, optimizer, RNG, weight version and Data Buffer of the same moment, or does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.waiting import wait_for
+from slime.core.errors import ConfigError
+from slime.observability.spans import Spans
+from slime.observability.tracker import Tracker
+from slime.training import checkpoint
+
+TRAIN_STEP_LIMIT_S = 24 * 3600.0
+"""Limit of one training step: far above any sane one; collectives have their own, shorter limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the weight sync needs to know of an engine."""
+
+    index: int
+    url: str
+    tp_size: int
+    slots: tuple[int, ...]
+    """Placement slots of its ranks; a training rank on the same slot can share memory with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generation under way, or done."""
+
+    rollout_id: int
+    ref: Any
+
+
+class Run:
+    """The verbs. Built by `launch`."""
+
+    def __init__(
+        self, args: Any, *, tracker: Tracker, trainers: Sequence[Any], rollout: Any, engines: Sequence[Any],
+        engine_infos: Sequence[EngineInfo],
+    ) -> None:  # fmt: skip
+        self.args = args
+        self._tracker, self._trainers, self._rollout = tracker, list(trainers), rollout
+        self._engines, self._engine_infos = list(engines), list(engine_infos)
+        self._admitted = False
+        self._spans = Spans()
+
+    # --- generation -------------------------------------------------------------------------------------------------
+
+    def start_generation(self, rollout_id: int) -> Generation:
+        """Starts generating the samples of a step and returns at once."""
+        return Generation(rollout_id, self._rollout.generate.remote(rollout_id))
+
+    def finish_generation(self, generation: Generation) -> Any:
+        """Waits for a generation; returns a reference to its `TrainBatch`."""
+        import ray
+
+        with self._spans("rollout"), self._tracker.progress(f"rollout {generation.rollout_id}") as on_poll:
+            batch, metrics = wait_for(
+                [generation.ref],
+                for_what=f"the rollout of step {generation.rollout_id}",
+                limit_s=self.args.rollout_global_timeout_s,
+                on_poll=lambda: on_poll(self._rollout_progress()),
+            )[0]
+        self._tracker.log("rollout", generation.rollout_id, metrics)
+        return ray.put(batch)
+
+    def generate(self, rollout_id: int) -> Any:
+        """Generates the samples of a step; returns a reference to its `TrainBatch`."""
+        return self.finish_generation(self.start_generation(rollout_id))
+
+    def wait_for_generation(self, generation: Generation) -> None:
+        """Blocks until no request of this generation is running, without taking its result."""
+        with self._spans("generation_wait"):
+            wait_for([generation.ref], for_what=f"the rollout of step {generation.rollout_id}",
+                     limit_s=self.args.rollout_global_timeout_s)  # fmt: skip
+
+    def evaluate(self, rollout_id: int) -> None:
+        """Evaluates the published weights on the held-out data."""
+        with self._spans("eval"), self._tracker.progress("eval") as on_poll:
+            metrics = wait_for(
+                [self._rollout.evaluate.remote(rollout_id)],
+                for_what=f"the evaluation at step {rollout_id}",
+                limit_s=self.args.rollout_global_timeout_s,
+                on_poll=lambda: on_poll(self._rollout_progress()),
+            )[0]
+        self._tracker.log("eval", rollout_id, metrics)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, rollout_id: int, batch: Any) -> None:
+        """Trains one step on every rank, then commits it in the Data Buffer."""
+        with self._spans("train"), self._tracker.progress(f"train {rollout_id}") as on_poll:
+            metrics = wait_for(
+                [trainer.train.remote(batch) for trainer in self._trainers],
+                for_what=f"training step {rollout_id}",
+                limit_s=TRAIN_STEP_LIMIT_S,
+                on_poll=lambda: on_poll(""),
+            )[0]
+        ledger = wait_for([self._rollout.commit.remote(rollout_id)], for_what="the ledger", limit_s=60)[0]
+        self._tracker.log("train", rollout_id, {**metrics, **ledger})
+
+    def hand_over_to_training(self) -> None:
+        """Colocated: engines give their memory back, then the trainer takes its own. Otherwise nothing."""
+        if self.args.offload_rollout:
+            with self._spans("offload_rollout"):
+                self._on_engines("release_memory")
+        if self.args.offload_train:
+            with self._spans("wake_up"):
+                self._on_trainers("wake")
+
+    def publish_weights(self) -> None:
+        """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
+
+        Colocated, memory changes hands in the only order that fits: engine weights in, trainer out, KV cache in.
+        """
+        if not self._engine_infos:
+            return
+        if self.args.offload_rollout and self._admitted:
+            self._on_engines("resume_memory", ["weights"])
+        with self._spans("update_weights"):
+            metrics = self._on_trainers("publish_weights")[0]
+        if self.args.offload_train:
+            with self._spans("sleep"):
+                self._on_trainers("sleep")
+        if self.args.offload_rollout and self._admitted:
+            self._on_engines("resume_memory", ["kv_cache", "cuda_graph"])
+        if not self._admitted:
+            urls = [info.url for info in self._engine_infos]
+            wait_for([self._rollout.admit.remote(urls)], for_what="the router to take the engines",
+                     limit_s=self.args.engine_start_timeout_s)  # fmt: skip
+            self._admitted = True
+        self._tracker.add(metrics)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """Loads the latest checkpoint under `--load`, if there is one; returns the step to start with."""
+        root = Path(self.args.load) if self.args.load else None
+        found = checkpoint.latest(root) if root is not None else None
+        if found is None:
+            return int(self.args.start_rollout_id or 0)
+        checkpoint.verify(found.path)
+        with self._spans("load"):
+            self._on_trainers("load", str(found.path))
+            wait_for([self._rollout.load.remote(str(found.path))], for_what="the Data Buffer to load", limit_s=600)
+        return found.rollout_id + 1
+
+    def save(self, rollout_id: int) -> None:
+        """Writes one checkpoint: every part, then the manifest, then the name, then "latest"."""
+        if not self.args.save:
+            raise ConfigError("got a save without --save: there is no folder to write to; set --save DIR")
+        with self._spans("save_model"):
+            parts = checkpoint.begin(Path(self.args.save), rollout_id)
+            refs = [trainer.save_parts.remote(str(parts)) for trainer in self._trainers]
+            wait_for([*refs, self._rollout.save.remote(str(parts))], for_what="the checkpoint", limit_s=3600)
+            checkpoint.commit(parts, rollout_id)
+            if self.args.save_hf:
+                self._on_trainers("save_hf", self.args.save_hf.format(rollout_id=rollout_id))
+
+    # --- cadence ----------------------------------------------------------------------------------------------------
+
+    def saves_after(self, rollout_id: int) -> bool:
+        """Every `--save-interval` steps and after the last one."""
+        return bool(self.args.save) and self._is_due(rollout_id, self.args.save_interval)
+
+    def evaluates_after(self, rollout_id: int) -> bool:
+        """Every `--eval-interval` steps and after the last one."""
+        return self.args.eval_interval is not None and self._is_due(rollout_id, self.args.eval_interval)
+
+    def evaluates_before(self, start: int) -> bool:
+        """Once before the first step of a run that was not resumed (or when there is no step at all)."""
+        wanted = self.args.eval_interval is not None and not self.args.skip_eval_before_train
+        return wanted and (start == 0 or start >= self.args.num_rollout)
+
+    def _is_due(self, rollout_id: int, interval: int | None) -> bool:
+        return rollout_id + 1 == self.args.num_rollout or (interval is not None and (rollout_id + 1) % interval == 0)
+
+    # --- the end of a step and of the run ---------------------------------------------------------------------------
+
+    def end_step(self, rollout_id: int) -> None:
+        """Logs the times of the step's parts."""
+        self._tracker.log("perf", rollout_id, self._spans.collect())
+
+    def close(self) -> None:
+        """Ends every process in order; a failure here never hides the error that ended the run."""
+        stops = [actor.stop.remote() for actor in (self._rollout, *self._trainers, *self._engines)]
+        wait_for(stops, for_what="the actors to stop", limit_s=20)
+
+    # --- plumbing ---------------------------------------------------------------------------------------------------
+
+    def _on_trainers(self, method: str, *arguments: Any) -> list[Any]:
+        refs = [getattr(trainer, method).remote(*arguments) for trainer in self._trainers]
+        return wait_for(refs, for_what=f"{method} on {len(refs)} training ranks", limit_s=3600)
+
+    def _on_engines(self, method: str, *arguments: Any) -> None:
+        refs = [getattr(engine, method).remote(*arguments) for engine in self._engines]
+        wait_for(refs, for_what=f"{method} on {len(refs)} engines", limit_s=self.args.weight_sync_timeout_s)
+
+    def _rollout_progress(self) -> str:
+        return str(wait_for([self._rollout.progress.remote()], for_what="progress", limit_s=30)[0])

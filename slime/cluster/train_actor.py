@@ -1,0 +1,86 @@
+"""One training rank as an actor: `MegatronBackend` and this rank's part of the weight sync."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.core.batch import TrainBatch
+from slime.observability.logs import setup_logging
+
+
+@ray.remote(max_restarts=0)
+class TrainActor:
+    """Shell around `MegatronBackend`. Every method is called on all ranks, in the same order."""
+
+    def __init__(self, args: Any, rank: int, world_size: int, num_threads: int, log_dir: str) -> None:
+        setup_logging(Path(log_dir) / f"train_{rank}.log")
+        self._args, self._rank, self._world_size = args, rank, world_size
+        if args.device == "cpu":  # read by OpenMP and MKL when torch is first imported
+            os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+        self._backend: Any = None
+        self._publisher: Any = None
+
+    def free_address(self) -> tuple[str, int]:
+        """(host, port) where rank 0 can listen for the others."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def build(self, master_address: str, master_port: int) -> None:
+        """Joins the process group, builds the model and loads the Hugging Face weights."""
+        import torch
+
+        from slime.training.backend import MegatronBackend
+
+        if self._args.device == "cpu":
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        self._backend = MegatronBackend(
+            self._args,
+            rank=self._rank,
+            world_size=self._world_size,
+            local_rank=0,  # Ray shows each actor its own GPU only
+            master_address=master_address,
+            master_port=master_port,
+        )
+
+    def connect_engines(self, engines: Sequence[Any]) -> None:
+        """Prepares the weight sync to these engines (`EngineInfo`)."""
+        from slime.cluster.publisher import Publisher
+
+        self._publisher = Publisher(self._args, self._backend, engines)
+
+    def publish_weights(self) -> dict[str, float]:
+        """Sends the current weights under the current version and verifies them; engines serve again afterwards."""
+        return self._publisher.publish()
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        return self._backend.train(batch)
+
+    def save_parts(self, directory: str) -> None:
+        """Writes this rank's files of a checkpoint."""
+        self._backend.save(Path(directory))
+
+    def save_hf(self, directory: str) -> None:
+        self._backend.save_hf(Path(directory))
+
+    def load(self, directory: str) -> None:
+        self._backend.load(Path(directory))
+
+    def sleep(self) -> None:
+        self._backend.sleep()
+
+    def wake(self) -> None:
+        self._backend.wake()
+
+    def stop(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._backend is not None:
+            self._backend.close()

@@ -1,0 +1,33 @@
+"""Synchronous training: generate, train, save, publish, evaluate, one after the other.
+
+Every sample is trained by the weights that sampled it. `train_async.py` overlaps generation with training.
+"""
+
+from __future__ import annotations
+
+from slime.config import Args, run_or_exit
+
+
+def train(args: Args) -> None:
+    """The algorithm. Heavy imports come after the arguments are parsed, so that mistakes answer at once."""
+    from slime.cluster.launch import launch
+
+    with launch(args) as run:
+        start = run.restore()
+        run.publish_weights()
+        if run.evaluates_before(start):
+            run.evaluate(start - 1)
+        for rollout_id in range(start, args.num_rollout):
+            batch = run.generate(rollout_id)
+            run.hand_over_to_training()
+            run.train(rollout_id, batch)
+            if run.saves_after(rollout_id):
+                run.save(rollout_id)
+            run.publish_weights()
+            if run.evaluates_after(rollout_id):
+                run.evaluate(rollout_id)
+            run.end_step(rollout_id)
+
+
+if __name__ == "__main__":
+    run_or_exit(train)
