@@ -1,0 +1,256 @@
+"""Stock megatron-core on a CPU: `activate("cpu")`, explicit, idempotent, without any effect on `torch` itself.
+
+Megatron names the device in its code (`device="cuda"`, `torch.cuda.current_device()`, type names such as
+`torch.cuda.FloatTensor`). Its modules see `torch` through a global of that name; on a CPU we give these modules a
+facade of `torch` with CPU answers to such questions. `torch`, SGLang and transformers in the same process see nothing.
+
+Invariants
+1. `activate("cuda")` changes nothing.
+2. Every patch checks that it took effect and raises `EngineError` if it did not.
+3. Only modules below `megatron.core` are changed, and only names that they hold themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.core.errors import EngineError
+
+TESTED_VERSION = "0.16.1"
+"""megatron-core version for which every patch was seen to be needed."""
+
+_USED_MODULES = (
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.distributed.finalize_model_grads",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+)
+"""Imported before patching, so that every module that the trainer reaches is loaded and gets the facade."""
+
+_FACTORIES = frozenset(
+    "tensor as_tensor zeros ones empty full arange rand randn randint zeros_like ones_like empty_like full_like".split()
+)
+"""Functions of torch that take a `device=`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchReport:
+    """One applied patch."""
+
+    name: str
+    symptom: str
+    """What happens without it."""
+    upstream: str
+    """Package and version for which it was needed."""
+    remove_when: str
+
+
+def activate(device: str) -> list[PatchReport]:
+    """Makes megatron-core usable on `device`. Nothing on "cuda"; on "cpu" applies all patches (again: no effect).
+
+    Returns the patches in force. Raises `EngineError` if a patch did not take effect (another upstream version?).
+    """
+    if device != "cpu":
+        return []
+    for name in _USED_MODULES:
+        importlib.import_module(name)
+    return [patch() for patch in (_patch_torch_facade, _patch_rng, _patch_type_names, _patch_moe_name)]
+
+
+def _report(name: str, symptom: str, remove_when: str) -> PatchReport:
+    return PatchReport(name, symptom, f"megatron-core {TESTED_VERSION}", remove_when)
+
+
+def _require(condition: bool, patch: str) -> None:
+    if not condition:
+        raise EngineError(
+            f"got no effect from the CPU patch {patch!r} of megatron-core, because the installed version is not "
+            f"{TESTED_VERSION} or was changed; install megatron-core=={TESTED_VERSION}"
+        )
+
+
+class _Inert:
+    """A stand-in for a CUDA stream or event: work on a CPU is done when the call returns, so there is nothing to wait for."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __getattr__(self, _name: str) -> Callable[..., Any]:
+        return lambda *_args, **_kwargs: self
+
+    def __enter__(self) -> _Inert:
+        return self
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+
+class _CpuCuda(types.ModuleType):
+    """`torch.cuda` as a CPU would answer it."""
+
+    Stream = Event = _Inert
+
+    def __init__(self, torch: Any) -> None:
+        super().__init__("torch.cuda (on a CPU)")
+        self._torch = torch
+        self.nvtx = _Inert()
+        self.current_device = lambda: torch.device("cpu")
+        self.get_rng_state = lambda *_a, **_k: torch.get_rng_state()
+        self.set_rng_state = lambda state, *_a, **_k: torch.set_rng_state(state)
+        self.manual_seed = self.manual_seed_all = torch.manual_seed
+        self.is_available = lambda: False
+        self.device_count = lambda: 0
+        self.stream = lambda *_a, **_k: contextlib.nullcontext()
+        self.current_stream = self.default_stream = lambda *_a, **_k: _Inert()
+        self.synchronize = self.empty_cache = self.set_device = lambda *_a, **_k: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch.cuda, name)
+
+
+class _CpuTorch(types.ModuleType):
+    """`torch` in which `device="cuda"` means the CPU; everything else is the real thing."""
+
+    def __init__(self, torch: Any) -> None:
+        super().__init__("torch (on a CPU)")
+        self._torch = torch
+        self.cuda = _CpuCuda(torch)
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _patch_torch_facade() -> PatchReport:
+    """Gives every loaded module of megatron-core the facade as its global `torch`."""
+    import torch
+
+    facade: Any = None
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron.core"):
+            continue
+        held = vars(module).get("torch")
+        if isinstance(held, _CpuTorch):
+            facade = facade or held
+        elif held is torch:
+            facade = facade or _CpuTorch(torch)
+            module.__dict__["torch"] = facade
+    clip = importlib.import_module("megatron.core.optimizer.clip_grads")
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    took = clip.torch.zeros(1, device="cuda").device.type == "cpu" and str(buffers.torch.cuda.current_device()) == "cpu"
+    _require(took, "torch facade")
+    return _report(
+        "torch facade",
+        "AssertionError: Torch not compiled with CUDA enabled, from device='cuda' and torch.cuda.* in library code",
+        "megatron-core takes its device from its configuration",
+    )
+
+
+def _patch_rng() -> PatchReport:
+    """Megatron's RNG tracker forks the generator of the GPU; on a CPU there is one generator."""
+    import torch
+
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not getattr(random, "_slime_cpu_rng", False):
+        random._get_cuda_rng_state = lambda *_a, **_k: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda state, *_a, **_k: torch.set_rng_state(state)
+        random._slime_cpu_rng = True
+    before = torch.get_rng_state()
+    random._set_cuda_rng_state(random._get_cuda_rng_state())
+    _require(bool(torch.equal(before, torch.get_rng_state())), "rng")
+    return _report(
+        "rng",
+        "the generator state of a GPU is read in CudaRNGStatesTracker.fork, used by dropout and weight initialisation",
+        "the tracker takes a torch.Generator",
+    )
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    """Inside, `Tensor.type()` of a CPU tensor answers `torch.cuda.FloatTensor`, the name that the optimizer compares with."""
+    import torch
+
+    original = torch.Tensor.type
+
+    def type_name(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+def _with_cuda_type_names(owner: Any, name: str) -> None:
+    """Wraps `owner.name` so that it runs inside `_cuda_type_names`; once."""
+    function = getattr(owner, name)
+    if getattr(function, "_slime_cuda_type_names", False):
+        return
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    wrapped._slime_cuda_type_names = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _patch_type_names() -> PatchReport:
+    """The optimizer sorts parameters by the names of CUDA tensor types and asserts one in gradient clipping."""
+    import torch
+
+    optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    clip = importlib.import_module("megatron.core.optimizer.clip_grads")
+    _with_cuda_type_names(distributed.DistributedOptimizer, "__init__")
+    _with_cuda_type_names(optimizer.Float16OptimizerWithFloat16Params, "__init__")
+    for module in (optimizer, clip):  # the optimizer imported it by name
+        _with_cuda_type_names(module, "clip_grad_by_total_norm_fp32")
+    parameter = torch.zeros(2)
+    parameter.grad = torch.ones(2)
+    optimizer.clip_grad_by_total_norm_fp32([parameter], 1.0, 2.0)
+    _require(float(parameter.grad[0]) < 1.0 and parameter.type() == "torch.FloatTensor", "type names")
+    return _report(
+        "type names",
+        "TypeError: Wrapped parameters must be one of torch.cuda.FloatTensor ... in DistributedOptimizer",
+        "the optimizer compares dtypes instead of type names",
+    )
+
+
+def _patch_moe_name() -> PatchReport:
+    """`moe_utils` uses a name that it only defines when Transformer Engine is installed."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    _require(hasattr(moe_utils, "te_general_gemm"), "te_general_gemm")
+    return _report(
+        "te_general_gemm",
+        "NameError: te_general_gemm is not defined, in the router of a mixture of experts",
+        "moe_utils defines the name in its except branch",
+    )
