@@ -1,0 +1,95 @@
+"""The launcher: `python -m slime.serving.launch <SGLang arguments>`, and with `--router` first, sglang-router.
+
+SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again, under
+the name `__mp_main__`, before it looks at what the child shall run. That is the hook: the same few lines run in the
+server and in every process below it, and no environment variable has to name a folder of stand-ins.
+
+Invariants
+1. Imported under its own name, this module does nothing.
+2. Server, router and their children get SIGKILL when the process that started them ends, for whatever reason.
+3. On a GPU machine nothing of SGLang or torch is patched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+ROUTER_FLAG = "--router"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(expected_parent: int | None) -> None:
+    """Asks the kernel for SIGKILL when the parent ends; exits at once if it has ended before.
+
+    `expected_parent`: pid of the starter; None if unknown. Works on Linux only.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if expected_parent is not None and os.getppid() != expected_parent:
+        os._exit(1)
+
+
+def device_of(arguments: list[str]) -> str:
+    """The value of `--device` in SGLang's arguments: "cuda" unless it says otherwise."""
+    for i, argument in enumerate(arguments):
+        if argument.startswith("--device="):
+            return argument.partition("=")[2]
+        if argument == "--device" and i + 1 < len(arguments):
+            return arguments[i + 1]
+    return "cuda"
+
+
+def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
+    """What the server and each of its children needs before SGLang is imported."""
+    from slime.compat.sglang_cpu import activate
+
+    die_with_parent(expected_parent)
+    activate(device_of(arguments))
+
+
+def serve(arguments: list[str]) -> None:
+    """Runs the SGLang server in this process until it ends."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def route(arguments: list[str]) -> None:
+    """Runs sglang-router in this process until it ends."""
+    from sglang_router.launch_router import launch_router, parse_router_args
+
+    launch_router(parse_router_args(arguments))
+
+
+def main() -> None:
+    """Entry point of the process that `slime.serving.process` starts."""
+    from slime.serving.process import OWNER_ENV
+
+    owner = os.environ.pop(OWNER_ENV, None)
+    arguments = sys.argv[1:]
+    if arguments[:1] == [ROUTER_FLAG]:
+        die_with_parent(int(owner) if owner else None)
+        route(arguments[1:])
+        return
+    prepare_process(arguments, int(owner) if owner else None)
+    serve(arguments)
+
+
+if __name__ == "__mp_main__":
+    import multiprocessing
+
+    _parent = multiprocessing.parent_process()
+    prepare_process(sys.argv[1:], _parent.pid if _parent else None)
+elif __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Ports of a run: found free, and kept from every other run on the host until they are given back.
+
+An engine needs many seconds between "you get port p" and binding it, so a free port that is merely looked up is a race.
+A lease is a name in the abstract Unix socket namespace, bound by this process: atomic, scoped like TCP ports to the
+network namespace, gone with the process whatever kills it, and no file on disk.
+
+Invariants
+1. Two leases of one port never exist at the same time on a host (one network namespace), across processes.
+2. A leased port was bindable on 127.0.0.1 and on all interfaces when it was leased, and lies outside the kernel's
+   ephemeral range, so no outgoing connection and no bind to port 0 can take it.
+3. Programs that know nothing of leases can still take the port; servers answer that by starting again on another one.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from slime.core.errors import EngineError
+
+FIRST_PORT = 20000
+"""Below lie Ray's default worker ports (10002 to 19999)."""
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_PREFERRED_SPAN = 4000
+"""Fewer ports than this below the ephemeral range: use all that lie above it as well."""
+
+
+def candidate_ports() -> list[range]:
+    """Ranges that leases are taken from: above Ray's and outside the kernel's ephemeral range."""
+    try:
+        low, high = (int(x) for x in _EPHEMERAL_RANGE.read_text().split())
+    except (OSError, ValueError):
+        low, high = 32768, 60999
+    below, above = range(FIRST_PORT, low), range(max(high + 1, FIRST_PORT), 65536)
+    if len(below) >= _PREFERRED_SPAN:
+        return [below]
+    return [r for r in (below, above) if r] or [range(FIRST_PORT, 65536)]
+
+
+def is_bindable(port: int) -> bool:
+    """Whether nothing listens on `port`, on loopback or on any interface."""
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is no obstacle
+            try:
+                probe.bind((host, port))
+            except OSError:
+                return False
+    return True
+
+
+@dataclass(slots=True)
+class PortLease:
+    """The right to use `ports` on this host; ends with `release()`, the `with` block or the process."""
+
+    ports: tuple[int, ...]
+    """Consecutive if leased so."""
+    _names: list[socket.socket]
+
+    @property
+    def port(self) -> int:
+        """The first port."""
+        return self.ports[0]
+
+    def release(self) -> None:
+        """Gives the ports back. May be called again."""
+        while self._names:
+            self._names.pop().close()
+
+    def __enter__(self) -> PortLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+def _claim(port: int) -> socket.socket | None:
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        name.bind(f"\0slime-port-{port}")
+    except OSError:
+        name.close()
+        return None
+    if not is_bindable(port):
+        name.close()
+        return None
+    return name
+
+
+def lease_ports(count: int = 1, *, consecutive: bool = False) -> PortLease:
+    """Leases `count` free ports, neighbours if `consecutive`. Raises `EngineError` if the host has none left."""
+    chooser = random.SystemRandom()  # never the seeded global generator: two runs with one seed must not meet
+    ranges = candidate_ports()
+    ports: list[int] = []
+    names: list[socket.socket] = []
+    for _ in range(2000):
+        span = chooser.choices(ranges, weights=[len(r) for r in ranges])[0]
+        width = count if consecutive else 1
+        first = chooser.randrange(span.start, max(span.stop - width + 1, span.start + 1))
+        claimed = [(p, _claim(p)) for p in range(first, first + width)]
+        good = [(p, n) for p, n in claimed if n is not None]
+        if len(good) < width:
+            for _, name in good:
+                name.close()
+            continue
+        ports += [p for p, _ in good]
+        names += [n for _, n in good]
+        if len(ports) >= count:
+            return PortLease(tuple(ports), names)
+    for name in names:
+        name.close()
+    raise EngineError(
+        f"got no {count} free ports in {ranges} after 2000 tries, because other programs hold them; "
+        "end those programs or widen the range outside net.ipv4.ip_local_port_range"
+    )

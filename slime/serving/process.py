@@ -1,0 +1,201 @@
+"""`ChildProcess`: one engine process and everything below it, from start to verified end.
+
+Who wakes whom: the owner starts, polls and stops; nothing runs in the background except one thread per owner process
+(`_spawner`) that does nothing but start children. It exists because Linux delivers a child's parent-death signal when the
+*thread* that started it ends, and callers may be short-lived threads.
+
+Invariants
+1. The child leads a session of its own: a Ctrl-C in the owner's terminal does not reach it.
+2. The child dies with its owner (`slime.serving.launch` asks for the signal), its own children die with it.
+3. After `stop()` returns, no process that the child started is alive; otherwise it raises and names them.
+4. Output goes to a file, never to a pipe that nobody may read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO
+
+import slime
+from slime.core.errors import DeadlineExceeded, EngineError
+from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily
+
+FAMILY_ENV = "SLIME_CHILD_ID"
+"""Marks a child and everything below it."""
+OWNER_ENV = "SLIME_OWNER_PID"
+"""Pid of the owner, so that a child that starts after its owner died can notice."""
+LOG_TAIL_BYTES = 4000
+_POLL_S = 0.1
+
+_jobs: queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]] = (
+    queue.SimpleQueue()
+)
+_spawner_lock = threading.Lock()
+_spawner: threading.Thread | None = None
+_spawner_pid = 0
+
+
+def _spawn_loop() -> None:
+    while True:
+        job, future = _jobs.get()
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def _spawn(job: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Runs `job` in the one thread of this process that lives as long as the process."""
+    global _spawner, _spawner_pid
+    with _spawner_lock:
+        if _spawner is None or _spawner_pid != os.getpid():  # threads do not survive a fork
+            _spawner = threading.Thread(target=_spawn_loop, name="slime-spawner", daemon=True)
+            _spawner_pid = os.getpid()
+            _spawner.start()
+    future: Future[subprocess.Popen[bytes]] = Future()
+    _jobs.put((job, future))
+    return future.result()
+
+
+class ChildProcess:
+    """A subprocess `command` with its log, its scratch folder and its family."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, log_path: Path, env: Mapping[str, str | None] | None = None
+    ) -> None:
+        """`name` appears in errors; `env`: additions to this process's environment (None removes)."""
+        self.name = name
+        self.command = list(command)
+        self.log_path = Path(log_path)
+        self._env = dict(env or {})
+        self._family_id = secrets.token_hex(8)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._family: ProcessFamily | None = None
+        self._log_start = 0
+        self._scratch: Path | None = None
+
+    @property
+    def pid(self) -> int:
+        """Pid of the first process. Raises `EngineError` before `start`."""
+        if self._popen is None:
+            raise EngineError(f"{self.name} has not been started")
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the first process runs."""
+        return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status of the first process; None while it runs or before `start`."""
+        return None if self._popen is None else self._popen.poll()
+
+    def start(self) -> None:
+        """Starts the process and returns at once."""
+        assert self._popen is None, f"{self.name} was started twice"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Engines leave socket files in the temporary folder; a short path, because socket names are limited to 107 bytes.
+        self._scratch = Path(tempfile.mkdtemp(prefix="slime-"))
+        env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            log.write(f"$ {' '.join(self.command)}\n".encode())
+            log.flush()
+            self._popen = _spawn(lambda: self._popen_now(log, env))
+        self._family = ProcessFamily(FAMILY_ENV, self._family_id, seeds=[self._popen.pid])
+        self._family.refresh()
+
+    def _environment(self) -> dict[str, str | None]:
+        root = str(Path(slime.__file__).resolve().parent.parent)
+        paths = [root, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != root)]
+        return {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self._scratch),
+            KEEP_ENVIRON_ENV: "1",
+            FAMILY_ENV: self._family_id,
+            OWNER_ENV: str(os.getpid()),
+            **self._env,
+        }
+
+    def _popen_now(self, log: IO[bytes], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+
+    def log_tail(self, limit_bytes: int = LOG_TAIL_BYTES) -> str:
+        """The end of what this start wrote to the log."""
+        try:
+            with self.log_path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, size - limit_bytes))
+                return file.read().decode(errors="replace").strip()
+        except OSError as error:
+            return f"(no log: {error})"
+
+    def wait_until(self, ready: Callable[[], bool], *, what: str, timeout_s: float) -> None:
+        """Polls `ready` until it is true.
+
+        Raises `EngineError` with the end of the log if the process dies first, `DeadlineExceeded` with the last log line
+        if `timeout_s` passes.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if not self.alive:
+                raise EngineError(
+                    f"{self.name} ended with status {self.returncode} before {what}; the end of {self.log_path}:\n{self.log_tail()}"
+                )
+            if ready():
+                return
+            if time.monotonic() > deadline:
+                last = self.log_tail(2000).splitlines()
+                raise DeadlineExceeded.waiting(
+                    owner=f"the owner of {self.name}",
+                    for_what=f"{what} (log: {self.log_path})",
+                    limit_s=timeout_s,
+                    last_progress=last[-1] if last else "none",
+                )
+            if self._family is not None:
+                self._family.refresh()  # remembers children that would be hard to recognise later
+            time.sleep(_POLL_S)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """SIGTERM, after `timeout_s` SIGKILL; returns when nothing of the family is left. May be called again.
+
+        Raises `EngineError` naming the processes that even SIGKILL did not end.
+        """
+        if self._popen is None or self._family is None:
+            return
+        left = self._family.end(grace_s=timeout_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout=5)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        if left:
+            raise EngineError(
+                f"got {[(s.id.pid, s.name, s.state) for s in left]} still alive after SIGKILL of {self.name}, "
+                "because the kernel holds them; look at dmesg and the accelerator"
+            )
+
+
+def python_module(module: str, arguments: Sequence[str]) -> list[str]:
+    """Command line of `python -m module arguments` with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]

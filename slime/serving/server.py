@@ -1,0 +1,238 @@
+"""One SGLang server: what it shall be (`ServerSpec`), its command line, and its life (`SGLangServer`).
+
+The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`; the server runs in processes of its own, which
+end with the owner whatever happens to it (`slime.serving.process`).
+
+Invariants
+1. The server listens on `host` only (loopback unless told otherwise).
+2. Its ports are leased for as long as it may run, so no other run on the host is given them.
+3. `dtype` is always passed: SGLang's own "auto" serves a float32 checkpoint as float16.
+4. What the user gave with `--sglang-...` wins over every default here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError, EngineError
+from slime.serving.plain_http import request
+from slime.serving.ports import PortLease, lease_ports
+from slime.serving.process import ChildProcess, python_module
+
+DTYPES = ("bfloat16", "float16", "float32")
+CPU_DEFAULTS: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 16384,
+    "max_running_requests": 64,
+}
+"""ServerArgs of a CPU server. The pool is bounded by tokens: the fraction is of memory that is free at start, and small
+ones fail on a busy machine. Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
+_OWNED = frozenset({"model_path", "host", "port", "device", "tp_size", "dtype", "base_gpu_id", "nccl_port", "api_key"})
+_PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
+_START_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What one SGLang server serves, and on what."""
+
+    model_path: str
+    """A Hugging Face checkpoint folder."""
+    dtype: str
+    """"bfloat16", "float16" or "float32"; the dtype that weights are served (and synced) in."""
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
+    tp_size: int = 1
+    """Number of tensor-parallel ranks."""
+    gpu_ids: tuple[int, ...] | None = None
+    """[tp_size] physical GPU of each rank, becoming CUDA_VISIBLE_DEVICES; None: the GPUs from `base_gpu_id` on."""
+    base_gpu_id: int = 0
+    """First GPU among the visible ones; ignored with `gpu_ids`."""
+    random_seed: int | None = None
+    """Seed of the sampler (has no effect on a CPU, where stock SGLang cannot sample by seed)."""
+    memory_saver: bool = False
+    """True: weights and cache can be released and taken again (`--offload-rollout`); GPUs only."""
+    num_threads: int = 1
+    """CPU threads per rank; CPU only."""
+    cpu_ids: tuple[tuple[int, ...], ...] | None = None
+    """[tp_size] cores of each rank; None: rank r is told core r. CPU with more than one rank only."""
+    api_key: str | None = None
+    """Bearer token that every route but the health checks asks for; None: no token."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further ServerArgs by field name, as the user gave them (`args.sglang`)."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(
+                f"got dtype {self.dtype!r} for the engine, because SGLang would guess; use one of {DTYPES}"
+            )
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"got device {self.device!r}; an engine runs on 'cpu' or 'cuda'")
+        if self.gpu_ids is not None and len(self.gpu_ids) != self.tp_size:
+            raise ConfigError(f"got {len(self.gpu_ids)} GPUs for {self.tp_size} ranks; give one per rank")
+        clash = sorted(_OWNED & self.extra.keys() - {"tp_size", "dtype", "device"})
+        if clash:
+            raise ConfigError(f"got {clash} among the SGLang arguments, which slime sets itself; leave them out")
+        for name in ("tp_size", "dtype", "device"):
+            if name in self.extra and self.extra[name] != getattr(self, name):
+                raise ConfigError(
+                    f"got sglang {name} {self.extra[name]!r} and {getattr(self, name)!r} from slime's own settings; make them equal"
+                )
+
+    def server_args(self, *, host: str, port: int, nccl_port: int) -> dict[str, Any]:
+        """Every explicit ServerArgs field, defaults first and the user's over them."""
+        args: dict[str, Any] = dict(CPU_DEFAULTS) if self.device == "cpu" else {}
+        args["skip_server_warmup"] = True  # the first verified weight sync exercises the server instead
+        if self.random_seed is not None:
+            args["random_seed"] = self.random_seed
+        if self.memory_saver and self.device == "cuda":
+            args["enable_memory_saver"] = True
+        args |= self.extra
+        args |= {
+            "model_path": self.model_path,
+            "host": host,
+            "port": port,
+            "nccl_port": nccl_port,
+            "device": self.device,
+            "dtype": self.dtype,
+            "tp_size": self.tp_size,
+        }
+        if self.device == "cuda" and self.gpu_ids is None:
+            args["base_gpu_id"] = self.base_gpu_id
+        if self.api_key is not None:
+            args["api_key"] = self.api_key
+        return args
+
+    def environment(self) -> dict[str, str | None]:
+        """Additions to the environment of the server's processes only; None removes a variable."""
+        if self.device == "cuda":
+            return {} if self.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
+        env: dict[str, str | None] = {
+            "OMP_NUM_THREADS": str(self.num_threads),
+            "MKL_NUM_THREADS": str(self.num_threads),
+        }
+        if self.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless told their cores
+            cores = self.cpu_ids or tuple((rank,) for rank in range(self.tp_size))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores)
+        return env
+
+
+def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
+    """`--flag value` for settings by field name: True is a bare flag, None and False are left out, a list is many
+    values, a dict is JSON."""
+    flags: list[str] = []
+    for name, value in fields.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is True:
+            continue
+        if isinstance(value, Mapping):
+            flags.append(json.dumps(dict(value)))
+        elif isinstance(value, list | tuple):
+            flags += [str(v) for v in value]
+        else:
+            flags.append(str(value))
+    return flags
+
+
+class SGLangServer:
+    """One server and its life."""
+
+    def __init__(self, spec: ServerSpec, *, host: str = "127.0.0.1", log_path: str | Path) -> None:
+        self.spec = spec
+        self.host = host
+        self.log_path = Path(log_path)
+        self._lease: PortLease | None = None
+        self._process: ChildProcess | None = None
+
+    @property
+    def port(self) -> int:
+        """HTTP port. Raises `EngineError` before `start`."""
+        if self._lease is None:
+            raise EngineError("the server has no port before start()")
+        return self._lease.port
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`. Raises `EngineError` before `start`; changes only if a start is repeated on another port."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def model_path(self) -> str:
+        """The checkpoint that it was started from."""
+        return self.spec.model_path
+
+    @property
+    def pid(self) -> int:
+        """Pid of the launcher, which leads the server's session."""
+        if self._process is None:
+            raise EngineError("the server has no process before start()")
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server's main process runs (SGLang ends it when one of its children fails)."""
+        return self._process is not None and self._process.alive
+
+    def start(self) -> None:
+        """Starts the server process and returns at once; `wait_ready` waits for it."""
+        assert self._process is None, "the server was started twice; stop() it first"
+        # DP attention takes `port + 233` and five more by its own rule; nothing reserves those (SGLang checks them).
+        self._lease = lease_ports(2)
+        port, nccl_port = self._lease.ports
+        fields = self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port)
+        self._process = ChildProcess(
+            f"SGLang server {self.url}",
+            python_module("slime.serving.launch", command_line_flags(fields)),
+            log_path=self.log_path,
+            env=self.spec.environment(),
+        )
+        self._process.start()
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Waits until the server answers `/health`; starts it again on other ports if something took its port.
+
+        Raises `EngineError` with the end of the log if it dies, `DeadlineExceeded` after `timeout_s`.
+        """
+        for attempt in range(_START_TRIES):
+            process = self._process
+            if process is None:
+                raise EngineError("wait_ready before start(): there is nothing to wait for")
+            try:
+                process.wait_until(self.healthy, what="it was ready", timeout_s=timeout_s)
+                return
+            except EngineError as error:
+                lost_port = any(sign in process.log_tail(16000).lower() for sign in _PORT_TAKEN)
+                self.stop()
+                if not lost_port or attempt + 1 == _START_TRIES:
+                    raise error from None
+                self.start()
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """One question to `/health`; with a status other than 200, or none, False."""
+        status, _ = request("GET", f"{self.url}/health", timeout_s=timeout_s)
+        return status == 200 and self.alive
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends the server and everything below it: SIGTERM, after `timeout_s` SIGKILL. May be called again.
+
+        Raises `EngineError` if a process survives SIGKILL.
+        """
+        if self._process is not None:
+            self._process.stop(timeout_s)
+            self._process = None
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def log_tail(self) -> str:
+        """The end of the server's log."""
+        return self._process.log_tail() if self._process else ""
