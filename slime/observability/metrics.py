@@ -1,0 +1,147 @@
+"""Metrics that know how to reduce.
+
+A number that leaves one rank, one micro-batch or one sample says how it joins with its like: a mean carries its weight,
+a count sums, a worst case takes the maximum. Reducing is then the same everywhere and never a mean of means.
+
+Invariants
+1. Reducing is associative: any grouping of the parts gives the same metric (to float rounding); for all kinds but
+   LAST also in any order.
+2. Two metrics of one name have one kind; mixing kinds is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from slime.core.errors import DataError
+
+
+class Reduce(str, Enum):
+    """How two values of one metric become one."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number and how it reduces."""
+
+    value: float
+    """The number; of a mean, the mean so far."""
+    how: Reduce = Reduce.MEAN
+    weight: float = 1.0
+    """How many units (tokens, samples) a mean stands for; unused by the other kinds."""
+
+    def __post_init__(self) -> None:
+        if self.weight < 0:
+            raise DataError(f"got weight {self.weight}, because a mean cannot stand for less than nothing; give >= 0")
+
+    def merge(self, other: Metric) -> Metric:
+        """This and a later one as one. Raises `DataError` if they reduce differently."""
+        if self.how is not other.how:
+            raise DataError(f"got a {self.how.value} and a {other.how.value} of one metric; give each name one kind")
+        if self.how is Reduce.MEAN:
+            return self._merge_mean(other)
+        if self.how is Reduce.LAST:
+            return other
+        if self.how is Reduce.SUM:
+            return dataclasses.replace(self, value=self.value + other.value)
+        if math.isnan(self.value) or math.isnan(other.value):
+            return dataclasses.replace(self, value=math.nan)  # max() and min() would hide it, depending on the order
+        pick = max if self.how is Reduce.MAX else min
+        return dataclasses.replace(self, value=pick(self.value, other.value))
+
+    def _merge_mean(self, other: Metric) -> Metric:
+        weight = self.weight + other.weight
+        # An empty part may carry NaN (0/0); it stands for nothing, so it must not spoil the rest.
+        parts = [m.value * m.weight for m in (self, other) if m.weight > 0]
+        value = sum(parts) / weight if weight > 0 else math.nan
+        return Metric(value, Reduce.MEAN, weight)
+
+
+MetricValue = Metric | float | int
+
+
+def mean(value: float, weight: float = 1.0) -> Metric:
+    """An average over `weight` units."""
+    return Metric(float(value), Reduce.MEAN, float(weight))
+
+
+def mean_of(values: Iterable[float]) -> Metric:
+    """The average of `values`, weighted by how many there are; NaN of weight 0 for none."""
+    items = list(values)
+    return Metric(math.fsum(items) / len(items) if items else math.nan, Reduce.MEAN, float(len(items)))
+
+
+def total(value: float) -> Metric:
+    """A count or an amount: parts add up."""
+    return Metric(float(value), Reduce.SUM)
+
+
+def maximum(value: float) -> Metric:
+    """A worst case: the largest part counts."""
+    return Metric(float(value), Reduce.MAX)
+
+
+def minimum(value: float) -> Metric:
+    """A least case: the smallest part counts."""
+    return Metric(float(value), Reduce.MIN)
+
+
+def last(value: float) -> Metric:
+    """A state (a learning rate, a version): the latest part counts."""
+    return Metric(float(value), Reduce.LAST)
+
+
+def as_metric(value: MetricValue) -> Metric:
+    """A bare number is a mean of weight 1."""
+    return value if isinstance(value, Metric) else mean(value)
+
+
+def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
+    """Joins the metrics of several ranks, micro-batches or samples by name. Raises `DataError`, naming the metric."""
+    out: dict[str, Metric] = {}
+    for part in parts:
+        for name, value in part.items():
+            metric = as_metric(value)
+            try:
+                out[name] = out[name].merge(metric) if name in out else metric
+            except DataError as error:
+                raise DataError(f"metric {name}: {error}") from None
+    return out
+
+
+def to_floats(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
+    """Plain numbers for a sink; means that stand for nothing are left out rather than shown as a number."""
+    out = {}
+    for name, value in metrics.items():
+        metric = as_metric(value)
+        if metric.how is not Reduce.MEAN or metric.weight > 0:
+            out[name] = metric.value
+    return out
+
+
+def prefixed(prefix: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
+    """The same metrics under `prefix/`."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def describe(name: str, values: Sequence[float]) -> dict[str, float]:
+    """`name/mean`, `/median`, `/max` and `/min` of `values`; nothing for none."""
+    if not values:
+        return {}
+    return {
+        f"{name}/mean": math.fsum(values) / len(values),
+        f"{name}/median": statistics.median(values),
+        f"{name}/max": max(values),
+        f"{name}/min": min(values),
+    }

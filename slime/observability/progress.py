@@ -1,0 +1,120 @@
+"""Progress of long work: a bar on a terminal, a line every ten seconds anywhere else.
+
+The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. A silent worker is still seen: the line
+comes from the thread and says how long there was no progress.
+
+Invariants
+1. Nothing is printed for work that ends within the first interval.
+2. Leaving the block ends the thread, also on an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+logger = logging.getLogger("slime.progress")
+
+
+class Progress:
+    """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
+
+    `total=None`: unknown length (a start-up, a wait); then there is no ETA. `limit_s`: the deadline, if there is one,
+    only shown here.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        total: int | None = None,
+        unit: str = "",
+        limit_s: float | None = None,
+        every_s: float = 10.0,
+        tty: bool | None = None,
+    ) -> None:
+        self.what, self.total, self.unit, self.limit_s, self.every_s = what, total, unit, limit_s, every_s
+        self.done = 0
+        self._note = ""
+        self._start_s = self._moved_s = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"progress {what}", daemon=True)
+        self._tty = sys.stderr.isatty() if tty is None else tty
+        self._bar: Any = None
+        self._bar_task: Any = None
+
+    def __enter__(self) -> Progress:
+        self._start_s = self._moved_s = time.monotonic()
+        if self._tty:
+            self._open_bar()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2.0)
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, num: int = 1) -> None:
+        """`num` more units are done."""
+        self.done += num
+        self._moved_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._bar_task, advance=num)
+
+    def note(self, text: str) -> None:
+        """What is going on now; shown at the end of the line, and counts as a sign of life."""
+        self._note = text
+        self._moved_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._bar_task, description=f"{self.what} {text}")
+
+    def line(self, now_s: float | None = None) -> str:
+        """One line on where the work stands."""
+        now_s = time.monotonic() if now_s is None else now_s
+        elapsed_s, silent_s = now_s - self._start_s, now_s - self._moved_s
+        parts = [f"{self.what}:"]
+        if self.total is not None:
+            parts.append(f"{self.done}/{self.total} {self.unit}".rstrip() + ",")
+        parts.append(duration(elapsed_s))
+        if self.limit_s is not None:
+            parts.append(f"of at most {duration(self.limit_s)}")
+        if self.total is not None and 0 < self.done < self.total:
+            parts.append(f"(about {duration(elapsed_s / self.done * (self.total - self.done))} left)")
+        if self._note:
+            parts.append(f"- {self._note}")
+        if self.done and silent_s > 2 * self.every_s:
+            parts.append(f"- no progress for {duration(silent_s)}")
+        return " ".join(parts)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self.every_s):
+            if self._bar is None:
+                logger.info("%s", self.line())
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._bar_task = self._bar.add_task(self.what, total=self.total)
+        self._bar.start()
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `2 min 05 s`, `1 h 03 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,194 @@
+"""The run folder: everything that one run leaves behind, in one place.
+
+    <run dir>/
+      run.json        run id, each start (time, command, host, versions of the engines, commit)
+      args.json       every resolved setting of the latest start
+      metrics.jsonl   one line per logged step
+      logs/           one file per process
+      traces/         one Chrome trace per process
+      tensorboard/
+      checkpoints/
+      report.png report.md
+
+Invariants
+1. The folder appears at once with its first files in it, or not at all (written beside it, then renamed).
+2. A resume keeps what is there: metrics are appended, `run.json` gets one more start.
+3. Settings that look like a secret are never written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError
+
+PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
+"""Distributions whose versions decide what a run computes."""
+SECRET = re.compile(r"(^|_)(key|token|secret|password)$")
+SUBFOLDERS = ("logs", "traces", "checkpoints")
+HIDDEN = "<hidden>"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+    run_id: str
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report_png(self) -> Path:
+        return self.path / "report.png"
+
+    @property
+    def report_md(self) -> Path:
+        return self.path / "report.md"
+
+    @classmethod
+    def create(cls, path: Path, *, run_id: str, settings: Mapping[str, Any]) -> RunFolder:
+        """Makes the folder, or joins the one that an earlier start of the run made.
+
+        Raises `ConfigError` if `path` holds something that is not a run.
+        """
+        start = {
+            "run_id": run_id,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": hide_secrets(sys.argv),
+            "versions": versions(),
+            "commit": git_commit(Path(__file__).parent),
+            "host": host_facts(),
+        }
+        folder = cls(path, run_id)
+        if path.exists() and any(path.iterdir()):
+            folder._join(start, settings)
+        else:
+            folder._make(start, settings)
+        return folder
+
+    def _make(self, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        partial = self.path.with_name(f".{self.path.name}.{self.run_id}")
+        for name in SUBFOLDERS:
+            (partial / name).mkdir(parents=True)
+        _write_json(partial / "run.json", {"starts": [start]})
+        _write_json(partial / "args.json", plain(settings))
+        try:
+            partial.rename(self.path)  # also replaces an empty folder
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ConfigError(f"got --run-dir {self.path}, because another run just made it: {error}") from error
+
+    def _join(self, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        record = self.path / "run.json"
+        if not record.is_file():
+            raise ConfigError(
+                f"got --run-dir {self.path}, because it holds files and no run.json, so it is not the folder of a run; "
+                "do: name a new or an empty folder"
+            )
+        for name in SUBFOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
+        starts = json.loads(record.read_text())["starts"]
+        _write_json(record, {"starts": [*starts, start]})
+        _write_json(self.path / "args.json", plain(settings))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Writes through a temporary file, so that a reader never sees half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=False) + "\n")
+    partial.replace(path)
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """`value` as JSON; secrets hidden by the name of their setting, unknown objects by their text."""
+    if isinstance(value, str) and value and SECRET.search(name):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, str(k)) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v, name) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def hide_secrets(command: Sequence[str]) -> list[str]:
+    """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`)."""
+    out: list[str] = []
+    hide_next = False
+    for word in command:
+        flag, equals, _ = word.partition("=")
+        secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
+        out.append(HIDDEN if hide_next else f"{flag}={HIDDEN}" if secret and equals else word)
+        hide_next = secret and not equals
+    return out
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions by distribution name, None where absent. Imports none of them."""
+    out: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            out[name] = None
+    return out
+
+
+def git_commit(where: Path) -> str | None:
+    """The commit of the checkout that holds `where`, with `+` if files differ from it; None outside a checkout."""
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            cwd=where,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip() or None
+
+
+def host_facts() -> dict[str, Any]:
+    """What the machine is: enough to read a timing by."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "name": socket.gethostname(),
+        "system": platform.platform(),
+        "num_cpus": os.cpu_count(),
+        "num_usable_cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory_bytes,
+        "num_gpus": len(list(Path("/dev").glob("nvidia[0-9]*"))),
+    }

@@ -1,0 +1,121 @@
+"""Spans: how long each part of a step took, as `perf/<name>_time` and as a Chrome trace.
+
+Produced by any thread or asyncio task of a process through `span`; consumed by `drain_times` once per step (the owner
+of the step loop) and by the trace file, which is written line by line and can be read while the run goes on, or after
+it was killed. One recorder per process; until `start_recording` names a file, times are collected and no trace is kept.
+
+Invariants
+1. A span that ends with an exception is recorded too (with the name of the exception).
+2. Spans of one trace row never overlap partly: each asyncio task has a row of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+class SpanRecorder:
+    """Collects the spans of one process."""
+
+    def __init__(self, process: str = "main", trace_path: Path | None = None) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._rows: dict[object, int] = {}
+        self._file: IO[str] | None = None
+        self._epoch_s = time.time() - time.perf_counter()  # so that the traces of several processes share one axis
+        if trace_path is not None:
+            trace_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = trace_path.open("w", buffering=1)
+            self._file.write("[\n")  # the format allows the closing bracket to be missing
+            self._write({"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": process}})
+
+    @contextmanager
+    def span(self, name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
+        """Times the block. `timed=False`: trace only, for work done many times side by side. `facts`: for the trace."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            facts["error"] = type(error).__name__
+            raise
+        finally:
+            self._record(name, start_s, time.perf_counter(), timed, facts)
+
+    def _record(self, name: str, start_s: float, end_s: float, timed: bool, facts: dict[str, Any]) -> None:
+        with self._lock:
+            if timed:
+                self._seconds[name] += end_s - start_s
+            if self._file is not None:
+                event = {"ph": "X", "name": name, "pid": os.getpid(), "tid": self._row()}
+                stamp = {"ts": round((self._epoch_s + start_s) * 1e6), "dur": round((end_s - start_s) * 1e6)}
+                self._write({**event, **stamp, "args": facts})
+
+    def _row(self) -> int:
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:
+            task = None
+        key: object = threading.get_ident() if task is None else task.get_name()
+        return self._rows.setdefault(key, len(self._rows))
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._file is not None, "a trace event without a trace file"
+        self._file.write(json.dumps(event, default=str) + ",\n")
+
+    def drain_times(self) -> dict[str, float]:
+        """Seconds by `perf/<name>_time` since the last call, summed over the spans of a name; starts again at zero."""
+        with self._lock:
+            out = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+            self._seconds.clear()
+        return out
+
+    def close(self) -> None:
+        """Ends the trace file. Times are still collected."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+_recorder = SpanRecorder()
+
+
+def start_recording(process: str, trace_dir: Path | None) -> SpanRecorder:
+    """Gives this process a fresh recorder that writes `<trace_dir>/<process>.json`; returns it."""
+    global _recorder
+    _recorder.close()
+    path = None if trace_dir is None else trace_dir / f"{process}-{os.getpid()}.json"
+    _recorder = SpanRecorder(process, path)
+    return _recorder
+
+
+@contextmanager
+def span(name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
+    """Times the block in this process's recorder (see `SpanRecorder.span`)."""
+    with _recorder.span(name, timed=timed, **facts):
+        yield
+
+
+def drain_times() -> dict[str, float]:
+    """What this process's recorder collected since the last call (see `SpanRecorder.drain_times`)."""
+    return _recorder.drain_times()
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of one trace file, ended or not; a last line cut short by a kill is left out."""
+    events = []
+    for line in path.read_text().splitlines()[1:]:
+        try:
+            events.append(json.loads(line.rstrip().rstrip(",")))
+        except json.JSONDecodeError:
+            break
+    return events

@@ -1,0 +1,158 @@
+"""What a run leaves behind is complete, survives a kill and holds no secret."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from slime.core.errors import ConfigError, DataError
+from slime.observability.report import summarize, summary_text, write_report
+from slime.observability.run_folder import HIDDEN, RunFolder, hide_secrets, plain
+from slime.observability.sinks import ConsoleSink, StepRecord, TensorBoardSink, eval_name, read_jsonl
+from slime.observability.tracker import Tracker
+
+
+class BrokenView:
+    """A sink whose service is gone."""
+
+    essential = False
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def write(self, record: StepRecord) -> None:
+        self.num_calls += 1
+        raise ConnectionError("gone")
+
+    def close(self) -> None:
+        raise ConnectionError("still gone")
+
+
+def make_folder(path: Path) -> RunFolder:
+    return RunFolder.create(path, run_id="run-1", settings={"lr": 1e-5, "wandb_key": "abc", "megatron": {"bf16": True}})
+
+
+def test_a_folder_is_made_whole_and_joined_on_resume(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    folder.metrics.write_text('{"train/step": 0}\n')
+    make_folder(tmp_path / "run")
+    assert folder.metrics.read_text() == '{"train/step": 0}\n'
+    assert len(json.loads((folder.path / "run.json").read_text())["starts"]) == 2
+    assert folder.logs.is_dir() and folder.traces.is_dir() and folder.checkpoints.is_dir()
+    assert [p.name for p in tmp_path.iterdir()] == ["run"], "the partial folder stayed behind"
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        make_folder(tmp_path)
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    assert "abc" not in (folder.path / "args.json").read_text()
+    assert plain({"api_key": "s", "input_key": None, "num_tokens": 3}) == {
+        "api_key": HIDDEN,
+        "input_key": None,
+        "num_tokens": 3,
+    }
+    assert hide_secrets(["--wandb-key", "s", "--lr", "1", "--auth-token=s"]) == [
+        "--wandb-key",
+        HIDDEN,
+        "--lr",
+        "1",
+        f"--auth-token={HIDDEN}",
+    ]
+
+
+def test_every_logged_step_is_on_disk_at_once(tmp_path: Path) -> None:
+    tracker = Tracker(make_folder(tmp_path / "run"))
+    tracker.log("train", 3, {"train/loss": math.nan, "train/grad_norm": math.inf})
+    row = read_jsonl(tracker.folder.metrics)[0]
+    assert row["train/step"] == 3 and math.isnan(row["train/loss"]) and math.isinf(row["train/grad_norm"])
+    tracker.close()
+
+
+def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"train/step": 0}\n{"train/st')
+    assert read_jsonl(path) == [{"train/step": 0}]
+
+
+def test_a_broken_view_is_dropped_and_the_record_goes_on(tmp_path: Path) -> None:
+    view = BrokenView()
+    tracker = Tracker(make_folder(tmp_path / "run"), [view])
+    for step in range(3):
+        tracker.log("train", step, {"train/loss": 1.0})
+    tracker.close()
+    assert view.num_calls == 1
+    assert len(read_jsonl(tracker.folder.metrics)) == 3
+
+
+def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
+    tracker = Tracker(make_folder(tmp_path / "run"))
+    tracker.log("train", 1, {"train/loss": 1.0})
+    with pytest.raises(DataError, match="after 1"):
+        tracker.log("train", 1, {"train/loss": 1.0})
+    with pytest.raises(DataError, match="group/name"):
+        tracker.log("train", 2, {"loss": 1.0})
+    with pytest.raises(DataError, match="step kind"):
+        tracker.log("step", 2, {"train/loss": 1.0})
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.write(StepRecord("train", 5, {"train/loss": 0.25}))
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(5, 0.25)]
+
+
+def test_console_shows_the_headlines_and_the_time_left() -> None:
+    sink = ConsoleSink(num_rollout=4)
+    sink._start_s = 0.0
+    line = sink.line(StepRecord("rollout", 1, {"rollout/raw_reward": 0.5, "rollout/other": 1}, time_s=20.0))
+    assert "2/4" in line and "reward 0.500" in line and "left 20 s" in line and "other" not in line
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("eval/gsm8k-test", "gsm8k-test"), ("eval/sums", "sums")]
+    + [
+        (k, None)
+        for k in ("eval/step", "eval/sums-pass@16", "eval/sums-truncated_ratio", "eval/sums/response_len/mean")
+    ],
+)
+def test_eval_scores_are_told_from_their_details(key: str, name: str | None) -> None:
+    assert eval_name(key) == name
+
+
+def test_the_report_says_before_and_after(tmp_path: Path) -> None:
+    tracker = Tracker(make_folder(tmp_path / "run"))
+    for step, accuracy in ((0, 0.25), (2, 0.75)):
+        tracker.log("eval", step, {"eval/sums": accuracy})
+    for step in range(2):
+        tracker.log("rollout", step, {"rollout/raw_reward": step / 2, "perf/rollout_time": 3.0})
+        gap = {"train/logprob_gap_max": 1e-6 * (step + 1)}
+        tracker.log("train", step, {**gap, "perf/actor_train_time": 2.0})
+    tracker.close()
+    png = tmp_path / "report.png"
+    summary = write_report(tracker.folder.metrics, png, title="tiny")
+    assert summary.evals == {"sums": (0.25, 0.75)}
+    assert summary.worst_gap == 2e-6 and summary.step_s == 5.0 and summary.num_rollouts == 2
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "| accuracy on sums | 0.250 | 0.750 | +0.500 |" in summary_text(summary)
+
+
+def test_a_run_that_died_early_still_gets_its_report(tmp_path: Path) -> None:
+    tracker = Tracker(make_folder(tmp_path / "run"))
+    with pytest.raises(DataError):
+        summarize(tracker.folder.metrics)
+    tracker.log("eval", 0, {"eval/sums": 0.5})
+    assert write_report(tracker.folder.metrics, tmp_path / "r.png").reward is None

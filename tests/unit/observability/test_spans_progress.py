@@ -1,0 +1,82 @@
+"""Times add up per step, traces survive a kill, and a silent worker is still seen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.observability.progress import Progress, duration
+from slime.observability.spans import SpanRecorder, read_trace
+
+
+def test_times_are_summed_by_name_and_drained() -> None:
+    recorder = SpanRecorder()
+    for _ in range(3):
+        with recorder.span("train"):
+            time.sleep(0.01)
+    times = recorder.drain_times()
+    assert set(times) == {"perf/train_time"} and 0.03 <= times["perf/train_time"] < 0.5
+    assert recorder.drain_times() == {}
+
+
+def test_a_failed_span_is_recorded(tmp_path: Path) -> None:
+    recorder = SpanRecorder("test", tmp_path / "t.json")
+    with pytest.raises(ValueError, match="x"), recorder.span("train"):
+        raise ValueError("x")
+    assert "perf/train_time" in recorder.drain_times()
+    assert read_trace(tmp_path / "t.json")[-1]["args"] == {"error": "ValueError"}, "the trace is read before its end"
+
+
+async def test_concurrent_tasks_get_rows_of_their_own(tmp_path: Path) -> None:
+    recorder = SpanRecorder("test", tmp_path / "t.json")
+
+    async def work() -> None:
+        with recorder.span("generate", timed=False):
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(work(), work())
+    recorder.close()
+    rows = {e["tid"] for e in read_trace(tmp_path / "t.json") if e["ph"] == "X"}
+    assert len(rows) == 2
+    assert recorder.drain_times() == {}
+
+
+def test_a_line_says_how_far_how_long_and_how_silent() -> None:
+    progress = Progress("rollout 3", total=8, unit="samples", every_s=10, tty=False)
+    progress._start_s = 0.0
+    progress.advance(2)
+    progress._moved_s = 20.0
+    assert progress.line(20.0) == "rollout 3: 2/8 samples, 20 s (about 1 min 00 s left)"
+    assert progress.line(60.0).endswith("no progress for 40 s")
+    assert Progress("engines", limit_s=600, tty=False).line().endswith("of at most 10 min 00 s")
+
+
+def test_heartbeats_come_without_any_progress_and_end_with_the_block(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="slime.progress"):
+        with Progress("waiting", every_s=0.02, tty=False):
+            time.sleep(0.15)
+        num_lines = len(caplog.records)
+        time.sleep(0.1)
+    assert num_lines >= 2
+    assert len(caplog.records) == num_lines
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (65, "1 min 05 s"), (3780, "1 h 03 min")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_observability_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, slime.observability.tracker, slime.observability.spans, slime.observability.report, "
+        "slime.observability.logs; "
+        "bad = {'torch', 'matplotlib', 'rich', 'tensorboard', 'ray', 'transformers'} & set(sys.modules); "
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
