@@ -1,0 +1,354 @@
+"""The Data Buffer: issues prompt groups, takes them back with their partial work, accounts for each.
+
+The rollout loop consumes (`get_groups`), returns (`put_back`) and drops (`mark_filtered`, `mark_failed`); the driver
+confirms (`mark_trained`) after the optimizer step and saves. Nobody waits here. One lock guards the state, so a user's
+rollout function may call from a thread of its own.
+
+Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered -> in flight again.
+
+Invariants
+1. Each group is in exactly one of those states: `ledger().check()` holds after every call.
+2. `group_index` and `index` increase over the whole run and are never used twice, resume included.
+3. Returned groups are served before new prompts, first in, first out.
+4. `load(save())` continues as if never stopped. What was in flight at the save is issued again first, as it was when
+   it was last issued: no prompt is skipped, and none is trained twice because training is confirmed before saving.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.groups import BufferFilter, apply_filter, flatten, group_index_of, to_json
+from slime.buffer.ledger import Ledger
+from slime.buffer.prompts import Prompts, PromptWalk
+from slime.buffer.storage import read_json, write_json
+from slime.core.errors import CheckpointError, DataError, LedgerError
+from slime.core.sample import Group, Sample
+from slime.data.rows import PromptRow
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the saved state."""
+
+BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
+"""The prompt of every group when there is no dataset: the rollout function makes its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a group is made from; enough to make it anew."""
+
+    row: int | None
+    """Dataset row; None without a dataset."""
+    first_index: int
+    num_executions: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A group in flight, as it was when issued. JSON text, because the rollout works on the samples in place."""
+
+    attempts: int
+    snapshot: str | None
+    """None: it was new, and its origin says it all."""
+
+
+class DataBuffer:
+    """Groups of prompts in, an account of them out. `prompts=None` issues blank samples."""
+
+    def __init__(
+        self,
+        prompts: Prompts | None,
+        *,
+        n_samples_per_prompt: int = 1,
+        shuffle: bool = False,
+        seed: int = 42,
+        buffer_filter: BufferFilter | None = None,
+    ) -> None:
+        """Raises `DataError` on an empty dataset or `n_samples_per_prompt < 1`."""
+        if n_samples_per_prompt < 1:
+            raise DataError(f"got n_samples_per_prompt={n_samples_per_prompt}; it must be at least 1")
+        self._walk = None if prompts is None else PromptWalk(prompts, shuffle=shuffle, seed=seed)
+        self._n_samples_per_prompt = n_samples_per_prompt
+        self._buffer_filter = buffer_filter
+        self._lock = threading.RLock()
+        self._queue: list[Group] = []
+        self._in_flight: dict[int, _Issued] = {}
+        self._origins: dict[int, _Origin] = {}
+        self._next_group_index = 0
+        self._next_index = 0
+        self._num_issued = 0
+        self._num_trained = 0
+        self._filtered: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._returned: Counter[str] = Counter()
+
+    # ---- issuing -------------------------------------------------------------------------------------------------
+
+    def get_groups(self, n: int) -> list[Group]:
+        """Issues exactly `n` groups: returned ones first, in the order of their return, then new prompts."""
+        if n < 0:
+            raise DataError(f"got a request for {n} groups; it must not be negative")
+        with self._lock:
+            taken = self._take_buffered(n)
+            for group in taken:
+                self._issue(group)
+            return taken + self._new_groups(n - len(taken))
+
+    def _issue(self, group: Group) -> None:
+        self._in_flight[group.group_index] = _Issued(group.attempts, to_json(group))
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """`get_groups` under its public name, for user rollout functions: a list of samples per prompt."""
+        return [list(group.samples) for group in self.get_groups(num_samples)]
+
+    def _new_groups(self, n: int) -> list[Group]:
+        groups = []
+        for _ in range(n):
+            group_index, count = self._next_group_index, self._n_samples_per_prompt
+            row = None if self._walk is None else self._walk.next_row()
+            origin = _Origin(row, self._next_index, count)
+            self._next_group_index += 1
+            self._next_index += count
+            self._num_issued += 1
+            self._origins[group_index] = origin
+            self._in_flight[group_index] = _Issued(0, None)
+            groups.append(self._make(group_index, origin, 0))
+        return groups
+
+    def _make(self, group_index: int, origin: _Origin, attempts: int) -> Group:
+        """A group as it starts; every sample owns its containers."""
+        row = BLANK if self._walk is None or origin.row is None else self._walk.prompts[origin.row]
+        samples = [
+            Sample(
+                group_index=group_index,
+                index=origin.first_index + i,
+                prompt=copy.deepcopy(row.prompt),
+                tokens=list(row.prompt_tokens or ()),
+                label=copy.deepcopy(row.label),
+                metadata=copy.deepcopy(dict(row.metadata)),
+            )
+            for i in range(origin.num_executions)
+        ]
+        return Group(group_index=group_index, samples=tuple(samples), attempts=attempts)
+
+    def _take_buffered(self, n: int) -> list[Group]:
+        """Removes up to `n` groups from the queue, by the user's filter if there is one."""
+        if self._buffer_filter is None or not self._queue or n == 0:
+            taken, self._queue = self._queue[:n], self._queue[n:]
+            return taken
+        chosen, kept = apply_filter(self._buffer_filter, self._queue, n)
+        dropped = {g.group_index for g in self._queue} - {g.group_index for g in (*chosen, *kept)}
+        self._queue = kept
+        for index in dropped:
+            self._origins.pop(index, None)
+        if dropped:
+            self._filtered["buffer_filter"] += len(dropped)
+        return chosen
+
+    # ---- taking back and settling --------------------------------------------------------------------------------
+
+    def put_back(self, groups: Sequence[Group], reason: str, *, keep_partial: bool = True) -> None:
+        """Takes groups in flight back, to be issued again before any new prompt, with `attempts` one higher.
+
+        `keep_partial` keeps tokens, log-probs, versions and rewards as they are; otherwise the group starts over from
+        its prompt. Raises `LedgerError` for a group that is not in flight and `DataError` for one that is not
+        JSON-serialisable (it could not be saved); then none of the groups is taken.
+        """
+        with self._lock:
+            self._require_in_flight([g.group_index for g in groups], "put back")
+            back = []
+            for group in groups:
+                attempts = self._in_flight[group.group_index].attempts + 1
+                origin = self._origins.get(group.group_index)
+                if keep_partial or origin is None:
+                    again = Group(group_index=group.group_index, samples=group.samples, attempts=attempts)
+                else:
+                    again = self._make(group.group_index, origin, attempts)
+                to_json(again)
+                back.append(again)
+            for group in back:
+                del self._in_flight[group.group_index]
+            self._returned[reason] += len(back)
+            self._keep(back)
+
+    def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
+        """`put_back` under its public name: lists of samples per prompt, fan-out nests flattened.
+
+        Samples without a `group_index` are new work: they get fresh ids and join the queue.
+        """
+        for nest in groups:
+            samples = flatten(nest)
+            if {s.group_index for s in samples} == {None}:
+                with self._lock:
+                    self._keep([self._adopt(samples)])
+            else:
+                index = group_index_of(samples)
+                self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
+
+    def _adopt(self, samples: Sequence[Sample]) -> Group:
+        """Gives ids to samples made outside; counts the group as issued."""
+        group_index = self._next_group_index
+        for i, sample in enumerate(samples):
+            sample.group_index, sample.index = group_index, self._next_index + i
+        group = Group(group_index=group_index, samples=tuple(samples))
+        to_json(group)
+        self._next_group_index += 1
+        self._next_index += len(samples)
+        self._num_issued += 1
+        return group
+
+    def _keep(self, groups: Sequence[Group]) -> None:
+        self._queue.extend(groups)
+
+    def mark_trained(self, group_indices: Iterable[int]) -> None:
+        """Settles groups that an optimizer step used. Raises `LedgerError` for one not in flight (trained twice)."""
+        with self._lock:
+            self._num_trained += self._settle(group_indices, "trained")
+
+    def mark_filtered(self, group_indices: Iterable[int], reason: str) -> None:
+        """Settles groups dropped on purpose. Raises `LedgerError` for one not in flight."""
+        with self._lock:
+            self._filtered[reason] += self._settle(group_indices, "filtered")
+
+    def mark_failed(self, group_indices: Iterable[int], reason: str) -> None:
+        """Settles groups given up. Raises `LedgerError` for one not in flight."""
+        with self._lock:
+            self._failed[reason] += self._settle(group_indices, "failed")
+
+    def _settle(self, group_indices: Iterable[int], verb: str) -> int:
+        indices = list(group_indices)
+        self._require_in_flight(indices, verb)
+        for index in indices:
+            del self._in_flight[index]
+            self._origins.pop(index, None)
+        return len(indices)
+
+    def _require_in_flight(self, group_indices: Sequence[int], verb: str) -> None:
+        repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
+        if repeated:
+            raise LedgerError(f"got groups {repeated} more than once to be {verb}; each group is settled once")
+        stray = [index for index in group_indices if index not in self._in_flight]
+        if not stray:
+            return
+        states = {index: self._state_of(index) for index in stray[:8]}
+        raise LedgerError(
+            f"got groups {states} to be {verb}, because only groups in flight can be; do: settle each issued group once"
+        )
+
+    def _state_of(self, group_index: int) -> str:
+        if any(group.group_index == group_index for group in self._queue):
+            return "buffered"
+        return "settled before" if 0 <= group_index < self._next_group_index else "never issued"
+
+    # ---- the account ---------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Usable rows of the dataset: prompts of one epoch; 0 without a dataset."""
+        return 0 if self._walk is None else len(self._walk.prompts)
+
+    @property
+    def epoch(self) -> int:
+        """Completed passes over the dataset, counting issued prompts."""
+        return 0 if self._walk is None else self._walk.epoch
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Group indices in flight, in the order of issue."""
+        with self._lock:
+            return tuple(self._in_flight)
+
+    @property
+    def num_buffered(self) -> int:
+        """Groups waiting to be issued again."""
+        return len(self._queue)
+
+    def ledger(self) -> Ledger:
+        """The account at this moment."""
+        with self._lock:
+            return Ledger(
+                issued=self._num_issued,
+                trained=self._num_trained,
+                filtered=dict(self._filtered),
+                failed=dict(self._failed),
+                buffered=self.num_buffered,
+                in_flight=len(self._in_flight),
+                returned=dict(self._returned),
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Ledger, epoch and dataset figures for the log."""
+        own = getattr(self._walk.prompts, "metrics", dict) if self._walk else dict
+        return {**self.ledger().metrics(), "data/epoch": float(self.epoch), **own()}
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, JSON-serialisable, sharing nothing with the live buffer. Raises `LedgerError` if unbalanced."""
+        with self._lock:
+            self.ledger().check()
+            in_flight = [
+                {"group_index": i, "attempts": g.attempts, "group": json.loads(g.snapshot) if g.snapshot else None}
+                for i, g in self._in_flight.items()
+            ]
+            state = {
+                "format": FORMAT,
+                "walk": None if self._walk is None else self._walk.state_dict(),
+                "next_group_index": self._next_group_index,
+                "next_index": self._next_index,
+                "issued": self._num_issued,
+                "trained": self._num_trained,
+                "filtered": dict(self._filtered),
+                "failed": dict(self._failed),
+                "returned": dict(self._returned),
+                "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
+                "in_flight": in_flight,
+                "buffered": [group.to_dict() for group in self._queue],
+            }
+            return dict(json.loads(json.dumps(state)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces the state. Raises `CheckpointError` if it belongs to other data, order or format."""
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"got a buffer state of format {state.get('format')}; this version reads {FORMAT}")
+        if (state["walk"] is None) != (self._walk is None):
+            raise CheckpointError("got a buffer state with a dataset for a run without one, or the other way round")
+        with self._lock:
+            if self._walk is not None:
+                self._walk.load_state_dict(state["walk"])
+            self._origins = {i: _Origin(row, first, count) for i, row, first, count in state["origins"]}
+            self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
+            self._num_issued, self._num_trained = state["issued"], state["trained"]
+            self._filtered, self._failed = Counter(state["filtered"]), Counter(state["failed"])
+            self._returned = Counter(state["returned"])
+            again = [
+                Group.from_dict(g["group"])
+                if g["group"] is not None
+                else self._make(g["group_index"], self._origins[g["group_index"]], g["attempts"])
+                for g in state["in_flight"]
+            ]
+            self._queue = again + [Group.from_dict(g) for g in state["buffered"]]
+            self._in_flight = {}
+            self.ledger().check()
+        if again:
+            logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
+
+    def save(self, path: Path, *, rollout_id: int | None = None) -> None:
+        """Writes the state as JSON to the file `path`, durably (fsync, then rename)."""
+        write_json(path, self.state_dict())
+
+    def load(self, path: Path, *, rollout_id: int | None = None) -> None:
+        """Restores what `save` wrote. Raises `CheckpointError` if the file is missing, damaged or of other data."""
+        try:
+            self.load_state_dict(read_json(path))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"got a damaged buffer state in {path}: {type(error).__name__}: {error}") from error

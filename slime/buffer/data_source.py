@@ -1,0 +1,170 @@
+"""User-written data sources (`--data-source-path`) behind the Data Buffer, and the choice between the two.
+
+The public contract is a class built as `cls(args)` with the methods of `DataSource`. Its own `add_samples` decides when
+returned work is served again; identity, ledger and what was in flight stay with us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from slime.buffer.data_buffer import DataBuffer
+from slime.buffer.groups import BufferFilter, flatten, group_index_of, to_json
+from slime.core.errors import DataError, HookError, LedgerError
+from slime.core.sample import Group, Sample
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """What a user's class provides."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Exactly `num_samples` groups: lists of samples of one prompt. New ones may leave the ids None."""
+        ...
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Takes groups back, partial work included; `get_samples` serves them again, their ids unchanged."""
+        ...
+
+    def save(self, rollout_id: int) -> None: ...
+
+    def load(self, rollout_id: int | None = None) -> None: ...
+
+    def __len__(self) -> int: ...
+
+
+class DataSourceBuffer(DataBuffer):
+    """A `DataBuffer` whose new prompts and returned groups live in a user's source.
+
+    Adds one invariant: a group that the source serves is either new (ids None, or above all seen) or one that was
+    given back to it; anything else is a `LedgerError`.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        """Raises `HookError` if `source` lacks a method."""
+        if not isinstance(source, DataSource):
+            names = ("get_samples", "add_samples", "save", "load", "__len__")
+            missing = [name for name in names if not callable(getattr(source, name, None))]
+            raise HookError(
+                f"got a data source {type(source).__name__} without {missing}; --data-source-path needs {names}"
+            )
+        super().__init__(None)
+        self._source = source
+        self._lent: dict[int, int] = {}
+
+    def _new_groups(self, n: int) -> list[Group]:
+        if n == 0:
+            return []
+        nests = self._source.get_samples(n)
+        if len(nests) != n:
+            raise DataError(
+                f"got {len(nests)} of {n} groups from {type(self._source).__name__}.get_samples; it must give all"
+            )
+        groups = [self._receive(flatten(nest)) for nest in nests]
+        for group in groups:
+            self._issue(group)
+        return groups
+
+    def _receive(self, samples: Sequence[Sample]) -> Group:
+        if {s.group_index for s in samples} == {None}:
+            return self._adopt(samples)
+        index = group_index_of(samples)
+        if index in self._lent:
+            return Group(group_index=index, samples=tuple(samples), attempts=self._lent.pop(index))
+        if index < self._next_group_index:
+            raise LedgerError(
+                f"got group {index} from the data source, because it was issued before and not given back; do: let "
+                "get_samples return each group once, with rising ids or None"
+            )
+        executions = [s.index for s in samples if s.index is not None]
+        if len(executions) != len(samples) or min(executions) < self._next_index:
+            raise LedgerError(
+                f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
+            )
+        group = Group(group_index=index, samples=tuple(samples))
+        to_json(group)
+        self._next_group_index, self._next_index = index + 1, max(executions) + 1
+        self._num_issued += 1
+        return group
+
+    def _keep(self, groups: Sequence[Group]) -> None:
+        self._lent.update({group.group_index: group.attempts for group in groups})
+        self._source.add_samples([list(group.samples) for group in groups])
+
+    def _state_of(self, group_index: int) -> str:
+        return "buffered" if group_index in self._lent else super()._state_of(group_index)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @property
+    def num_buffered(self) -> int:
+        return len(self._queue) + len(self._lent)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "lent": [list(item) for item in self._lent.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._lent = {index: attempts for index, attempts in state["lent"]}
+        super().load_state_dict(state)
+
+    def save(self, path: Path, *, rollout_id: int | None = None) -> None:
+        """Saves our account to `path` and calls the source's own `save(rollout_id)`."""
+        super().save(path, rollout_id=rollout_id)
+        self._source.save(rollout_id if rollout_id is not None else -1)
+
+    def load(self, path: Path, *, rollout_id: int | None = None) -> None:
+        """Restores our account from `path` and calls the source's own `load(rollout_id)`."""
+        super().load(path, rollout_id=rollout_id)
+        self._source.load(rollout_id)
+
+
+def build_data_buffer(
+    args: Any,
+    *,
+    tokenizer: Any = None,
+    data_source: Callable[[Any], DataSource] | None = None,
+    buffer_filter: Callable[..., list[list[Sample]]] | None = None,
+) -> DataBuffer:
+    """The buffer that the settings ask for.
+
+    `data_source` and `buffer_filter` are the loaded hooks of `--data-source-path` and `--buffer-filter-path` (public
+    signatures: `cls(args)` and `fn(args, rollout_id, buffer, num_samples)`). Raises what reading the data raises.
+    """
+    if data_source is not None:
+        if buffer_filter is not None:
+            raise HookError(
+                "got --buffer-filter-path and --data-source-path; a custom source chooses in its get_samples"
+            )
+        return DataSourceBuffer(data_source(args))
+    chosen: BufferFilter | None = None
+    if buffer_filter is not None:
+        hook = buffer_filter
+
+        def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
+            return hook(args, None, buffer, n)
+
+    prompts = None
+    if args.prompt_data is not None and getattr(args, "rollout_global_dataset", True):
+        from slime.data.dataset import PromptDataset
+
+        prompts = PromptDataset.load(
+            args.prompt_data,
+            tokenizer=tokenizer,
+            input_key=args.input_key,
+            label_key=args.label_key,
+            metadata_key=args.metadata_key,
+            tool_key=args.tool_key,
+            apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
+            max_prompt_tokens=getattr(args, "rollout_max_prompt_len", None),
+        )
+    return DataBuffer(
+        prompts,
+        n_samples_per_prompt=args.n_samples_per_prompt,
+        shuffle=args.rollout_shuffle,
+        seed=args.rollout_seed,
+        buffer_filter=chosen,
+    )

@@ -1,0 +1,56 @@
+"""Small pure operations on groups: nests of samples, shared ids, JSON, and the contract of a user's buffer filter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.core.errors import DataError, LedgerError
+from slime.core.sample import Group, Sample
+
+BufferFilter = Callable[[list[list[Sample]], int], list[list[Sample]]]
+"""`(buffered groups, n) -> at most n groups to issue`; removes what it takes, or drops, from the list in place."""
+
+
+def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) -> tuple[list[Group], list[Group]]:
+    """Runs a user's buffer filter; returns the groups it chose and those it left. What is in neither was dropped.
+
+    Raises `LedgerError` if it takes more than `n`, invents a group, or leaves in the list what it took.
+    """
+    by_index = {group.group_index: group for group in queue}
+    left = [list(group.samples) for group in queue]
+    chosen = [group_index_of(samples) for samples in buffer_filter(left, n)]
+    kept = [group_index_of(samples) for samples in left]
+    both = chosen + kept
+    if len(chosen) > n or len(set(both)) < len(both) or not set(both) <= set(by_index):
+        raise LedgerError(
+            f"got groups {chosen} from the buffer filter, which leaves {kept} of {sorted(by_index)}, because it must "
+            f"take at most {n} and remove what it takes from the list in place; do: correct --buffer-filter-path"
+        )
+    return [by_index[index] for index in chosen], [by_index[index] for index in kept]
+
+
+def flatten(nest: Sequence[Any]) -> list[Sample]:
+    """The samples of a nest of lists, in order."""
+    return [s for item in nest for s in (flatten(item) if isinstance(item, list | tuple) else [item])]
+
+
+def group_index_of(samples: Sequence[Sample]) -> int:
+    """The prompt id that all samples share. Raises `DataError` if they share none."""
+    found = {s.group_index for s in samples}
+    index = next(iter(found), None)
+    if len(found) != 1 or index is None:
+        raise DataError(f"got a group whose samples have group_index {sorted(map(str, found))}; they must share one")
+    return index
+
+
+def to_json(group: Group) -> str:
+    """The group as JSON text. Raises `DataError` if a user put something else into it."""
+    try:
+        return json.dumps(group.to_dict())
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"got group {group.group_index} holding something that is not JSON ({error}), because the buffer is part "
+            "of every checkpoint; do: keep plain numbers, strings, lists and dicts in Sample.metadata, label and reward"
+        ) from error

@@ -1,0 +1,99 @@
+"""The endless walk over a dataset: every row once per epoch, in an order that seed and epoch alone decide.
+
+Invariants
+1. Epoch `e` visits each row exactly once; with shuffling in the order of a generator seeded by `seed + e`.
+2. The position (`epoch`, `offset`) and the dataset are all there is to know; a restored walk goes on identically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.core.errors import CheckpointError, DataError
+from slime.data.rows import Fingerprint, PromptRow
+
+
+class Prompts(Protocol):
+    """A dataset, seen from here; `slime.data.dataset.PromptDataset` is one."""
+
+    @property
+    def fingerprint(self) -> Fingerprint: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> PromptRow: ...
+
+
+class PromptWalk:
+    """Position in an endless sequence of epochs over `prompts`."""
+
+    def __init__(self, prompts: Prompts, *, shuffle: bool, seed: int) -> None:
+        """Raises `DataError` on an empty dataset."""
+        if len(prompts) == 0:
+            raise DataError("got a dataset without rows; there is nothing to generate from")
+        self.prompts = prompts
+        self.epoch = 0
+        self.offset = 0
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order_of: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    def next_row(self) -> int:
+        """The next row index; moves on."""
+        row = int(self._order()[self.offset])
+        self.offset += 1
+        if self.offset == len(self.prompts):
+            self.epoch, self.offset = self.epoch + 1, 0
+        return row
+
+    def _order(self) -> npt.NDArray[np.int64]:
+        """[num_rows] row indices of the current epoch."""
+        if self._order_of is None or self._order_of[0] != self.epoch:
+            num_rows = len(self.prompts)
+            rows = np.arange(num_rows, dtype=np.int64)
+            if self._shuffle:
+                rows = np.random.default_rng(self._seed + self.epoch).permutation(num_rows).astype(np.int64)
+            self._order_of = (self.epoch, rows)
+        return self._order_of[1]
+
+    def _order_digest(self) -> str:
+        return hashlib.sha256(self._order().tobytes()).hexdigest()[:16]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable position, with the identity of what it is a position in."""
+        return {
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "order_digest": self._order_digest(),
+            "fingerprint": self.prompts.fingerprint.to_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to a saved position. Raises `CheckpointError` if it was saved over other data or in another order."""
+        saved, here = Fingerprint.from_dict(state["fingerprint"]), self.prompts.fingerprint
+        if not saved.same_data(here):
+            raise CheckpointError(
+                f"got a dataset of {here.num_rows} rows ({here.source}, {here.digest[:12]}), but the checkpoint was "
+                f"saved over {saved.num_rows} rows ({saved.source}, {saved.digest[:12]}), because the file, its slice, "
+                "the template or a filter changed since and the saved position would skip or repeat prompts; do: "
+                "restore them, or start a new run from the saved weights"
+            )
+        if (state["shuffle"], state["seed"]) != (self._shuffle, self._seed):
+            raise CheckpointError(
+                f"got shuffle={self._shuffle} seed={self._seed}, but the checkpoint was saved with "
+                f"shuffle={state['shuffle']} seed={state['seed']}, because another order would skip or repeat prompts; "
+                "do: resume with the saved --rollout-shuffle and --rollout-seed"
+            )
+        self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
+        if self._order_digest() != state["order_digest"]:
+            raise CheckpointError(
+                "got another shuffle of the same rows from the same seed, because NumPy's generator changed between "
+                "versions; do: resume with the NumPy version of the first run"
+            )

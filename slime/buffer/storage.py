@@ -1,0 +1,42 @@
+"""JSON files that are either wholly there or not: written beside, flushed to the disk, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import CheckpointError
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` durably; a crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads one JSON object. Raises `CheckpointError` if it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"got no readable file {path} ({error}); the checkpoint is incomplete") from error
+    except ValueError as error:
+        raise CheckpointError(f"got damaged JSON in {path} ({error}); the file was cut or altered") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"got {type(value).__name__} in {path}; a JSON object was written there")
+    return value

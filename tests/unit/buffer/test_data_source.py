@@ -1,0 +1,109 @@
+"""A user's data source behind the buffer: the public contract is enough, and the ledger still balances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slime.buffer.data_source import DataSourceBuffer, build_data_buffer
+from slime.core.errors import DataError, HookError, LedgerError
+from slime.core.sample import Sample
+
+
+class Source:
+    """Written against the public contract: newest returned work first."""
+
+    def __init__(self, args) -> None:
+        self.args, self.count, self.stack, self.calls = args, 0, [], []
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        out = []
+        for _ in range(num_samples):
+            if self.stack:
+                out.append(self.stack.pop())
+                continue
+            first = 2 * self.count
+            out.append([Sample(group_index=self.count, index=first + i, prompt=f"p{self.count}") for i in range(2)])
+            self.count += 1
+        return out
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        self.stack.extend(samples)
+
+    def save(self, rollout_id: int) -> None:
+        self.calls.append(("save", rollout_id))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.calls.append(("load", rollout_id))
+
+    def __len__(self) -> int:
+        return 10
+
+
+def test_its_own_order_is_used_and_accounted_for(tmp_path: Path) -> None:
+    source = Source(None)
+    buffer = DataSourceBuffer(source)
+    groups = buffer.get_groups(3)
+    buffer.put_back(groups[:2], "aborted")
+    assert (buffer.num_buffered, len(buffer)) == (2, 10)
+    (again,) = buffer.get_groups(1)
+    assert (again.group_index, again.attempts) == (1, 1)
+    buffer.mark_trained([1])
+    with pytest.raises(LedgerError):
+        buffer.mark_trained([1])
+    buffer.ledger().check()
+
+    buffer.save(tmp_path / "b.json", rollout_id=4)
+    resumed = DataSourceBuffer(source)
+    resumed.load(tmp_path / "b.json", rollout_id=4)
+    assert source.calls == [("save", 4), ("load", 4)]
+    assert [g.group_index for g in resumed.get_groups(3)] == [2, 0, 3]
+    resumed.ledger().check()
+
+
+def test_ids_left_none_are_given() -> None:
+    class Blank(Source):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return [[Sample(prompt="x"), Sample(prompt="x")] for _ in range(num_samples)]
+
+    groups = DataSourceBuffer(Blank(None)).get_groups(2)
+    assert [(s.group_index, s.index) for g in groups for s in g.samples] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+
+
+def test_broken_contracts_are_refused() -> None:
+    class Repeats(Source):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return [[Sample(group_index=0, index=0)] for _ in range(num_samples)]
+
+    class Short(Source):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return []
+
+    with pytest.raises(LedgerError, match="issued before"):
+        DataSourceBuffer(Repeats(None)).get_groups(2)
+    with pytest.raises(DataError, match="get_samples"):
+        DataSourceBuffer(Short(None)).get_groups(1)
+    with pytest.raises(HookError, match="add_samples"):
+        DataSourceBuffer(SimpleNamespace(get_samples=len))
+
+
+def test_the_settings_choose() -> None:
+    args = SimpleNamespace(
+        prompt_data=None, n_samples_per_prompt=3, rollout_shuffle=False, rollout_seed=1, tag="hello", input_key="input"
+    )
+    assert build_data_buffer(args).get_groups(1)[0].num_executions == 3
+    seen = []
+
+    def hook(args, rollout_id, buffer, num_samples):
+        seen.append((args.tag, rollout_id, num_samples))
+        return [buffer.pop(0)]
+
+    buffer = build_data_buffer(args, buffer_filter=hook)
+    buffer.put_back(buffer.get_groups(2), "x")
+    buffer.get_groups(1)
+    assert seen == [("hello", None, 1)]
+    assert build_data_buffer(args, data_source=Source).get_groups(1)[0].samples[0].prompt == "p0"
+    with pytest.raises(HookError):
+        build_data_buffer(args, data_source=Source, buffer_filter=hook)
