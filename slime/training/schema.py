@@ -1,7 +1,7 @@
 """Megatron's settings as data: every field of the installed config classes plus the launch flags that scripts use.
 
 `python -m slime.cli.schemas --write` stores what `build()` returns; the command line is parsed from that file, so no
-flag of Megatron costs an import of Megatron. `config_kwargs` goes the other way, from settings to constructor arguments.
+flag of Megatron costs an import of Megatron. `config_kwargs` goes the other way.
 
 What cannot be written on a command line (callables, process groups, recipes) is left out and listed as such.
 """
@@ -54,7 +54,12 @@ LAUNCH: tuple[dict[str, Any], ...] = (
     },
     {"dest": "lr_decay_iters", "kind": "int", "optional": True, "doc": "Steps of the decay; derived from train_iters."},
     {"dest": "lr_warmup_iters", "kind": "int", "default": 0, "doc": "Steps of linear warm-up."},
-    {"dest": "lr_warmup_fraction", "kind": "float", "optional": True, "doc": "Share of lr_decay_iters to warm up over."},
+    {
+        "dest": "lr_warmup_fraction",
+        "kind": "float",
+        "optional": True,
+        "doc": "Share of lr_decay_iters to warm up over.",
+    },
     {"dest": "lr_warmup_init", "kind": "float", "default": 0.0, "doc": "Learning rate that warm-up starts from."},
     {
         "dest": "lr_wsd_decay_style",
@@ -74,7 +79,12 @@ LAUNCH: tuple[dict[str, Any], ...] = (
         "doc": "Shape of the weight-decay schedule.",
     },
     {"dest": "seq_length", "kind": "int", "default": 4096, "doc": "Nominal sequence length; packing ignores it."},
-    {"dest": "max_position_embeddings", "kind": "int", "optional": True, "doc": "Longest position; from the checkpoint."},
+    {
+        "dest": "max_position_embeddings",
+        "kind": "int",
+        "optional": True,
+        "doc": "Longest position; from the checkpoint.",
+    },
     {"dest": "vocab_size", "kind": "int", "optional": True, "doc": "Vocabulary; from the checkpoint."},
     {
         "dest": "untie_embeddings_and_output_weights",
@@ -159,7 +169,11 @@ def _entry(field: dataclasses.Field[Any], shape: dict[str, Any], doc: str) -> di
         extra_on, extra_off = (extra_on, (*extra_off, name[2:])) if negative else ((*extra_on, name[2:]), extra_off)
     off = () if shape["kind"] != "bool" or dashed.startswith(("no-", "disable-")) else (f"no-{dashed}",)
     default = field.default if field.default is not dataclasses.MISSING else []
-    entry: dict[str, Any] = {"dest": field.name, "kind": shape["kind"], "names": list(dict.fromkeys((dashed, *extra_on)))}
+    entry: dict[str, Any] = {
+        "dest": field.name,
+        "kind": shape["kind"],
+        "names": list(dict.fromkeys((dashed, *extra_on))),
+    }
     entry |= {"default": _plain(default), "doc": doc, "configs": []}
     optional = {"off_names": list(dict.fromkeys((*off, *extra_off))), "optional": shape["optional"] or default is None}
     optional |= {"choices": shape.get("choices"), "nargs": shape.get("nargs")}

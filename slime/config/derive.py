@@ -1,0 +1,199 @@
+"""What is computed from other settings, and why. One function per subject; each records its reason for --explain."""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.core.ids import new_run_id
+
+
+class Draft:
+    """Settings on their way to `Args`: `values` of slime, `megatron`, `sglang`, and an origin for each."""
+
+    def __init__(self, values: dict[str, Any], megatron: dict[str, Any], sglang: dict[str, Any]) -> None:
+        self.values, self.megatron, self.sglang = values, megatron, sglang
+        self.given: set[str] = set()
+        """Names that the user gave (slime's plain, others as owner.name)."""
+        self.origins: dict[str, str] = {}
+
+    def derive(self, name: str, value: Any, why: str) -> None:
+        """Sets `name` unless the user gave it."""
+        if name not in self.given:
+            self.values[name] = value
+            self.origins[name] = f"derived: {why}"
+
+    def derive_megatron(self, name: str, value: Any, why: str) -> None:
+        """Sets Megatron's `name` unless the user gave it."""
+        if f"megatron.{name}" not in self.given:
+            self.megatron[name] = value
+            self.origins[f"megatron.{name}"] = f"derived: {why}"
+
+
+def _device(draft: Draft) -> None:
+    if draft.values["device"] in (None, "auto"):
+        has_gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
+        draft.given.discard("device")
+        why = "/dev/nvidia* exists" if has_gpu else "no /dev/nvidia* on this machine"
+        draft.derive("device", "cuda" if has_gpu else "cpu", why)
+    cuda = draft.values["device"] == "cuda"
+    draft.derive("distributed_backend", "nccl" if cuda else "gloo", f"device is {draft.values['device']}")
+
+
+def _dtype(draft: Draft) -> None:
+    megatron = draft.megatron
+    if megatron["fp16"] and "megatron.bf16" not in draft.given:
+        megatron["bf16"], draft.origins["megatron.bf16"] = False, "derived: --fp16 was given"
+    dtype = "float16" if megatron["fp16"] else "bfloat16" if megatron["bf16"] else "float32"
+    for name in ("params_dtype", "pipeline_dtype"):
+        draft.derive_megatron(name, dtype, "training dtype (--bf16 default, --fp16, --no-bf16)")
+    if "sglang.dtype" not in draft.given:
+        draft.sglang["dtype"] = dtype
+        draft.origins["sglang.dtype"] = "derived: training dtype (auto would serve float32 as float16)"
+
+
+def _placement(draft: Draft) -> None:
+    v = draft.values
+    num_train = v["actor_num_nodes"] * v["actor_num_gpus_per_node"]
+    if v["debug_rollout_only"] and v["colocate"]:
+        v["colocate"], draft.origins["colocate"] = False, "derived: --debug-rollout-only starts no trainer"
+    if v["colocate"]:
+        draft.derive("rollout_num_gpus", num_train, "--colocate: the training GPUs")
+    else:
+        draft.derive("rollout_num_gpus", v["rollout_num_gpus_per_engine"], "one engine")
+    both = v["offload"] or (v["colocate"] and v["device"] == "cuda")
+    why = "--offload" if v["offload"] else "--colocate on cuda" if both else "training and inference do not share a GPU"
+    if v["colocate"] and not both:
+        why = "on a CPU there is no device memory to hand over"
+    draft.derive("offload_train", both, why)
+    draft.derive("offload_rollout", both, why)
+    run_id = new_run_id()
+    draft.derive("run_dir", f"runs/{run_id}", "a new run id")
+
+
+def _batches(draft: Draft) -> None:
+    v = draft.values
+    executions = (v["rollout_batch_size"] or 0) * v["n_samples_per_prompt"]
+    steps = v["num_steps_per_rollout"]
+    if steps is not None and steps > 0:
+        draft.derive("global_batch_size", executions // steps, f"{executions} executions // {steps} steps per rollout")
+    else:
+        draft.derive("global_batch_size", executions, "rollout_batch_size * n_samples_per_prompt, one step per rollout")
+        size = max(v["global_batch_size"], 1)
+        draft.derive("num_steps_per_rollout", max(executions // size, 1), f"{executions} executions // {size}")
+    draft.derive("over_sampling_batch_size", v["rollout_batch_size"], "rollout_batch_size")
+    draft.derive("eps_clip_high", v["eps_clip"], "eps_clip")
+    if v["n_samples_per_prompt"] == 1 and v["advantage_estimator"] == "grpo":
+        draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+    if v["load_debug_rollout_data"]:
+        draft.derive("debug_train_only", True, "--load-debug-rollout-data replays rollouts")
+
+
+_SLICE = re.compile(r"^(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?$")
+
+
+def split_slice(path: str) -> tuple[str, slice]:
+    """`file@[a:b]` as (file, slice(a, b)); without a suffix the whole file."""
+    match = _SLICE.match(path)
+    assert match is not None, f"the pattern matches everything, also {path!r}"
+    start, stop = match["start"], match["stop"]
+    return match["path"], slice(int(start) if start else None, int(stop) if stop else None)
+
+
+def count_rows(path: str) -> int:
+    """Rows of a jsonl or parquet file with an optional `@[a:b]`, before any filter. Raises `ConfigError`."""
+    file, rows = split_slice(path)
+    if not Path(file).is_file():
+        raise ConfigError(f"got --prompt-data {file}, which does not exist; give a .jsonl or .parquet file")
+    if file.endswith(".parquet"):
+        import pyarrow.parquet as parquet
+
+        total = int(parquet.read_metadata(file).num_rows)
+    else:
+        with open(file, "rb") as lines:
+            total = sum(1 for line in lines if line.strip())
+    return len(range(*rows.indices(total)))
+
+
+def _length(draft: Draft) -> None:
+    v = draft.values
+    if v["num_rollout"] is None and v["num_epoch"] is not None and v["prompt_data"] and v["rollout_batch_size"]:
+        rows = count_rows(v["prompt_data"])
+        per_epoch = rows // v["rollout_batch_size"]
+        why = f"num_epoch {v['num_epoch']} * ({rows} rows // rollout_batch_size {v['rollout_batch_size']})"
+        draft.derive("num_rollout", v["num_epoch"] * per_epoch, why)
+    if v["num_rollout"] is not None:
+        iters = v["num_rollout"] * (v["num_steps_per_rollout"] or 1)
+        draft.derive_megatron("train_iters", iters, "num_rollout * num_steps_per_rollout")
+        if draft.megatron["lr_decay_iters"] is None:
+            draft.derive_megatron("lr_decay_iters", max(iters, 1), "train_iters")
+    fraction = draft.megatron["lr_warmup_fraction"]
+    if fraction is not None and draft.megatron["lr_decay_iters"] and "megatron.lr_warmup_iters" not in draft.given:
+        warmup = math.ceil(fraction * draft.megatron["lr_decay_iters"])
+        draft.derive_megatron("lr_warmup_iters", warmup, "lr_warmup_fraction * lr_decay_iters")
+    for name in ("start_weight_decay", "end_weight_decay"):
+        draft.derive_megatron(name, draft.megatron["weight_decay"], "weight_decay")
+
+
+def _evaluation(draft: Draft) -> None:
+    v = draft.values
+    if v["rollout_max_context_len"] is not None:
+        draft.derive("rollout_max_prompt_len", v["rollout_max_context_len"] - 1, "rollout_max_context_len - 1")
+    same = {
+        "eval_input_key": "input_key",
+        "eval_label_key": "label_key",
+        "eval_tool_key": "tool_key",
+        "eval_reward_key": "reward_key",
+        "eval_temperature": "rollout_temperature",
+        "eval_top_p": "rollout_top_p",
+        "eval_top_k": "rollout_top_k",
+        "eval_max_response_len": "rollout_max_response_len",
+        "eval_max_prompt_len": "rollout_max_prompt_len",
+    }
+    for name, source in same.items():
+        draft.derive(name, v[source], f"same as {source}")
+
+
+def _weight_sync(draft: Draft) -> None:
+    v = draft.values
+    transport = v["update_weight_transport"]
+    if transport in (None, "auto"):
+        draft.given.discard("update_weight_transport")
+        one_host = v["colocate"] or v["actor_num_nodes"] == 1
+        why = "trainer and engines are on one host" if one_host else "training spans several hosts"
+        draft.derive("update_weight_transport", "tensor" if one_host else "distributed", why)
+    elif transport == "nccl":
+        v["update_weight_transport"] = "distributed"
+        draft.origins["update_weight_transport"] += " (nccl is an alias of distributed)"
+    if v["update_weight_transport"] == "disk":
+        draft.derive("update_weight_disk_dir", str(Path(v["run_dir"]) / "weights"), "disk transport, below run_dir")
+
+
+def _checkpoint(draft: Draft) -> None:
+    v = draft.values
+    if v["load"] and v["load"] == v["save"] and not _has_checkpoint(v["load"]):
+        v["load"] = None
+        draft.origins["load"] = "derived: --load is --save and holds no checkpoint yet; starting from --hf-checkpoint"
+    if v["ref_load"] is None and v["use_kl_loss"]:
+        draft.derive("ref_load", v["hf_checkpoint"], "a KL loss needs a reference: the initial weights")
+
+
+def _has_checkpoint(folder: str) -> bool:
+    return Path(folder).is_dir() and any(Path(folder).iterdir())
+
+
+DERIVATIONS: tuple[Callable[[Draft], None], ...] = (
+    _device, _dtype, _placement, _batches, _length, _evaluation, _weight_sync, _checkpoint
+)  # fmt: skip
+"""In order: later ones read what earlier ones set."""
+
+
+def json_line(value: Any) -> str:
+    """A value on one line, as --explain shows it."""
+    return json.dumps(value, default=list) if isinstance(value, (dict, list, tuple)) else str(value)

@@ -1,0 +1,222 @@
+"""One command-line flag, and the strict parser that turns a command line into values.
+
+Invariants
+1. A flag is known by its whole name; there are no prefix abbreviations, an unknown one is an error with a suggestion.
+2. A value is converted and checked the same way whether it comes from the command line or from YAML.
+3. The last occurrence of a flag wins, as in every shell script that ends in "$@".
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.core.errors import ConfigError
+
+KINDS = ("int", "float", "str", "bool", "json", "human_int", "dtype", "int_or_json", "float_or_json", "str_or_json")
+"""How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also takes a list."""
+
+DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16", "half": "float16",
+          "bfloat16": "bfloat16", "bf16": "bfloat16", "uint8": "uint8", "fp8": "uint8"}  # fmt: skip
+"""Spellings of a dtype; Megatron calls the storage of fp8 moments uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting and how it is spelled."""
+
+    dest: str
+    """Field name, unique per owner."""
+    owner: str
+    """Whose setting it is: slime, megatron, sglang or router."""
+    names: tuple[str, ...]
+    """Spellings, with dashes; the first is the one shown. For `bool` they switch it on."""
+    kind: str
+    """One of `KINDS`."""
+    default: Any = None
+    doc: str = ""
+    group: str = ""
+    """Heading in --help."""
+    off_names: tuple[str, ...] = ()
+    """Spellings that switch a `bool` off."""
+    nargs: str | None = None
+    """None: one value; "+" / "*": a list; "?": zero or one; a digit: a list of that length."""
+    append: bool = False
+    """Each occurrence adds one entry."""
+    choices: tuple[Any, ...] | None = None
+    optional: bool = False
+    """`none` is a value."""
+    derived: bool = False
+    """Without a value from the user it is computed; --explain says why."""
+    secret: bool = False
+    """Masked wherever it is written."""
+    internal: bool = False
+    """Set by the run, not by a flag."""
+    configs: tuple[str, ...] = ()
+    """Upstream config classes that have this field (Megatron)."""
+
+    @property
+    def is_list(self) -> bool:
+        return self.nargs in ("+", "*") or (self.nargs or "").isdigit()
+
+
+def _number(kind: str, text: str) -> Any:
+    if kind == "int":
+        return int(text)
+    if kind == "float":
+        return float(text)
+    if kind == "human_int":
+        if not re.fullmatch(r"-?\d+|\d+(\.\d+)?[kKmMgGtT]", text):
+            raise ValueError
+        return text if text[-1].isalpha() else int(text)
+    if kind == "dtype":
+        return DTYPES[text.removeprefix("torch.")]
+    raise AssertionError(f"unknown kind {kind!r}")
+
+
+def _one(flag: Flag, text: str) -> Any:
+    """Converts one word; raises ValueError, KeyError or json errors when it cannot."""
+    if flag.kind == "str":
+        return text
+    if flag.kind == "json":
+        return json.loads(text)
+    if flag.kind.endswith("_or_json"):
+        base = flag.kind.removesuffix("_or_json")
+        if text.lstrip().startswith(("[", "(")) or "," in text or "*" in text:
+            # Megatron writes layer patterns as Python expressions such as ([0]*3+[1])*8; plain lists are JSON.
+            return json.loads(text) if text.lstrip().startswith("[") and text.rstrip().endswith("]") else text
+        return text if base == "str" else _number(base, text)
+    return _number(flag.kind, text)
+
+
+def convert(flag: Flag, text: str, *, where: str) -> Any:
+    """One word of the command line as a value of `flag`. Raises `ConfigError`."""
+    if flag.optional and text.lower() == "none":
+        return None
+    try:
+        value = _one(flag, text)
+    except (ValueError, KeyError):
+        expected = {"dtype": f"one of {sorted(set(DTYPES.values()))}", "json": "JSON"}.get(flag.kind, flag.kind)
+        raise ConfigError(f"{where}: got {text!r} because it should be {expected}; do write such a value") from None
+    check_choice(flag, value, where=where)
+    return value
+
+
+def check_choice(flag: Flag, value: Any, *, where: str) -> None:
+    """Raises `ConfigError` if the flag has choices and `value` is none of them."""
+    if flag.choices is not None and value not in flag.choices:
+        near = difflib.get_close_matches(str(value), [str(c) for c in flag.choices], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{where}: got {value!r}, which is not one of {', '.join(map(str, flag.choices))}{hint}")
+
+
+def coerce(flag: Flag, value: Any, *, where: str) -> Any:
+    """A YAML value as a value of `flag`, as strictly as on the command line. Raises `ConfigError`."""
+    if value is None:
+        if not flag.optional:
+            raise ConfigError(f"{where}: got null, but it needs a value of type {flag.kind}")
+        return None
+    if flag.kind == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: got {value!r}, but it is a switch; write true or false")
+        return value
+    if flag.is_list or flag.append:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: got {value!r}, but it is a list; write [a, b]")
+        return tuple(_coerce_one(flag, v, where=where) for v in value)
+    return _coerce_one(flag, value, where=where)
+
+
+def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
+    if flag.kind == "json" and not isinstance(value, str):
+        return value
+    if flag.kind.endswith("_or_json") and isinstance(value, list):
+        return value
+    wrong = isinstance(value, (bool, list, dict))
+    wrong = wrong or (flag.kind == "str" and not isinstance(value, (str, int, float)))
+    if wrong:
+        raise ConfigError(f"{where}: got {value!r} because it should be {flag.kind}; do write such a value")
+    return convert(flag, str(value), where=where)
+
+
+class FlagTable:
+    """All flags of a program by spelling."""
+
+    def __init__(self, flags: Iterable[Flag]) -> None:
+        self.flags: tuple[Flag, ...] = tuple(flags)
+        self.by_name: dict[str, tuple[Flag, bool]] = {}
+        """Spelling -> (flag, False if this spelling switches it off). Earlier flags keep a contested spelling."""
+        for flag in self.flags:
+            if flag.internal:
+                continue
+            for name in flag.names:
+                self.by_name.setdefault(name, (flag, True))
+            for name in flag.off_names:
+                self.by_name.setdefault(name, (flag, False))
+
+    def nearest(self, name: str) -> str | None:
+        """The known spelling most like `name`; none if nothing is alike."""
+        near = difflib.get_close_matches(name, self.by_name, 1, cutoff=0.6)
+        return near[0] if near else None
+
+    def unknown(self, name: str) -> ConfigError:
+        """The error for an unknown flag."""
+        near = self.nearest(name)
+        do = f"did you mean {near}?" if near else "see --help, --help megatron, --help sglang, --help router."
+        return ConfigError(f"got unknown flag {name}; {do}")
+
+    def parse(self, argv: Sequence[str], *, owned: Mapping[str, str] | None = None) -> dict[tuple[str, str], Any]:
+        """Values given on a command line, by (owner, dest).
+
+        `owned` maps spellings that slime sets itself to what to use instead. Raises `ConfigError`.
+        """
+        out: dict[tuple[str, str], Any] = {}
+        position = 0
+        while position < len(argv):
+            word = argv[position]
+            if not word.startswith("--"):
+                raise ConfigError(f"got {word!r}, which belongs to no flag; every setting is written --name value")
+            name, has_value, inline = word.partition("=")
+            name = "--" + name[2:].replace("_", "-")
+            if owned and name in owned:
+                raise ConfigError(f"got {name}, which slime sets itself; {owned[name]}")
+            if name not in self.by_name:
+                raise self.unknown(name)
+            flag, on = self.by_name[name]
+            position += 1
+            if flag.kind == "bool":
+                if has_value:
+                    raise ConfigError(f"{name}: got a value {inline!r}, but it is a switch; write {name} alone")
+                out[flag.owner, flag.dest] = on
+                continue
+            words = [inline] if has_value else self._values(argv, position)
+            position += 0 if has_value else self._num_taken(flag, words)
+            self._store(out, flag, name, words if flag.is_list else words[:1])
+        return out
+
+    def _values(self, argv: Sequence[str], position: int) -> list[str]:
+        """The words after a flag up to the next flag."""
+        end = position
+        while end < len(argv) and not (argv[end].startswith("--") and len(argv[end]) > 2):
+            end += 1
+        return list(argv[position:end])
+
+    @staticmethod
+    def _num_taken(flag: Flag, words: Sequence[str]) -> int:
+        return len(words) if flag.is_list else min(1, len(words))
+
+    @staticmethod
+    def _store(out: dict[tuple[str, str], Any], flag: Flag, name: str, words: Sequence[str]) -> None:
+        if not words and flag.nargs not in ("*", "?"):
+            raise ConfigError(f"{name}: got no value; write {name} <{flag.kind}>")
+        if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
+            raise ConfigError(f"{name}: got {len(words)} values, it takes {flag.nargs}")
+        values: Any = tuple(convert(flag, w, where=name) for w in words)
+        if not flag.is_list:
+            values = values[0] if values else True
+        key = (flag.owner, flag.dest)
+        out[key] = (*out.get(key, ()), values) if flag.append else values

@@ -1,0 +1,27 @@
+"""What is loaded and saved, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointArgs:
+    """Checkpoints hold everything needed to resume: weights, optimizer, RNG, data cursor, buffer, version."""
+
+    load: str | None = None
+    """Checkpoint folder to resume from. If it is also --save and still empty, the run starts from --hf-checkpoint."""
+    save: str | None = None
+    """Checkpoint folder."""
+    save_interval: int | None = None
+    """Steps between checkpoints; the last step is always saved when --save is given."""
+    save_hf: str | None = None
+    """Also save in HF format here; {rollout_id} in the path is replaced."""
+    no_save_optim: bool = False
+    """Leave optimizer, scheduler and RNG out of checkpoints (they cannot be resumed then)."""
+    no_load_optim: bool = False
+    """Start with a fresh optimizer."""
+    no_load_rng: bool = False
+    """Start with a fresh RNG."""
+    finetune: bool = False
+    """Take only the weights of --load and start at step 0."""

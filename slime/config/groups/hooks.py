@@ -1,0 +1,39 @@
+"""User code in the loop, by import path. Every hook's signature is checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookArgs:
+    """Import paths: `pkg.mod.fn`, `pkg.mod:fn` or `path/to/file.py:fn`."""
+
+    rollout_function_path: str = "slime.rollout.loop.generate_rollout"
+    """Generates one step: fn(args, rollout_id, data_source, evaluation=False)."""
+    eval_function_path: str | None = None
+    """Same signature, for evaluation. Default: the built-in evaluation."""
+    custom_generate_function_path: str | None = None
+    """One sample: async fn(args, sample, sampling_params[, evaluation]) -> Sample or list of samples."""
+    custom_rm_path: str | None = None
+    """Grader: fn(args, sample, **kw), sync or async; with --group-rm it gets and returns a list."""
+    dynamic_sampling_filter_path: str | None = None
+    """Keep a finished group? fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
+    buffer_filter_path: str | None = None
+    """Chooses buffered groups: fn(args, rollout_id, buffer, num_samples) -> groups."""
+    rollout_sample_filter_path: str | None = None
+    """Marks samples not to train on: fn(args, groups), sets sample.remove_sample."""
+    rollout_all_samples_process_path: str | None = None
+    """Sees everything generated in a step, dropped groups too: fn(args, all_groups, data_source)."""
+    custom_reward_post_process_path: str | None = None
+    """Rewards to train on: fn(args, samples) -> (raw_rewards, rewards)."""
+    custom_convert_samples_to_train_data_path: str | None = None
+    """Replaces the conversion of samples to training data: fn(args, samples)."""
+    custom_loss_function_path: str | None = None
+    """Loss of --loss-type custom_loss: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)."""
+    custom_rollout_log_function_path: str | None = None
+    """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
+    custom_eval_rollout_log_function_path: str | None = None
+    """fn(rollout_id, args, data, extra_metrics) -> bool; True replaces the default logging."""
+    custom_config_path: str | None = None
+    """YAML file with any of these settings by name; the key `custom` holds free settings for hooks, as args.custom."""

@@ -1,0 +1,57 @@
+"""Generation: how many prompts and samples per step, how they are sampled, how long the loop runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.fields import derived
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutArgs:
+    """Generation of the samples of one step, and the length of the loop."""
+
+    hf_checkpoint: str = ""
+    """HF model folder: architecture, initial weights, tokenizer. Required."""
+    num_rollout: int = derived()
+    """Number of steps of the loop; 0 evaluates only. Required unless --num-epoch is given."""
+    num_epoch: int | None = None
+    """Passes over the prompt data; gives num_rollout = num_epoch * (rows // rollout_batch_size)."""
+    start_rollout_id: int | None = None
+    """First step of the loop. Default: the one after the loaded checkpoint, else 0."""
+    rollout_batch_size: int = derived()
+    """Prompts per step. Required."""
+    n_samples_per_prompt: int = 1
+    """Executions (samples) per prompt."""
+    over_sampling_batch_size: int = derived()
+    """Prompts fetched per submission round; more than rollout_batch_size leaves room for filters."""
+    rollout_temperature: float = 1.0
+    """Sampling temperature; the trainer divides the logits by the same number."""
+    rollout_top_p: float = 1.0
+    """Nucleus sampling. Only 1.0 can be trained on: the trainer's log-probs are over the whole vocabulary."""
+    rollout_top_k: int = -1
+    """Top-k sampling, -1 is off. Only -1 can be trained on, for the same reason."""
+    rollout_max_response_len: int = 1024
+    """Most tokens that one sample may generate."""
+    rollout_max_context_len: int | None = None
+    """Most tokens of prompt and response together."""
+    rollout_max_prompt_len: int | None = derived()
+    """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is given."""
+    rollout_skip_special_tokens: bool = False
+    """Leave special tokens out of the response text (never out of the trained ids)."""
+    rollout_stop: tuple[str, ...] | None = None
+    """Strings that end a response."""
+    rollout_stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end a response."""
+    rollout_shuffle: bool = False
+    """Shuffle the prompts anew in each epoch, by rollout_seed + epoch."""
+    rollout_seed: int = 42
+    """Seed of the shuffle and, where the engine samples by seed, of sampling."""
+    partial_rollout: bool = False
+    """Keep the tokens of samples that the end of a step interrupts, and continue them later."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Train only the tokens that the newest weights sampled in a continued sample."""
+    update_weights_interval: int = 1
+    """Steps between weight syncs (train_async.py only)."""
+    rollout_global_timeout_s: float | None = None
+    """Limit of one whole generation phase, in seconds."""

@@ -1,0 +1,75 @@
+"""The contract of every kind of user hook: its parameters, and whether it may be async."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class HookContract:
+    """What slime calls a hook with."""
+
+    flag: str
+    """The setting that names the hook (field of `Args`)."""
+    positional: tuple[str, ...]
+    """Arguments passed by position, in order; users may name them otherwise."""
+    keywords: tuple[str, ...] = ()
+    """Arguments passed by keyword always: the hook must accept them."""
+    optional_keywords: tuple[str, ...] = ()
+    """Arguments passed by keyword only if the hook accepts them."""
+    mode: Literal["sync", "async", "either"] = "sync"
+    is_class: bool = False
+    """The hook is a class; `methods` are called on its instance."""
+    methods: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        """The contract as a signature, for messages."""
+        parts = [
+            *self.positional,
+            *(f"{k}=..." for k in self.keywords),
+            *(f"[{k}=...]" for k in self.optional_keywords),
+        ]
+        how = {"sync": "def fn", "async": "async def fn", "either": "[async] def fn"}[self.mode]
+        return (
+            f"class({', '.join(parts)}) with {', '.join(self.methods)}"
+            if self.is_class
+            else f"{how}({', '.join(parts)})"
+        )
+
+
+CONTRACTS: dict[str, HookContract] = {
+    "rollout": HookContract(
+        "rollout_function_path", ("args", "rollout_id", "data_source"), keywords=("evaluation",), mode="either"
+    ),
+    "eval": HookContract(
+        "eval_function_path", ("args", "rollout_id", "data_source"), keywords=("evaluation",), mode="either"
+    ),
+    "generate": HookContract(
+        "custom_generate_function_path",
+        ("args", "sample", "sampling_params"),
+        optional_keywords=("evaluation",),
+        mode="async",
+    ),
+    "custom_rm": HookContract("custom_rm_path", ("args", "sample"), mode="either"),
+    "group_rm": HookContract("custom_rm_path", ("args", "samples"), mode="either"),
+    "dynamic_filter": HookContract("dynamic_sampling_filter_path", ("args", "samples")),
+    "buffer_filter": HookContract("buffer_filter_path", ("args", "rollout_id", "buffer", "num_samples")),
+    "sample_filter": HookContract("rollout_sample_filter_path", ("args", "groups")),
+    "all_samples": HookContract("rollout_all_samples_process_path", ("args", "all_groups", "data_source")),
+    "reward_post_process": HookContract("custom_reward_post_process_path", ("args", "samples")),
+    "convert_samples": HookContract("custom_convert_samples_to_train_data_path", ("args", "samples")),
+    "custom_loss": HookContract("custom_loss_function_path", ("args", "batch", "logits", "sum_of_sample_mean")),
+    "rollout_log": HookContract(
+        "custom_rollout_log_function_path", ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
+    ),
+    "eval_log": HookContract("custom_eval_rollout_log_function_path", ("rollout_id", "args", "data", "extra_metrics")),
+    "data_source": HookContract(
+        "data_source_path",
+        ("args",),
+        is_class=True,
+        methods=("get_samples", "add_samples", "save", "load", "__len__"),
+    ),
+}
+"""Kind -> contract."""

@@ -1,0 +1,97 @@
+"""The model's shape, from `<hf_checkpoint>/config.json` to Megatron's names.
+
+A Megatron flag that contradicts the checkpoint is refused: it would train another model than the one that is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""`model_type` values that this release trains."""
+
+_FALLBACK_THETA = 10000.0
+
+
+def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
+    """The checkpoint's config.json. Raises `ConfigError` if the folder or the file is missing or damaged."""
+    path = Path(hf_checkpoint) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"got --hf-checkpoint {hf_checkpoint}, but {path} does not exist; give a local folder in HF format "
+            "(a hub name is not downloaded)"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"got {path}, which is not JSON ({error}); fetch the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"got {path}, which holds no JSON object; fetch the checkpoint again")
+    return config
+
+
+def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling object or None), from the spelling of transformers 4 or 5."""
+    parameters = config.get("rope_parameters") or {}
+    theta = parameters.get("rope_theta", config.get("rope_theta", _FALLBACK_THETA))
+    scaling = config.get("rope_scaling") or {k: v for k, v in parameters.items() if k != "rope_theta"}
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    return float(theta), dict(scaling) if scaling and kind != "default" else None
+
+
+def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """HF config -> Megatron settings by field name. Raises `ConfigError` for an unknown family or a missing key."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(f"got a checkpoint of model_type {family!r}; this release trains {', '.join(FAMILIES)}")
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        num_layers, ffn, vocab = config["num_hidden_layers"], config["intermediate_size"], config["vocab_size"]
+    except KeyError as missing:
+        raise ConfigError(f"the checkpoint's config.json lacks {missing}; it does not describe a {family}") from missing
+    if config.get("use_sliding_window"):
+        raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    theta, scaling = rope_of(config)
+    tied_by_default = False
+    return {
+        "num_layers": int(num_layers),
+        "hidden_size": hidden,
+        "ffn_hidden_size": int(ffn),
+        "num_attention_heads": heads,
+        "num_query_groups": kv_heads,
+        "group_query_attention": kv_heads != heads,
+        "kv_channels": int(config.get("head_dim") or hidden // heads),
+        "vocab_size": int(vocab),
+        "max_position_embeddings": int(config.get("max_position_embeddings") or 4096),
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "rotary_base": theta,
+        "rope_scaling": scaling,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", tied_by_default),
+        "qk_layernorm": family == "qwen3",
+        "add_qkv_bias": family == "qwen2" or (family == "qwen3" and bool(config.get("attention_bias"))),
+        "add_bias_linear": bool(config.get("mlp_bias")) or (family == "llama" and bool(config.get("attention_bias"))),
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "rotary_percent": float(config.get("partial_rotary_factor", 1.0)),
+        "rotary_interleaved": False,
+    }
+
+
+def contradictions(shape: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """One message per Megatron flag whose value is not the checkpoint's. `given`: explicit settings by field name."""
+    out = []
+    for name, value in given.items():
+        if name in shape and value != shape[name]:
+            flag = "--" + name.replace("_", "-")
+            out.append(
+                f"got {flag} {value} because of a flag, but the checkpoint's config.json says {shape[name]}; "
+                "drop the flag, the shape is read from the checkpoint"
+            )
+    return out

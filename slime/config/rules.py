@@ -1,0 +1,385 @@
+"""The rules of `validation`, in the order in which they are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from slime.config.args import Args
+from slime.config.derive import split_slice
+
+Rule = Callable[[Args], "str | None"]
+
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    """Registers a rule."""
+    RULES.append(function)
+    return function
+
+
+@rule
+def counts_are_positive(args: Args) -> str | None:
+    """Counts below one make no step."""
+    names = ("rollout_batch_size", "n_samples_per_prompt", "micro_batch_size", "global_batch_size", "actor_num_nodes",
+             "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "update_weights_interval", "reward_num_workers",
+             "num_steps_per_rollout", "rollout_max_response_len", "n_samples_per_eval_prompt", "eval_max_response_len",
+             "sglang_server_concurrency", "update_weight_buffer_size")  # fmt: skip
+    wrong = [f"{n} {getattr(args, n)}" for n in names if getattr(args, n) < 1]
+    return f"got {', '.join(wrong)}, which must be at least 1; give a positive number" if wrong else None
+
+
+@rule
+def timeouts_are_positive(args: Args) -> str | None:
+    """A limit of zero ends everything."""
+    names = ("reward_timeout_s", "request_timeout_s", "engine_start_timeout_s", "weight_sync_timeout_s")
+    wrong = [f"{n} {getattr(args, n)}" for n in names if getattr(args, n) <= 0]
+    return f"got {', '.join(wrong)}: such a wait ends before it begins; give seconds > 0" if wrong else None
+
+
+@rule
+def intervals_are_positive(args: Args) -> str | None:
+    """Intervals count steps."""
+    wrong = [f"{n} {getattr(args, n)}" for n in ("save_interval", "eval_interval", "num_epoch")
+             if getattr(args, n) is not None and getattr(args, n) < 1]  # fmt: skip
+    return f"got {', '.join(wrong)}, which must be at least 1; leave it out to switch it off" if wrong else None
+
+
+@rule
+def batch_divides(args: Args) -> str | None:
+    """Every execution is trained exactly once."""
+    executions = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.global_batch_size < 1 or executions % args.global_batch_size == 0:
+        return None
+    return (f"got rollout_batch_size {args.rollout_batch_size} * n_samples_per_prompt {args.n_samples_per_prompt} = "
+            f"{executions} executions, which global_batch_size {args.global_batch_size} does not divide; "
+            "some would never be trained: change one of the three")  # fmt: skip
+
+
+@rule
+def steps_agree(args: Args) -> str | None:
+    """global_batch_size and num_steps_per_rollout say the same thing twice."""
+    executions = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.global_batch_size * args.num_steps_per_rollout == executions or executions % args.global_batch_size:
+        return None
+    return (f"got global_batch_size {args.global_batch_size} with num_steps_per_rollout {args.num_steps_per_rollout}, "
+            f"but a rollout has {executions} executions; give only one of the two")  # fmt: skip
+
+
+@rule
+def over_sampling_covers_batch(args: Args) -> str | None:
+    """Fewer prompts than a batch never fill it."""
+    if args.over_sampling_batch_size >= args.rollout_batch_size:
+        return None
+    return (f"got over_sampling_batch_size {args.over_sampling_batch_size} below rollout_batch_size "
+            f"{args.rollout_batch_size}; raise it or leave it out")  # fmt: skip
+
+
+@rule
+def world_divides(args: Args) -> str | None:
+    """Ranks form whole tensor-parallel groups."""
+    world, tp = args.actor_num_nodes * args.actor_num_gpus_per_node, args.megatron["tensor_model_parallel_size"]
+    if tp >= 1 and world % tp == 0:
+        return None
+    return (f"got {world} training GPUs with tensor_model_parallel_size {tp}, which does not divide them; "
+            "change --actor-num-gpus-per-node or --tensor-model-parallel-size")  # fmt: skip
+
+
+@rule
+def tensor_parallel_divides_heads(args: Args) -> str | None:
+    """A rank holds whole heads."""
+    m = args.megatron
+    tp = max(m["tensor_model_parallel_size"], 1)
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
+        if m[name] % tp:
+            return (f"got tensor_model_parallel_size {tp}, which does not divide {name} {m[name]} of the checkpoint; "
+                    "choose a divisor")  # fmt: skip
+    return None
+
+
+@rule
+def engine_divides_heads(args: Args) -> str | None:
+    """SGLang shards query heads over the ranks of an engine."""
+    tp, heads = args.rollout_num_gpus_per_engine, args.megatron["num_attention_heads"]
+    if args.debug_train_only or tp < 1 or heads % tp == 0:
+        return None
+    return f"got rollout_num_gpus_per_engine {tp}, which does not divide the {heads} attention heads; choose a divisor"
+
+
+@rule
+def engines_divide(args: Args) -> str | None:
+    """Inference GPUs form whole engines."""
+    total, each = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if args.debug_train_only or (total > 0 and each > 0 and total % each == 0):
+        return None
+    return (f"got rollout_num_gpus {total} for engines of {each}: they form no whole engines; "
+            "change --rollout-num-gpus or --rollout-num-gpus-per-engine")  # fmt: skip
+
+
+@rule
+def only_supported_parallelism(args: Args) -> str | None:
+    """What this release trains: dense models over tensor and data parallel ranks."""
+    m = args.megatron
+    wrong = [f"{n} {m[n]}" for n in ("pipeline_model_parallel_size", "context_parallel_size",
+             "expert_model_parallel_size") if (m[n] or 1) != 1]  # fmt: skip
+    wrong += [n for n in ("multi_latent_attention", "num_moe_experts", "mtp_num_layers", "fp8", "fp4") if m[n]]
+    if not wrong:
+        return None
+    return f"got {', '.join(wrong)}; this release trains dense models with tensor and data parallelism: leave it out"
+
+
+@rule
+def one_dtype(args: Args) -> str | None:
+    """A model has one training dtype."""
+    if args.megatron["fp16"] and args.megatron["bf16"]:
+        return "got --fp16 and --bf16 together; give one of them"
+    return None
+
+
+@rule
+def distributed_optimizer(args: Args) -> str | None:
+    """Checkpoints are written from the distributed optimizer."""
+    if args.megatron["use_distributed_optimizer"]:
+        return None
+    return "got --no-use-distributed-optimizer; checkpoints are written from the distributed optimizer: leave it on"
+
+
+@rule
+def temperature_is_positive(args: Args) -> str | None:
+    """Greedy samples have no log-prob to learn from."""
+    if args.rollout_temperature > 0:
+        return None
+    return (f"got rollout_temperature {args.rollout_temperature}: greedy samples of a prompt are all equal and their "
+            "log-probs divide by zero; give a value > 0 (--eval-temperature 0 is fine)")  # fmt: skip
+
+
+@rule
+def eval_temperature_is_not_negative(args: Args) -> str | None:
+    """Zero is greedy, less is nothing."""
+    return None if args.eval_temperature >= 0 else f"got eval_temperature {args.eval_temperature}; 0 is greedy"
+
+
+@rule
+def sampled_distribution_is_trained(args: Args) -> str | None:
+    """The log-prob of a token is that of the distribution it was sampled from."""
+    if args.loss_type == "sft_loss" or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
+        return None
+    return (f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: tokens would be sampled "
+            "from a cut distribution, while the trainer's log-probs are over the whole vocabulary; "
+            "leave them at 1.0 and -1 (evaluation may use others)")  # fmt: skip
+
+
+@rule
+def colocate_shares_all_gpus(args: Args) -> str | None:
+    """Colocated engines live on the training GPUs."""
+    num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if not args.colocate or args.debug_train_only or args.rollout_num_gpus <= num_train:
+        return None
+    return (f"got --colocate with rollout_num_gpus {args.rollout_num_gpus} and {num_train} training GPUs: the others "
+            "would be shared with nobody; leave --rollout-num-gpus out")  # fmt: skip
+
+
+@rule
+def offload_needs_colocate(args: Args) -> str | None:
+    """Handing memory over needs somebody to take it."""
+    if args.colocate or not (args.offload_train or args.offload_rollout):
+        return None
+    return "got an offload flag without --colocate: nobody would use the memory; add --colocate or drop it"
+
+
+@rule
+def tensor_transport_stays_on_one_host(args: Args) -> str | None:
+    """Shared memory and CUDA IPC end at the host."""
+    if args.update_weight_transport != "tensor" or args.actor_num_nodes == 1 or args.debug_train_only:
+        return None
+    return (f"got --update-weight-transport tensor with {args.actor_num_nodes} nodes, but it works on one host only; "
+            "use distributed or disk")  # fmt: skip
+
+
+@rule
+def nccl_needs_separate_gpus(args: Args) -> str | None:
+    """NCCL refuses two ranks of one group on one GPU."""
+    shares = args.colocate and args.device == "cuda" and args.update_weight_transport == "distributed"
+    if not shares:
+        return None
+    return ("got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one GPU; "
+            "use tensor or disk")  # fmt: skip
+
+
+@rule
+def kl_coef_is_applied(args: Args) -> str | None:
+    """No estimator of this release puts the KL into the reward."""
+    if args.kl_coef == 0:
+        return None
+    return (f"got kl_coef {args.kl_coef} with advantage_estimator {args.advantage_estimator}, which ignores it; "
+            "use --use-kl-loss --kl-loss-coef")  # fmt: skip
+
+
+@rule
+def kl_loss_is_complete(args: Args) -> str | None:
+    """The switch and its weight come together."""
+    if args.kl_loss_coef != 0 and not args.use_kl_loss:
+        return f"got kl_loss_coef {args.kl_loss_coef} without --use-kl-loss, so it would be ignored; add the switch"
+    if args.ref_load and not args.use_kl_loss:
+        return f"got ref_load {args.ref_load} without --use-kl-loss, so no reference is used; add the switch or drop it"
+    return None
+
+
+@rule
+def clip_is_sane(args: Args) -> str | None:
+    """Bounds of the ratio."""
+    if not 0 < args.eps_clip < 1 or args.eps_clip_high <= 0:
+        return f"got eps_clip {args.eps_clip}, eps_clip_high {args.eps_clip_high}; give 0 < eps_clip < 1, high > 0"
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        return f"got eps_clip_c {args.eps_clip_c}; the dual clip bound must be > 1 (arXiv:1912.09729)"
+    return None
+
+
+@rule
+def corrections_are_compatible(args: Args) -> str | None:
+    """With the engine's log-probs as old policy the correction weight is one."""
+    if args.use_tis and args.use_rollout_logprobs:
+        return "got --use-tis with --use-rollout-logprobs, which makes every weight 1; give one of them"
+    if args.use_tis and not 0 <= args.tis_clip_low <= args.tis_clip:
+        return f"got tis_clip_low {args.tis_clip_low} and tis_clip {args.tis_clip}; give 0 <= low <= high"
+    return None
+
+
+@rule
+def custom_loss_is_complete(args: Args) -> str | None:
+    """The loss type and its function come together."""
+    if (args.loss_type == "custom_loss") == (args.custom_loss_function_path is not None):
+        return None
+    return (f"got loss_type {args.loss_type} and custom_loss_function_path {args.custom_loss_function_path}; "
+            "custom_loss needs a function, and a function needs --loss-type custom_loss")  # fmt: skip
+
+
+@rule
+def dynamic_batches_have_a_limit(args: Args) -> str | None:
+    """A micro-batch is limited by samples or by tokens."""
+    if args.use_dynamic_batch_size and not args.max_tokens_per_gpu:
+        return "got --use-dynamic-batch-size without --max-tokens-per-gpu, which is its limit; give it"
+    if args.max_tokens_per_gpu and not args.use_dynamic_batch_size:
+        return "got --max-tokens-per-gpu without --use-dynamic-batch-size, so it would be ignored; add the switch"
+    return None
+
+
+@rule
+def evaluation_has_data(args: Args) -> str | None:
+    """Evaluation needs data, and data an interval."""
+    data = args.eval_prompt_data
+    if data is not None and (len(data) < 2 or len(data) % 2):
+        return f"got eval_prompt_data {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
+    if args.eval_interval is not None and data is None and args.eval_function_path is None:
+        return f"got eval_interval {args.eval_interval} without --eval-prompt-data; give NAME FILE pairs"
+    if args.num_rollout == 0 and data is None and args.eval_function_path is None:
+        return "got num_rollout 0, which only evaluates, without --eval-prompt-data; give NAME FILE pairs"
+    return None
+
+
+@rule
+def saving_has_a_place(args: Args) -> str | None:
+    """Checkpoints go somewhere."""
+    if args.save_interval is None or args.save is not None or args.save_hf is not None:
+        return None
+    return f"got save_interval {args.save_interval} without --save or --save-hf; say where to"
+
+
+@rule
+def prompts_exist(args: Args) -> str | None:
+    """Something to generate from."""
+    if args.prompt_data is not None or args.num_rollout == 0 or args.data_source_path or args.load_debug_rollout_data:
+        return None
+    if args.rollout_function_path != RULE_DEFAULT_ROLLOUT and args.loss_type != "sft_loss":
+        return None
+    return "got no --prompt-data; give a .jsonl or .parquet file, or --data-source-path"
+
+
+RULE_DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
+
+
+@rule
+def files_exist(args: Args) -> str | None:
+    """Files are there, and readable formats."""
+    files = [] if args.prompt_data is None else [("prompt_data", args.prompt_data)]
+    files += [("eval_prompt_data", f) for f in (args.eval_prompt_data or ())[1::2]]
+    for name, spec in files:
+        path, _ = split_slice(spec)
+        if not Path(path).is_file():
+            return f"got {name} {path}, which does not exist; give a .jsonl or .parquet file"
+    for name, folder in (("load", args.load), ("ref_load", args.ref_load)):
+        if folder is not None and not Path(folder).is_dir():
+            return f"got {name} {folder}, which is no folder; give an existing one"
+    return None
+
+
+@rule
+def rewards_are_defined(args: Args) -> str | None:
+    """A policy learns from rewards."""
+    needs = args.loss_type == "policy_loss" and not args.debug_train_only and args.num_rollout != 0
+    if args.rm_type == "remote_rm" and not args.rm_url:
+        return "got --rm-type remote_rm without --rm-url; give its address"
+    if args.group_rm and not args.custom_rm_path:
+        return "got --group-rm without --custom-rm-path; the built-in graders score one sample at a time"
+    if not needs or args.rm_type or args.custom_rm_path or args.custom_generate_function_path:
+        return None
+    if args.rollout_function_path != RULE_DEFAULT_ROLLOUT or args.data_source_path:
+        return None
+    return (
+        None if _rows_may_name_graders(args) else "got no --rm-type and no --custom-rm-path; say how to score samples"
+    )
+
+
+def _rows_may_name_graders(args: Args) -> bool:
+    """A row's metadata may carry its own rm_type; the first row tells."""
+    path, _ = split_slice(args.prompt_data or "")
+    if not path.endswith(".jsonl") or not Path(path).is_file():
+        return True
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        return '"rm_type"' in lines.readline()
+
+
+@rule
+def halves_are_compatible(args: Args) -> str | None:
+    """Half a loop is one half."""
+    if args.debug_rollout_only and args.debug_train_only:
+        return "got rollout-only and train-only together, so nothing would run; give one of them"
+    return None
+
+
+@rule
+def lengths_fit(args: Args) -> str | None:
+    """Prompt and response fit into the context."""
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    if context is not None and prompt is not None and prompt > context - 1:
+        return (
+            f"got rollout_max_prompt_len {prompt} above rollout_max_context_len {context} - 1; no token would be left"
+        )
+    return None
+
+
+@rule
+def partial_mask_needs_partial_rollout(args: Args) -> str | None:
+    """The mask concerns continued samples only."""
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        return "got --mask-offpolicy-in-partial-rollout without --partial-rollout, so it does nothing; add the switch"
+    return None
+
+
+@rule
+def interval_needs_async(args: Args) -> str | None:
+    """The synchronous loop publishes after every step; see `async_rules` for the other loop."""
+    return None
+
+
+def async_rules() -> tuple[Rule, ...]:
+    """What train_async.py refuses on top."""
+    return (_async_is_not_colocated,)
+
+
+def _async_is_not_colocated(args: Args) -> str | None:
+    if not args.colocate:
+        return None
+    return ("got --colocate with train_async.py, which generates while it trains; both need the GPU: "
+            "drop --colocate or use train.py")  # fmt: skip

@@ -1,0 +1,43 @@
+"""Cross-checks: what cannot work is refused before any process starts. One small function per rule.
+
+A rule returns None, or what was got, because of what it cannot work, and what to do. All broken rules are reported in
+one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from slime.config.args import Args
+from slime.config.rules import RULES, async_rules
+from slime.core.errors import ConfigError
+
+Rule = Callable[[Args], "str | None"]
+
+REQUIRED = {
+    "hf_checkpoint": "--hf-checkpoint DIR names the model",
+    "rollout_batch_size": "--rollout-batch-size N is the number of prompts per step",
+}
+
+
+def check_required(values: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` naming every required setting that is missing."""
+    missing = [text for name, text in REQUIRED.items() if values[name] in (None, "")]
+    if values["num_rollout"] is None and values["num_epoch"] is None:
+        missing.append("--num-rollout N (or --num-epoch N) is the length of the run")
+    if missing:
+        raise ConfigError("required settings are missing: " + "; ".join(missing))
+
+
+def validate(args: Args, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
+    """Raises one `ConfigError` with `problems` and the message of every broken rule."""
+    found = list(problems)
+    for rule in (*RULES, *(() if synchronous else async_rules())):
+        message = rule(args)
+        if message is not None:
+            found.append(message)
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    if found:
+        raise ConfigError(f"{len(found)} problems:" + "".join(f"\n  {i}. {text}" for i, text in enumerate(found, 1)))
