@@ -1,1 +1,1 @@
-"""Weights: the HF <-> Megatron map, what an engine makes of it, the ways of sending it, and the proof that it arrived."""
+"""Weights: the HF <-> Megatron map, what an engine makes of it, the ways of sending it, the proof that it arrived."""

@@ -45,13 +45,15 @@ def load_shard(
 def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
     """The HF tensors of a Megatron parameter, from its shards in rank order (a replicated one may come once).
 
-    Returns `(hf_name, full tensor)` in the order of the row, contiguous, dtype unchanged; vocabulary padding is cut off.
+    Returns `(hf_name, full tensor)` in the order of the row, contiguous, dtype unchanged, without vocabulary padding.
     """
     assert shards, f"no shard of {megatron_name}"
     entry = table.entry(megatron_name)
     if entry.kind is Kind.COPY:
         for rank, other in enumerate(shards[1:], 1):
-            assert torch.equal(shards[0], other), f"{megatron_name} is replicated but differs between TP ranks 0 and {rank}"
+            assert torch.equal(shards[0], other), (
+                f"{megatron_name} is replicated but differs between TP ranks 0 and {rank}"
+            )
         full = [shards[0].contiguous()]
     elif entry.kind is Kind.QKV:
         full = _split_qkv(table.shape, _joined(shards, 0))
@@ -64,7 +66,9 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
         full = [_joined(shards, 1 if entry.kind is Kind.ROW else 0).contiguous()]
     for name, tensor in zip(entry.hf, full, strict=True):
         want = table.hf_shape(name)
-        assert tuple(tensor.shape) == want, f"{megatron_name} exports {name} as {tuple(tensor.shape)}, config implies {want}"
+        assert tuple(tensor.shape) == want, (
+            f"{megatron_name} exports {name} as {tuple(tensor.shape)}, config implies {want}"
+        )
     return list(zip(entry.hf, full, strict=True))
 
 
@@ -73,7 +77,10 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
     size, what = {
         Kind.QKV: (table.shape.num_kv_heads, "KV heads"),
         Kind.GATE_UP: (table.shape.intermediate_size, "MLP features"),
-        Kind.ROW: (table.shape.num_kv_heads if "linear_proj" in entry.megatron else table.shape.intermediate_size, "inputs"),
+        Kind.ROW: (
+            table.shape.num_kv_heads if "linear_proj" in entry.megatron else table.shape.intermediate_size,
+            "inputs",
+        ),
     }.get(entry.kind, (tp_size, ""))
     if size % tp_size:
         raise ConfigError(

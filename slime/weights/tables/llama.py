@@ -28,7 +28,9 @@ def gate_up_row(suffix: str) -> Row:
     return layer_row(f"mlp.linear_fc1.{suffix}", f"mlp.gate_up_proj.{suffix}", Kind.GATE_UP, *parts)
 
 
-EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "model.embed_tokens.weight", Kind.VOCAB)
+EMBEDDING = Row(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "model.embed_tokens.weight", Kind.VOCAB
+)
 FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), "model.norm.weight", Kind.COPY)
 OUTPUT = Row("output_layer.weight", ("lm_head.weight",), "lm_head.weight", Kind.VOCAB)
 
@@ -67,5 +69,9 @@ def llama_table(hf_config: Mapping[str, Any]) -> FamilyTable:
     """Rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""
     bias = bool(hf_config.get("attention_bias", False))
     return dense_table(
-        str(hf_config["model_type"]), hf_config, qkv_bias=bias, out_bias=bias, mlp_bias=bool(hf_config.get("mlp_bias", False))
+        str(hf_config["model_type"]),
+        hf_config,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bool(hf_config.get("mlp_bias", False)),
     )

@@ -28,7 +28,7 @@ class Kind(str, Enum):
     VOCAB = "vocab"
     """Rows are vocabulary entries: cut over dim 0; each side pads in its own way."""
     QKV = "qkv"
-    """Three HF tensors q, k, v. Megatron interleaves them per KV head: [q of the group, k, v]; engines stack q, k, v."""
+    """HF tensors q, k, v. Megatron interleaves them per KV head, [q of the group, k, v]; engines stack q, k, v."""
     GATE_UP = "gate_up"
     """Two HF tensors, stacked [gate; up] within each rank's shard."""
     COLUMN = "column"
@@ -79,7 +79,9 @@ class ModelShape:
                 vocab_size=int(hf_config["vocab_size"]),
             )
         except KeyError as error:
-            raise ConfigError(f"got a model config without {error}; a weight table needs it; complete config.json") from None
+            raise ConfigError(
+                f"got a model config without {error}; a weight table needs it; complete config.json"
+            ) from None
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(
                 f"got {shape.num_heads} attention heads and {shape.num_kv_heads} KV heads; "
@@ -201,7 +203,9 @@ class FamilyTable:
         for what, got, known in (("Megatron", megatron_names, self.megatron_names), ("HF", hf_names, self.hf_names)):
             if got is None:
                 continue
-            names = [n for n in got if not n.endswith("rotary_emb.inv_freq") and not (self.tied and n == "lm_head.weight")]
+            names = [
+                n for n in got if not n.endswith("rotary_emb.inv_freq") and not (self.tied and n == "lm_head.weight")
+            ]
             missing, unknown = sorted(set(known) - set(names)), sorted(set(names) - set(known))
             doubled = sorted(n for n, count in Counter(names).items() if count > 1)
             if missing or unknown or doubled:

@@ -41,7 +41,10 @@ def test_load_then_export_is_the_identity(config: dict[str, Any], tp_size: int) 
     hf = random_hf(table)
     back: dict[str, torch.Tensor] = {}
     for name in table.megatron_names:
-        shards = [load_shard(table, name, hf.__getitem__, tp_rank=r, tp_size=tp_size, vocab_multiple=8) for r in range(tp_size)]
+        shards = [
+            load_shard(table, name, hf.__getitem__, tp_rank=r, tp_size=tp_size, vocab_multiple=8)
+            for r in range(tp_size)
+        ]
         assert all(s.is_contiguous() and s.shape == shards[0].shape for s in shards)
         back.update(export(table, name, shards))
     assert list(back) == list(table.hf_names)
@@ -57,7 +60,9 @@ def test_qkv_rows_are_grouped_per_kv_head_and_fc1_per_shard() -> None:
     shard = load_shard(table, "decoder.layers.1.self_attention.linear_qkv.weight", hf.__getitem__, tp_rank=1, tp_size=2)
     assert torch.equal(shard, torch.cat([q[2 * d :], k[d:], v[d:]]))
     fc1 = load_shard(table, "decoder.layers.1.mlp.linear_fc1.weight", hf.__getitem__, tp_rank=1, tp_size=2)
-    assert torch.equal(fc1, torch.cat([hf[f"{prefix}mlp.gate_proj.weight"][18:], hf[f"{prefix}mlp.up_proj.weight"][18:]]))
+    assert torch.equal(
+        fc1, torch.cat([hf[f"{prefix}mlp.gate_proj.weight"][18:], hf[f"{prefix}mlp.up_proj.weight"][18:]])
+    )
 
 
 def test_vocabulary_padding_is_zero_and_never_exported() -> None:
@@ -78,7 +83,9 @@ def test_the_names_are_those_of_transformers() -> None:
     for config in CONFIGS:
         classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
         prefix = classes[config["model_type"]]
-        model_config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in config.items() if k != "model_type"})
+        model_config = getattr(transformers, f"{prefix}Config")(
+            **{k: v for k, v in config.items() if k != "model_type"}
+        )
         with torch.device("meta"):
             model = getattr(transformers, f"{prefix}ForCausalLM")(model_config)
         table = table_for(model_config.to_dict())

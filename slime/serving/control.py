@@ -1,0 +1,150 @@
+"""`EngineControl` over HTTP: the control routes of one SGLang 0.5.16 server.
+
+Calls may come from several threads. Every call has a limit and says who waited for what when it passes; a refusal
+carries the server's own words. Nothing is retried except flushing, which is how draining is awaited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.ports import RankChecksums, WeightVersion
+
+DRAIN_POLL_S = 0.05
+"""How often a flush is tried again while requests are still ending."""
+ERROR_CHARACTERS = 2000
+"""Of a server's answer in an error message."""
+
+
+class HttpEngineControl:
+    """Control plane of the server at `url`. See `core.ports.EngineControl` for each method's meaning."""
+
+    def __init__(self, url: str, tp_size: int, timeout_s: float, api_key: str | None = None) -> None:
+        """`timeout_s` limits each call; `api_key` is the server's admin key, if it has one."""
+        self._url, self._tp_size, self._timeout_s = url.rstrip("/"), tp_size, timeout_s
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # trust_env=False: a proxy of the environment must not see control traffic
+        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def tp_size(self) -> int:
+        return self._tp_size
+
+    def close(self) -> None:
+        """Closes the connections; idempotent."""
+        self._http.close()
+
+    def pause(self, mode: str = "abort") -> None:
+        self._post("pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        self._post("continue_generation", {})
+
+    def flush_cache(self) -> None:
+        """Waits until no request runs (also those whose client hung up) and the cache is empty."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            response = self._send("POST", "flush_cache", None)
+            if response.is_success:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded.waiting(
+                    owner="weight sync",
+                    for_what=f"engine {self._url} to drain and flush its cache",
+                    limit_s=self._timeout_s,
+                    last_progress=response.text[:ERROR_CHARACTERS],
+                )
+            time.sleep(DRAIN_POLL_S)
+
+    def update_weights_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
+    ) -> None:
+        assert len(payloads) == self._tp_size, f"{len(payloads)} payloads for {self._tp_size} ranks"
+        body = {"serialized_named_tensors": list(payloads), "load_format": load_format}
+        self._post("update_weights_from_tensor", {**body, **_update(flush_cache, weight_version)})
+
+    def init_weights_update_group(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        body = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
+        group = {"world_size": world_size, "group_name": group_name, "backend": backend}
+        self._post("init_weights_update_group", {**body, **group})
+
+    def destroy_weights_update_group(self, *, group_name: str) -> None:
+        self._post("destroy_weights_update_group", {"group_name": group_name})
+
+    def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        flush_cache: bool,
+        weight_version: WeightVersion,
+    ) -> None:
+        body = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes]}
+        update = _update(flush_cache, weight_version)
+        self._post("update_weights_from_distributed", {**body, "group_name": group_name, **update})
+
+    def update_weights_from_disk(self, *, model_path: str, flush_cache: bool, weight_version: WeightVersion) -> None:
+        self._post("update_weights_from_disk", {"model_path": model_path, **_update(flush_cache, weight_version)})
+
+    def weight_checksums(self) -> list[RankChecksums]:
+        body = self._post("weights_checker", {"action": "checksum"}).json()
+        ranks = body.get("ranks")
+        if not ranks:
+            raise EngineError(f"got no ranks in the checksum report of {self._url}: {str(body)[:ERROR_CHARACTERS]}")
+        return [
+            RankChecksums(
+                tp_rank=rank["parallelism_info"]["tp_rank"],
+                tp_size=rank["parallelism_info"]["tp_size"],
+                checksums=dict(rank["checksums"]),
+            )
+            for rank in ranks
+        ]
+
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        self._post("release_memory_occupation", {} if tags is None else {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        self._post("resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
+
+    def _post(self, route: str, body: Mapping[str, Any]) -> httpx.Response:
+        """POSTs and requires success. SGLang reports some refusals as 200 with `"success": false`."""
+        response = self._send("POST", route, body)
+        refused = not response.is_success
+        if not refused and response.headers.get("content-type", "").startswith("application/json"):
+            answer = response.json()
+            refused = isinstance(answer, dict) and answer.get("success") is False
+        if refused:
+            text = response.text[:ERROR_CHARACTERS]
+            raise EngineError(f"engine {self._url} refused /{route} with {response.status_code}: {text}")
+        return response
+
+    def _send(self, method: str, route: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        try:
+            return self._http.request(method, f"/{route}", json=body)
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded.waiting(
+                owner="weight sync", for_what=f"engine {self._url} to answer /{route}", limit_s=self._timeout_s
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"engine {self._url} did not answer /{route}: {type(error).__name__}: {error}; "
+                "it may have died, see its log"
+            ) from error
+
+
+def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:
+    """Fields that every update has. SGLang keeps versions as text."""
+    return {"flush_cache": flush_cache, "weight_version": str(weight_version)}

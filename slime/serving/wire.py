@@ -1,0 +1,104 @@
+"""What SGLang reads and computes, byte for byte: the payload of `/update_weights_from_tensor` and tensor digests.
+
+A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16) of `{"flattened_tensor", "metadata"}` for
+`load_format="flattened_bucket"`. It holds a handle, not data: the name of a shared-memory file (CPU) or a CUDA IPC
+handle. SGLang reads it with a restricted unpickler, so only torch's own rebuild functions and `SimpleNamespace` appear.
+
+Nothing here imports SGLang on a CPU (its import takes 10 s); on CUDA only its hash kernel is imported, on first use.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+_CUDA_DEVICE_ARGUMENT = 6
+"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
+
+
+def serialize_bucket(named_tensors: Sequence[tuple[str, Tensor]], num_receivers: int) -> tuple[list[str], object]:
+    """One payload per receiver, and the owner of the memory, which must live until every receiver has answered.
+
+    `named_tensors`: (name, tensor), all on one device. Receivers count references, so none may share a payload.
+    """
+    assert named_tensors, "empty bucket"
+    flat, metadata = _flatten(named_tensors)
+    return [_payload(flat, metadata) for _ in range(num_receivers)], flat
+
+
+def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
+    """All bytes in one buffer [bytes] uint8 (in shared memory on a CPU), and where each tensor lies in it."""
+    metadata, start = [], 0
+    for name, tensor in named_tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        where = {"start_idx": start, "end_idx": start + num_bytes, "numel": num_bytes}
+        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **where))
+        start += num_bytes
+    device = named_tensors[0][1].device
+    if device.type == "cpu":  # born in shared memory: sharing an ordinary tensor would copy it once more
+        storage = torch.UntypedStorage._new_using_filename_cpu(start)
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    else:
+        flat = torch.empty(start, dtype=torch.uint8, device=device)
+    for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
+        flat[meta.start_idx : meta.end_idx].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    if flat.is_cuda:  # the receiver reads on a stream of its own
+        torch.cuda.current_stream(device).synchronize()
+    return flat, metadata
+
+
+def _payload(flat: Tensor, metadata: list[SimpleNamespace]) -> str:
+    shared = _CudaHandle(flat) if flat.is_cuda else flat
+    buffer = io.BytesIO()
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    # file_descriptor, the default on Linux, needs the two processes to share an authentication key
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+class _CudaHandle:
+    """Pickles as torch's IPC handle, with the device named by its UUID instead of its index: sender and receiver may
+    number the GPUs of the host differently (pytorch pull request 149248; SGLang's receiver understands both)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        index = arguments[_CUDA_DEVICE_ARGUMENT]
+        if isinstance(index, int):
+            uuid = str(torch.cuda.get_device_properties(index).uuid)
+            arguments = (*arguments[:_CUDA_DEVICE_ARGUMENT], uuid, *arguments[_CUDA_DEVICE_ARGUMENT + 1 :])
+        return rebuild, arguments
+
+
+def digest(tensor: Tensor) -> str:
+    """The digest that `/weights_checker` reports for a tensor with these bytes on this kind of device: 16 hex digits.
+
+    CPU: the first 8 bytes of SHA-256. CUDA: SGLang's own kernel, `gpu_tensor_hash`.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.is_cuda:
+        return _cuda_digest(flat)
+    return hashlib.sha256(flat.numpy().data).digest()[:8].hex()
+
+
+def _cuda_digest(flat: Tensor) -> str:
+    from sglang.srt.managers.mm_utils import tensor_hash
+
+    if flat.storage_offset() % 4:  # the kernel reads 32-bit words
+        flat = flat.clone()
+    return f"{tensor_hash(flat):016x}"

@@ -1,0 +1,45 @@
+"""Cuts one stream of named tensors into buckets of bounded size, so that no stage needs a second copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Tamper = Callable[[str, Tensor], Tensor]
+"""Fault injection: gets a private copy of a tensor that is about to travel, returns what travels instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some HF tensors of one dtype."""
+
+    tensors: tuple[tuple[str, Tensor], ...]
+    """(HF name, full tensor)."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for _, t in self.tensors)
+
+    def tampered(self, tamper: Tamper | None) -> Bucket:
+        """The bucket that travels: itself, unless faults are injected."""
+        if tamper is None:
+            return self
+        return Bucket(tuple((name, tamper(name, tensor.detach().clone())) for name, tensor in self.tensors))
+
+
+def cut(named_tensors: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[Bucket]:
+    """Buckets of at most `limit_bytes`, in order; a tensor larger than that travels alone; one dtype per bucket."""
+    assert limit_bytes > 0, f"bucket limit {limit_bytes}"
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named_tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if held and (size + num_bytes > limit_bytes or held[0][1].dtype != tensor.dtype):
+            yield Bucket(tuple(held))
+            held, size = [], 0
+        held.append((name, tensor.detach().contiguous()))
+        size += num_bytes
+    if held:
+        yield Bucket(tuple(held))

@@ -1,0 +1,176 @@
+"""Other hosts or GPUs: a process group of the sending trainer rank (rank 0) and every engine rank; broadcasts.
+
+The sender opens the rendezvous store on a free port of its own choosing and invites the engines; the group is made the
+way engines make theirs (`sglang.srt.utils.common.init_custom_process_group`), so the two ends meet in one store under
+the same prefix. An engine that refuses while broadcasts are under way is seen at once: the sender polls both.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.ports import EngineControl
+from slime.weights.buckets import Bucket, Tamper
+from slime.weights.targets import EngineTarget, Peers, on_all
+
+POLL_S = 0.001
+"""How often the sender looks whether broadcasts or engines are done."""
+
+
+class DistributedTransport:
+    """Broadcasts to engines over gloo (CPU) or NCCL (CUDA)."""
+
+    name = "distributed"
+
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        backend: str,
+        timeout_s: float,
+        master_address: str = "127.0.0.1",
+        tamper: Tamper | None = None,
+    ) -> None:
+        """`backend`: "gloo" or "nccl"; `master_address`: this host, as engines reach it."""
+        self._peers, self._backend, self._timeout_s, self._tamper = peers, backend, timeout_s, tamper
+        self._master_address = master_address
+        self._group: Any = None
+        self._store: Any = None
+        self._group_name = ""
+        self._members: tuple[EngineTarget, ...] = ()
+
+    def begin(self, targets: Sequence[EngineTarget], *, version: int) -> None:
+        del version
+        if self._group is not None and tuple(targets) == self._members:
+            return
+        self.close()
+        self._connect(tuple(targets))
+
+    def _connect(self, targets: tuple[EngineTarget, ...]) -> None:
+        """Meets all engine ranks in a fresh group: rank 0 is the sender, engines follow in order."""
+        limit = timedelta(seconds=self._timeout_s)
+        sizes = [target.control.tp_size for target in targets]
+        offsets = {t.control.url: 1 + sum(sizes[:i]) for i, t in enumerate(targets)}
+        world_size = 1 + sum(sizes)
+        group_name = f"slime-weights-{secrets.token_hex(4)}"  # engines keep a name until it is destroyed
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._master_address,
+            0,
+            world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=limit,
+            multi_tenant=True,
+        )
+
+        def invite(control: EngineControl) -> None:
+            control.init_weights_update_group(
+                master_address=self._master_address,
+                master_port=self._store.port,
+                rank_offset=offsets[control.url],
+                world_size=world_size,
+                group_name=group_name,
+                backend=self._backend,
+            )
+
+        with ThreadPoolExecutor(1, thread_name_prefix="weights-invite") as pool:
+            invited = pool.submit(on_all, targets, invite, "join the weight update group")
+            try:
+                self._group = join_group(self._backend, self._store, world_size, group_name, limit)
+            except Exception as error:
+                refusal = invited.exception()
+                raise EngineError(f"the weight update group {group_name} did not form: {refusal or error}") from error
+            invited.result()
+        self._group_name, self._members = group_name, targets
+
+    def prepare(self, bucket: Bucket, targets: Sequence[EngineTarget]) -> Any:
+        del targets
+        return bucket if self._peers.is_sender else None
+
+    def deliver(self, prepared: Any, targets: Sequence[EngineTarget], *, version: int) -> None:
+        assert self._group is not None, "deliver before begin"
+        tensors = prepared.tampered(self._tamper).tensors
+
+        def update(control: EngineControl) -> None:
+            control.update_weights_from_distributed(
+                names=[name for name, _ in tensors],
+                dtypes=[str(t.dtype).removeprefix("torch.") for _, t in tensors],
+                shapes=[list(t.shape) for _, t in tensors],
+                group_name=self._group_name,
+                flush_cache=False,
+                weight_version=version,
+            )
+
+        with ThreadPoolExecutor(1, thread_name_prefix="weights-call") as pool:
+            called = pool.submit(on_all, targets, update, "take a bucket from the group")
+            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in tensors]
+            self._wait(works, called)
+            called.result()
+
+    def _wait(self, works: Sequence[Any], called: Future[Any]) -> None:
+        """Waits for broadcasts; stops early if an engine has refused (it will never join them)."""
+        deadline = time.monotonic() + self._timeout_s
+        for number, work in enumerate(works):
+            while not work.is_completed():
+                if called.done() and called.exception() is not None:
+                    return
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded.waiting(
+                        owner="weight sync",
+                        for_what=f"engines to receive a broadcast in {self._group_name}",
+                        limit_s=self._timeout_s,
+                        last_progress=f"{number} of {len(works)} tensors of the bucket sent",
+                    )
+                time.sleep(POLL_S)
+            work.wait()
+
+    def finish(self, targets: Sequence[EngineTarget], *, version: int) -> None:
+        del targets, version
+
+    def abandon(self) -> None:
+        """The group may hold unmatched broadcasts: leave it; the next publication makes another."""
+        self.close()
+
+    def settle(self) -> None:
+        if torch.cuda.is_available() and self._group is not None:
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        name, members = self._group_name, self._members
+        self._members = ()
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
+            dist.destroy_process_group(group)
+            left.exception()  # an engine that is gone has left, too
+        self._store = None
+
+
+def join_group(backend: str, store: Any, world_size: int, group_name: str, limit: timedelta) -> Any:
+    """Rank 0's end of `init_custom_process_group`: a group beside the default one, over a store that exists already."""
+    prefixed = c10d.PrefixStore(group_name, store)
+    store.set_timeout(limit)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        c10d.Backend(backend),
+        prefixed,
+        group_name=c10d.GroupName(group_name),
+        backend_options=None,
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group

@@ -1,0 +1,89 @@
+"""Compares what engines hold with what the trainer meant to send, and names every tensor that is not equal.
+
+Law 2: engine weights equal trainer weights under the version that they are served under. A missing, an extra and a
+differing tensor are all violations. (Engines leave buffers that are never loaded, such as rotary tables, out of their
+report.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slime.core.errors import WeightSyncError
+from slime.core.ports import RankChecksums
+from slime.weights.tables import FamilyTable
+
+NAMES_SHOWN = 8
+"""Tensors of each kind that an error message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one engine rank departs from what was meant. Resident names, sorted."""
+
+    missing: tuple[str, ...]
+    """Meant to be there, not reported."""
+    extra: tuple[str, ...]
+    """Reported, not meant to be there."""
+    differing: tuple[str, ...]
+    """Reported with another digest."""
+    num_equal: int
+    """Tensors that are as meant."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.differing)
+
+
+def compare(expected: Mapping[str, str], actual: Mapping[str, str]) -> Difference:
+    """Compares digests by resident name."""
+    shared = sorted(set(expected) & set(actual))
+    differing = tuple(n for n in shared if expected[n] != actual[n])
+    return Difference(
+        missing=tuple(sorted(set(expected) - set(actual))),
+        extra=tuple(sorted(set(actual) - set(expected))),
+        differing=differing,
+        num_equal=len(shared) - len(differing),
+    )
+
+
+def require_equal(
+    table: FamilyTable,
+    expected: Mapping[int, Sequence[Mapping[str, str]]],
+    reports: Mapping[str, tuple[int, Sequence[RankChecksums]]],
+    *,
+    version: int,
+    transport: str,
+) -> None:
+    """Raises one `WeightSyncError` that names every engine, rank and tensor that departs.
+
+    `expected`: tp_size -> rank -> resident name -> digest; `reports`: engine url -> (tp_size, what its ranks hold).
+    """
+    complaints: list[str] = []
+    for url, (tp_size, ranks) in reports.items():
+        if sorted({r.tp_rank for r in ranks}) != list(range(tp_size)):
+            complaints.append(f"engine {url} reported ranks {sorted(r.tp_rank for r in ranks)}, it has {tp_size}")
+            continue
+        for rank in ranks:
+            difference = compare(expected[tp_size][rank.tp_rank], rank.checksums)
+            if difference:
+                complaints.append(f"engine {url} rank {rank.tp_rank}: {describe(table, difference)}")
+    if complaints:
+        raise WeightSyncError(
+            f"got weights of version {version} over {transport} that differ from the trainer's, so they must not be "
+            f"served: {'; '.join(complaints)}. The engines stay paused; publish again, or replace them"
+        )
+
+
+def describe(table: FamilyTable, difference: Difference) -> str:
+    """One line: resident names with the HF tensors that they hold."""
+    hf = {e.engine: e.hf for e in table.entries}
+
+    def some(names: tuple[str, ...]) -> str:
+        shown = [n if hf.get(n, (n,)) == (n,) else f"{n} (holds {', '.join(hf[n])})" for n in names[:NAMES_SHOWN]]
+        return ", ".join(shown) + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
+
+    kinds = (("differing", difference.differing), ("missing", difference.missing), ("extra", difference.extra))
+    text = "; ".join(f"{kind}: {some(names)}" for kind, names in kinds if names)
+    hint = " (no tensor is equal: do trainer and engine use the same dtype?)" if not difference.num_equal else ""
+    return text + hint
