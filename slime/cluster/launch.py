@@ -6,23 +6,27 @@ and Data Buffer -> connect. The `with` block ends them in the opposite order, wh
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from slime.cluster.placement import PlacementPlan, plan_placement
+from slime.cluster.records import leave_report, make_sinks
 from slime.cluster.run import EngineInfo, Run
 from slime.cluster.session import RaySession
 from slime.cluster.waiting import wait_for
 from slime.config.hooks import check_hooks
 from slime.core.errors import SlimeError
 from slime.core.ids import new_run_id
-from slime.observability.logs import get_logger
+from slime.observability.logs import setup_logging
+from slime.observability.progress import Progress
 from slime.observability.run_folder import RunFolder
 from slime.observability.tracker import Tracker
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 TRAIN_SHARE, ENGINE_SHARE = 0.4, 0.2
 """Parts of a slot's GPU (or CPU) that a training rank and an engine reserve, so that both fit one colocated slot."""
@@ -37,13 +41,14 @@ def launch(args: Any) -> Iterator[Run]:
         num_rollout=0 if args.debug_train_only else args.rollout_num_gpus,
         num_per_engine=args.rollout_num_gpus_per_engine,
         colocate=args.colocate,
-        num_cores=os.cpu_count() or 1,
+        num_cores=len(os.sched_getaffinity(0)),
     )
     run_id = new_run_id()
-    folder = RunFolder.create(args.run_dir, run_id=run_id, args=args.to_json_dict())
+    folder = RunFolder.create(Path(args.run_dir), run_id=run_id, settings=args.to_json_dict())
+    setup_logging("driver", folder.logs)
     num_gpus = plan.num_slots if args.device == "cuda" else 0
     with (
-        Tracker.from_args(args, folder) as tracker,
+        closing(Tracker(folder, make_sinks(args, folder))) as tracker,
         RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus),
     ):
         run = _start(args, plan, folder, tracker)
@@ -54,7 +59,7 @@ def launch(args: Any) -> Iterator[Run]:
                 run.close()
             except SlimeError as error:  # the cluster's end below ends what did not stop by itself
                 logger.warning("an actor did not stop in time: %s", error)
-            folder.write_report()
+            leave_report(args, folder)
 
 
 def _start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -> Run:
@@ -65,29 +70,37 @@ def _start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) 
     unit = "GPU" if args.device == "cuda" else "CPU"
     bundle = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
     group = placement_group([bundle] * max(plan.num_slots, 1), strategy="PACK")
-    wait_for([group.ready()], for_what=f"{plan.num_slots} slots with one {unit} each", limit_s=args.engine_start_timeout_s)
+    wait_for(
+        [group.ready()], for_what=f"{plan.num_slots} slots with one {unit} each", limit_s=args.engine_start_timeout_s
+    )
 
     def on_slot(slot: int, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=slot)
         resources = {"num_cpus": share} if unit == "CPU" else {"num_cpus": share, "num_gpus": share}
         return {**resources, "scheduling_strategy": strategy}
 
-    with tracker.progress("starting engines and trainers") as on_poll:
+    with Progress("starting engines and trainers", limit_s=args.engine_start_timeout_s):
         engines = _create_engines(args, plan, folder, on_slot)
         trainers = _create_trainers(args, plan, folder, on_slot)
         rollout = _create_rollout(args, len(engines), folder)
         building = _build_trainers(args, trainers)
         ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
         waits = [*ready, rollout.ready.remote(), *building]
-        results = wait_for(waits, for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
-                           limit_s=args.engine_start_timeout_s + 60, on_poll=lambda: on_poll(""))  # fmt: skip
+        results = wait_for(
+            waits,
+            for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
+            limit_s=args.engine_start_timeout_s + 60,
+        )
     infos = [
         EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots)
         for placed, url in zip(plan.engines, results[: len(engines)], strict=True)
     ]
     if infos and trainers:
-        wait_for([trainer.connect_engines.remote(infos) for trainer in trainers],
-                 for_what="the weight sync to connect", limit_s=args.weight_sync_timeout_s)  # fmt: skip
+        wait_for(
+            [trainer.connect_engines.remote(infos) for trainer in trainers],
+            for_what="the weight sync to connect",
+            limit_s=args.weight_sync_timeout_s,
+        )
     assert ray.is_initialized(), "Ray ended while the run was starting"
     return Run(args, tracker=tracker, trainers=trainers, rollout=rollout, engines=engines, engine_infos=infos)
 
@@ -109,10 +122,9 @@ def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: 
 def _create_trainers(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
     from slime.cluster.train_actor import TrainActor
 
-    world_size = len(plan.train_slots)
     return [
         TrainActor.options(**on_slot(slot, TRAIN_SHARE)).remote(
-            args, rank, world_size, plan.train_threads, str(folder.logs)
+            args, rank, plan.train_slots, plan.train_threads, str(folder.logs)
         )
         for rank, slot in enumerate(plan.train_slots)
     ]

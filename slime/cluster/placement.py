@@ -63,6 +63,4 @@ def plan_placement(
     for index in range(num_rollout // num_per_engine if num_per_engine else 0):
         slots = tuple(range(first + index * num_per_engine, first + (index + 1) * num_per_engine))
         engines.append(EnginePlacement(index, slots, colocate and slots[0] < num_train, engine_threads))
-    return PlacementPlan(
-        num_slots, tuple(range(num_train)), tuple(engines), max(1, num_cores // max(sharing_train, 1))
-    )
+    return PlacementPlan(num_slots, tuple(range(num_train)), tuple(engines), max(1, num_cores // max(sharing_train, 1)))

@@ -11,17 +11,21 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.cluster.waiting import wait_for
 from slime.core.errors import ConfigError
-from slime.observability.spans import Spans
+from slime.observability.progress import Progress
+from slime.observability.spans import drain_times, span
 from slime.observability.tracker import Tracker
 from slime.training import checkpoint
 
+NO_LIMIT_S = 30 * 24 * 3600.0
+"""Limit of a generation when the user set none; its requests and graders have limits of their own."""
 TRAIN_STEP_LIMIT_S = 24 * 3600.0
 """Limit of one training step: far above any sane one; collectives have their own, shorter limit."""
 
@@ -49,14 +53,21 @@ class Run:
     """The verbs. Built by `launch`."""
 
     def __init__(
-        self, args: Any, *, tracker: Tracker, trainers: Sequence[Any], rollout: Any, engines: Sequence[Any],
+        self,
+        args: Any,
+        *,
+        tracker: Tracker,
+        trainers: Sequence[Any],
+        rollout: Any,
+        engines: Sequence[Any],
         engine_infos: Sequence[EngineInfo],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.args = args
         self._tracker, self._trainers, self._rollout = tracker, list(trainers), rollout
         self._engines, self._engine_infos = list(engines), list(engine_infos)
         self._admitted = False
-        self._spans = Spans()
+        self._perf: dict[str, float] = {}
+        self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -68,12 +79,12 @@ class Run:
         """Waits for a generation; returns a reference to its `TrainBatch`."""
         import ray
 
-        with self._spans("rollout"), self._tracker.progress(f"rollout {generation.rollout_id}") as on_poll:
+        with span("rollout_wait"), self._watching(f"rollout {generation.rollout_id}") as on_poll:
             batch, metrics = wait_for(
                 [generation.ref],
                 for_what=f"the rollout of step {generation.rollout_id}",
-                limit_s=self.args.rollout_global_timeout_s,
-                on_poll=lambda: on_poll(self._rollout_progress()),
+                limit_s=self._rollout_limit_s,
+                on_poll=on_poll,
             )[0]
         self._tracker.log("rollout", generation.rollout_id, metrics)
         return ray.put(batch)
@@ -84,18 +95,19 @@ class Run:
 
     def wait_for_generation(self, generation: Generation) -> None:
         """Blocks until no request of this generation is running, without taking its result."""
-        with self._spans("generation_wait"):
-            wait_for([generation.ref], for_what=f"the rollout of step {generation.rollout_id}",
-                     limit_s=self.args.rollout_global_timeout_s)  # fmt: skip
+        with span("generation_wait"):
+            wait_for(
+                [generation.ref], for_what=f"the rollout of step {generation.rollout_id}", limit_s=self._rollout_limit_s
+            )
 
     def evaluate(self, rollout_id: int) -> None:
         """Evaluates the published weights on the held-out data."""
-        with self._spans("eval"), self._tracker.progress("eval") as on_poll:
+        with span("eval"), self._watching("eval") as on_poll:
             metrics = wait_for(
                 [self._rollout.evaluate.remote(rollout_id)],
                 for_what=f"the evaluation at step {rollout_id}",
-                limit_s=self.args.rollout_global_timeout_s,
-                on_poll=lambda: on_poll(self._rollout_progress()),
+                limit_s=self._rollout_limit_s,
+                on_poll=on_poll,
             )[0]
         self._tracker.log("eval", rollout_id, metrics)
 
@@ -103,12 +115,11 @@ class Run:
 
     def train(self, rollout_id: int, batch: Any) -> None:
         """Trains one step on every rank, then commits it in the Data Buffer."""
-        with self._spans("train"), self._tracker.progress(f"train {rollout_id}") as on_poll:
+        with span("train"), Progress(f"train {rollout_id}"):
             metrics = wait_for(
                 [trainer.train.remote(batch) for trainer in self._trainers],
                 for_what=f"training step {rollout_id}",
                 limit_s=TRAIN_STEP_LIMIT_S,
-                on_poll=lambda: on_poll(""),
             )[0]
         ledger = wait_for([self._rollout.commit.remote(rollout_id)], for_what="the ledger", limit_s=60)[0]
         self._tracker.log("train", rollout_id, {**metrics, **ledger})
@@ -116,10 +127,10 @@ class Run:
     def hand_over_to_training(self) -> None:
         """Colocated: engines give their memory back, then the trainer takes its own. Otherwise nothing."""
         if self.args.offload_rollout:
-            with self._spans("offload_rollout"):
+            with span("offload_rollout"):
                 self._on_engines("release_memory")
         if self.args.offload_train:
-            with self._spans("wake_up"):
+            with span("wake_up"):
                 self._on_trainers("wake")
 
     def publish_weights(self) -> None:
@@ -131,19 +142,22 @@ class Run:
             return
         if self.args.offload_rollout and self._admitted:
             self._on_engines("resume_memory", ["weights"])
-        with self._spans("update_weights"):
+        with span("update_weights"):
             metrics = self._on_trainers("publish_weights")[0]
         if self.args.offload_train:
-            with self._spans("sleep"):
+            with span("sleep"):
                 self._on_trainers("sleep")
         if self.args.offload_rollout and self._admitted:
             self._on_engines("resume_memory", ["kv_cache", "cuda_graph"])
         if not self._admitted:
             urls = [info.url for info in self._engine_infos]
-            wait_for([self._rollout.admit.remote(urls)], for_what="the router to take the engines",
-                     limit_s=self.args.engine_start_timeout_s)  # fmt: skip
+            wait_for(
+                [self._rollout.admit.remote(urls)],
+                for_what="the router to take the engines",
+                limit_s=self.args.engine_start_timeout_s,
+            )
             self._admitted = True
-        self._tracker.add(metrics)
+        self._perf.update(metrics)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -154,7 +168,7 @@ class Run:
         if found is None:
             return int(self.args.start_rollout_id or 0)
         checkpoint.verify(found.path)
-        with self._spans("load"):
+        with span("load"):
             self._on_trainers("load", str(found.path))
             wait_for([self._rollout.load.remote(str(found.path))], for_what="the Data Buffer to load", limit_s=600)
         return found.rollout_id + 1
@@ -163,7 +177,7 @@ class Run:
         """Writes one checkpoint: every part, then the manifest, then the name, then "latest"."""
         if not self.args.save:
             raise ConfigError("got a save without --save: there is no folder to write to; set --save DIR")
-        with self._spans("save_model"):
+        with span("save_model"):
             parts = checkpoint.begin(Path(self.args.save), rollout_id)
             refs = [trainer.save_parts.remote(str(parts)) for trainer in self._trainers]
             wait_for([*refs, self._rollout.save.remote(str(parts))], for_what="the checkpoint", limit_s=3600)
@@ -193,7 +207,8 @@ class Run:
 
     def end_step(self, rollout_id: int) -> None:
         """Logs the times of the step's parts."""
-        self._tracker.log("perf", rollout_id, self._spans.collect())
+        self._tracker.log("perf", rollout_id, {**self._perf, **drain_times()})
+        self._perf.clear()
 
     def close(self) -> None:
         """Ends every process in order; a failure here never hides the error that ended the run."""
@@ -210,5 +225,14 @@ class Run:
         refs = [getattr(engine, method).remote(*arguments) for engine in self._engines]
         wait_for(refs, for_what=f"{method} on {len(refs)} engines", limit_s=self.args.weight_sync_timeout_s)
 
-    def _rollout_progress(self) -> str:
-        return str(wait_for([self._rollout.progress.remote()], for_what="progress", limit_s=30)[0])
+    @contextmanager
+    def _watching(self, what: str) -> Iterator[Callable[[], str]]:
+        """Shows the rollout side's own progress while the driver waits for it."""
+        with Progress(what) as progress:
+
+            def on_poll() -> str:
+                text = str(wait_for([self._rollout.progress.remote()], for_what="progress", limit_s=60)[0])
+                progress.note(text)
+                return text
+
+            yield on_poll

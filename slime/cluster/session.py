@@ -56,7 +56,8 @@ class RaySession:
         address = os.environ.get("RAY_ADDRESS")
         self._reaper = start_reaper(self.run_id, temp_dirs=[] if address else [str(self._temp_dir)])
         if address:
-            ray.init(address=address, namespace=f"slime-{self.run_id}", log_to_driver=False, logging_level=logging.ERROR)
+            namespace = f"slime-{self.run_id}"
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
             return self
         for name, value in LOCAL_RAY_ENV.items():
             os.environ.setdefault(name, value)

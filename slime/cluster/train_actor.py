@@ -18,9 +18,11 @@ from slime.observability.logs import setup_logging
 class TrainActor:
     """Shell around `MegatronBackend`. Every method is called on all ranks, in the same order."""
 
-    def __init__(self, args: Any, rank: int, world_size: int, num_threads: int, log_dir: str) -> None:
-        setup_logging(Path(log_dir) / f"train_{rank}.log")
-        self._args, self._rank, self._world_size = args, rank, world_size
+    def __init__(self, args: Any, rank: int, slots: Sequence[int], num_threads: int, log_dir: str) -> None:
+        """`slots`: placement slot of every training rank."""
+        setup_logging(f"train_{rank}", Path(log_dir))
+        self._args, self._rank, self._slots = args, rank, tuple(slots)
+        os.environ.update(args.train_env_vars)
         if args.device == "cpu":  # read by OpenMP and MKL when torch is first imported
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         self._backend: Any = None
@@ -44,7 +46,7 @@ class TrainActor:
         self._backend = MegatronBackend(
             self._args,
             rank=self._rank,
-            world_size=self._world_size,
+            world_size=len(self._slots),
             local_rank=0,  # Ray shows each actor its own GPU only
             master_address=master_address,
             master_port=master_port,
@@ -54,7 +56,14 @@ class TrainActor:
         """Prepares the weight sync to these engines (`EngineInfo`)."""
         from slime.cluster.publisher import Publisher
 
-        self._publisher = Publisher(self._args, self._backend, engines)
+        self._publisher = Publisher(
+            self._args,
+            self._backend,
+            engines,
+            rank=self._rank,
+            slots=self._slots,
+            address=ray.util.get_node_ip_address(),
+        )
 
     def publish_weights(self) -> dict[str, float]:
         """Sends the current weights under the current version and verifies them; engines serve again afterwards."""

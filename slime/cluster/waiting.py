@@ -53,4 +53,4 @@ def _get(ref: Any, for_what: str) -> Any:
             raise cause from error
         raise
     except RayActorError as error:
-        raise EngineError(f"a process of the run died during {for_what}: {error}; see logs/ in the run folder") from error
+        raise EngineError(f"a process died during {for_what}: {error}; see logs/ in the run folder") from error
