@@ -1,4 +1,4 @@
-"""Logging of one process: short lines on stderr, the same lines with their date in `logs/<process>.log`."""
+"""Logging of one process: short lines on stderr, the same lines with their date in a file of the run folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ NOISY = ("httpx", "httpcore", "urllib3", "asyncio", "matplotlib", "filelock", "f
 """Libraries whose INFO lines would bury ours (httpx logs every request)."""
 
 
-def setup_logging(process: str, log_dir: Path | None = None, level: int | str = logging.INFO) -> None:
-    """Replaces the handlers of the root logger. `process` names the line and the file. Safe to call again."""
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module."""
+    return logging.getLogger(name)
+
+
+def setup_logging(log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO) -> None:
+    """Replaces the handlers of the root logger. Safe to call again.
+
+    `log_path`: also write there. `process`: names the lines; default: the name of the file.
+    """
+    process = process or (log_path.stem if log_path is not None else "slime")
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -20,9 +29,9 @@ def setup_logging(process: str, log_dir: Path | None = None, level: int | str = 
     console = logging.StreamHandler()
     console.setFormatter(logging.Formatter(f"%(asctime)s {line}", "%H:%M:%S"))
     root.addHandler(console)
-    if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(log_dir / f"{process}.log")
+    if log_path is not None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(log_path)
         file.setFormatter(logging.Formatter(f"%(asctime)s {line}"))
         root.addHandler(file)
     for name in NOISY:

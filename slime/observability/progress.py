@@ -70,7 +70,9 @@ class Progress:
             self._bar.update(self._bar_task, advance=num)
 
     def note(self, text: str) -> None:
-        """What is going on now; shown at the end of the line, and counts as a sign of life."""
+        """What is going on now; shown at the end of the line. A new text counts as a sign of life."""
+        if text == self._note:
+            return
         self._note = text
         self._moved_s = time.monotonic()
         if self._bar is not None:
@@ -90,7 +92,7 @@ class Progress:
             parts.append(f"(about {duration(elapsed_s / self.done * (self.total - self.done))} left)")
         if self._note:
             parts.append(f"- {self._note}")
-        if self.done and silent_s > 2 * self.every_s:
+        if (self.done or self._note) and silent_s > 2 * self.every_s:
             parts.append(f"- no progress for {duration(silent_s)}")
         return " ".join(parts)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import DataError
-from slime.observability.sinks import KINDS, eval_name, read_jsonl
+from slime.observability.sinks import AXES, eval_name, read_jsonl
 
 Curve = tuple[list[float], list[float]]
 """Steps and values."""
@@ -25,17 +25,15 @@ GAP_KEYS = {
     "train/train_rollout_logprob_abs_diff": "mean",
 }
 STEP_PARTS = {
-    "perf/rollout_time": "rollout",
-    "perf/data_preprocess_time": "batch",
-    "perf/ref_log_probs_time": "reference log-probs",
-    "perf/log_probs_time": "log-probs",
-    "perf/actor_train_time": "train",
-    "perf/update_weights_time": "weight sync",
-    "perf/save_model_time": "save",
-    "perf/eval_time": "eval",
+    "rollout": ("perf/rollout_time", "perf/generation_wait_time"),
+    "memory hand-over": ("perf/offload_rollout_time", "perf/wake_up_time", "perf/sleep_time"),
+    "train": ("perf/train_time",),
+    "weight sync": ("perf/update_weights_time",),
+    "save": ("perf/save_model_time",),
+    "eval": ("perf/eval_time",),
 }
-"""Parts of a step that do not contain each other, in the order of the loop."""
-COLORS = ("#4C78A8", "#9ECAE9", "#72B7B2", "#B6992D", "#F58518", "#54A24B", "#B279A2", "#9D755D", "#BAB0AC")
+"""Parts of a step that do not contain each other, in the order of the loop, and the metrics that sum to each."""
+COLORS = ("#4C78A8", "#BAB0AC", "#F58518", "#54A24B", "#B279A2", "#9D755D")
 REWARD, EVAL = "#4C78A8", ("#54A24B", "#E45756", "#B279A2", "#F58518")
 
 
@@ -61,7 +59,7 @@ def curve(rows: Sequence[Mapping[str, float]], key: str) -> Curve:
     points: dict[float, float] = {}
     for row in rows:
         if key in row and math.isfinite(row[key]):
-            step = next((row[f"{kind}/step"] for kind in KINDS if f"{kind}/step" in row), None)
+            step = next((row[axis] for axis in AXES.values() if axis in row), None)
             if step is not None:
                 points[step] = row[key]
     ordered = sorted(points.items())
@@ -93,18 +91,33 @@ def summarize(metrics_jsonl: Path) -> RunSummary:
 
 
 def _step_times(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """Seconds of each step: as measured around all of it, else the sum of its parts."""
+    measured = curve(rows, "perf/step_time")[1]
+    if measured:
+        return measured
     per_step: dict[float, float] = {}
-    for key in STEP_PARTS:
-        for step, value in zip(*curve(rows, key), strict=True):
+    for part in _parts(rows).values():
+        for step, value in part.items():
             per_step[step] = per_step.get(step, 0.0) + value
     return list(per_step.values())
+
+
+def _parts(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[float, float]]:
+    """Part -> rollout -> seconds, without the parts that this run does not have."""
+    out: dict[str, dict[float, float]] = {}
+    for label, keys in STEP_PARTS.items():
+        for key in keys:
+            for step, value in zip(*curve(rows, key), strict=True):
+                part = out.setdefault(label, {})
+                part[step] = part.get(step, 0.0) + value
+    return out
 
 
 def summary_text(summary: RunSummary, title: str = "") -> str:
     """The summary as markdown."""
     lines = [f"# {title}", ""] if title else []
     lines += ["| | before | after | change |", "|---|---|---|---|"]
-    pairs = {f"accuracy on {name}": pair for name, pair in summary.evals.items()}
+    pairs = {f"held-out score, {name}": pair for name, pair in summary.evals.items()}
     if summary.reward is not None:
         pairs["reward of a rollout"] = summary.reward
     lines += [f"| {name} | {a:.3f} | {b:.3f} | {b - a:+.3f} |" for name, (a, b) in pairs.items()]
@@ -162,19 +175,20 @@ def _draw_reward(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
     if key is None:
         return _empty(axes)
     steps, values = curve(rows, key)
-    axes.plot(steps, values, "o-", color=REWARD, markersize=4)
+    axes.plot([s + 1 for s in steps], values, "o-", color=REWARD, markersize=4)
     if min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(0, 1.02)
 
 
 def _draw_eval(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
-    _style(axes, "Held-out accuracy", "after rollout", "score")
+    _style(axes, "Held-out score", "rollouts trained", "score")
     names = eval_names(rows)
     if not names:
         return _empty(axes)
     highest = 1.0
     for color, name in zip(EVAL * len(names), names, strict=False):
         steps, values = curve(rows, f"eval/{name}")
+        steps = [s + 1 for s in steps]  # an evaluation carries the rollout that it follows, -1 before the first
         axes.plot(steps, values, "o-", color=color, label=name, markersize=5)
         highest = max([highest, *values])
         ends = (0, -1) if len(values) > 1 else (0,)
@@ -187,13 +201,14 @@ def _draw_eval(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
 
 
 def _draw_gap(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
-    _style(axes, "Log-prob gap, trainer against engine", "optimizer step", "|difference|, nats")
+    _style(axes, "Log-prob gap, trainer against engine", "step", "|difference|, nats")
     drawn = False
     for color, (key, label) in zip((EVAL[1], EVAL[3], REWARD), GAP_KEYS.items(), strict=True):
         steps, values = curve(rows, key)
         positive = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
         if positive:
-            axes.plot(*zip(*positive, strict=True), "o-", color=color, label=label, markersize=4)
+            xs, ys = [s + 1 for s, _ in positive], [v for _, v in positive]
+            axes.plot(xs, ys, "o-", color=color, label=label, markersize=4)
             drawn = True
     if not drawn:
         return _empty(axes)
@@ -205,16 +220,15 @@ def _draw_gap(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
 
 def _draw_parts(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
     _style(axes, "Where the time of a step goes", "rollout", "seconds")
-    curves = {label: curve(rows, key) for key, label in STEP_PARTS.items()}
-    curves = {label: c for label, c in curves.items() if c[0]}
-    if not curves:
+    parts = _parts(rows)
+    if not parts:
         return _empty(axes)
-    steps = sorted({s for c in curves.values() for s in c[0]})
-    bottom = dict.fromkeys(steps, 0.0)
-    colors = dict(zip(STEP_PARTS.values(), COLORS, strict=False))
-    for label, (xs, values) in curves.items():
-        axes.bar(xs, values, bottom=[bottom[x] for x in xs], label=label, color=colors[label], width=0.7)
-        for x, value in zip(xs, values, strict=True):
-            bottom[x] += value
+    bottom = {step: 0.0 for part in parts.values() for step in part}
+    colors = dict(zip(STEP_PARTS, COLORS, strict=True))
+    for label, part in parts.items():
+        xs = [step + 1 for step in part]
+        axes.bar(xs, list(part.values()), bottom=[bottom[s] for s in part], label=label, color=colors[label], width=0.7)
+        for step, value in part.items():
+            bottom[step] += value
     axes.set_ylim(0, 1.3 * max(bottom.values()) or 1.0)
     axes.legend(loc="upper right", ncols=4, frameon=False, fontsize=9)

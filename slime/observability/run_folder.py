@@ -19,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -34,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
 """Distributions whose versions decide what a run computes."""
@@ -78,7 +81,7 @@ class RunFolder:
         return self.path / "report.md"
 
     @classmethod
-    def create(cls, path: Path, *, run_id: str, settings: Mapping[str, Any]) -> RunFolder:
+    def create(cls, path: str | Path, *, run_id: str, args: Mapping[str, Any]) -> RunFolder:
         """Makes the folder, or joins the one that an earlier start of the run made.
 
         Raises `ConfigError` if `path` holds something that is not a run.
@@ -91,12 +94,26 @@ class RunFolder:
             "commit": git_commit(Path(__file__).parent),
             "host": host_facts(),
         }
-        folder = cls(path, run_id)
-        if path.exists() and any(path.iterdir()):
-            folder._join(start, settings)
+        folder = cls(Path(path), run_id)
+        if folder.path.exists() and any(folder.path.iterdir()):
+            folder._join(start, args)
         else:
-            folder._make(start, settings)
+            folder._make(start, args)
         return folder
+
+    def write_report(self) -> None:
+        """Makes report.png and report.md from what was logged so far; a failure is logged, never raised."""
+        from slime.observability.report import summary_text, write_report
+
+        if not self.metrics.is_file() or not self.metrics.stat().st_size:
+            logger.info("nothing was logged, so there is no report")
+            return
+        try:
+            title = report_title(json.loads((self.path / "args.json").read_text()))
+            summary = write_report(self.metrics, self.report_png, title=title)
+            logger.info("report: %s\n%s", self.report_png, summary_text(summary, title))
+        except Exception:
+            logger.exception("no report could be made; the metrics are in %s", self.metrics)
 
     def _make(self, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         partial = self.path.with_name(f".{self.path.name}.{self.run_id}")
@@ -140,6 +157,14 @@ def plain(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(v, name) for v in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def report_title(args: Mapping[str, Any]) -> str:
+    """Model, data and method in a few words."""
+    data = str(args.get("prompt_data") or "").partition("@")[0]
+    method = "SFT" if args.get("loss_type") == "sft_loss" else str(args.get("advantage_estimator") or "").upper()
+    parts = [Path(str(args.get("hf_checkpoint") or "")).name, Path(data).stem, method]
+    return ", ".join(p for p in parts if p) or "slime run"
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 from slime.core.errors import ConfigError
 from slime.observability.progress import duration
 
-KINDS = ("rollout", "train", "eval")
-"""What a step counts: rollouts, optimizer steps, evaluations (at the rollout that they follow)."""
+AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "perf": "rollout/step"}
+"""What a kind of step is counted by. Evaluations carry the rollout that they follow (-1: none yet)."""
+KINDS = tuple(AXES)
 
 EVAL_SCORE = re.compile(r"eval/((?!step$)[^/]+?)(?<!-truncated_ratio)(?<!-pass@\d)(?<!-pass@\d\d)(?<!-pass@\d\d\d)")
 
@@ -31,11 +32,15 @@ class StepRecord:
     kind: str
     """One of `KINDS`."""
     step: int
-    """The value of `<kind>/step`."""
+    """The value on the axis of the kind."""
     metrics: Mapping[str, float]
     """Plain numbers by their full name."""
     time_s: float = field(default_factory=time.time)
     """Unix time."""
+
+    @property
+    def axis(self) -> str:
+        return AXES[self.kind]
 
 
 class Sink(Protocol):
@@ -50,7 +55,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Appends `{"time": ..., "<kind>/step": n, name: value, ...}` to a file, flushed per line."""
+    """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line."""
 
     essential = True
 
@@ -59,7 +64,7 @@ class JsonlSink:
         self._file = path.open("a")
 
     def write(self, record: StepRecord) -> None:
-        row: dict[str, Any] = {"time": round(record.time_s, 3), f"{record.kind}/step": record.step}
+        row: dict[str, Any] = {"time": round(record.time_s, 3), record.axis: record.step}
         # JSON has no NaN and no infinity; as text they survive every reader, and float() reads them back.
         row.update({k: v if math.isfinite(v) else str(v) for k, v in record.metrics.items()})
         self._file.write(json.dumps(row) + "\n")
@@ -122,13 +127,12 @@ class WandbSink:
         except ImportError as error:
             raise ConfigError(f"got --use-wandb, but {error}; do: pip install 'slime[wandb]'") from error
         self._run: Any = wandb.init(config=dict(settings), **init)
-        for kind in KINDS:
-            self._run.define_metric(f"{kind}/step")
-            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        self._run.define_metric("perf/*", step_metric="rollout/step")
+        for kind, axis in AXES.items():
+            self._run.define_metric(axis)
+            self._run.define_metric(f"{kind}/*", step_metric=axis)
 
     def write(self, record: StepRecord) -> None:
-        self._run.log({f"{record.kind}/step": record.step, **record.metrics})
+        self._run.log({record.axis: record.step, **record.metrics})
 
     def close(self) -> None:
         self._run.finish()
@@ -139,7 +143,6 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("rollout/raw_reward", "reward", ".3f"),
         ("rollout/response_len/mean", "length", ".1f"),
         ("rollout/truncated_ratio", "cut", ".0%"),
-        ("perf/rollout_time", "rollout", ".1fs"),
     ),
     "train": (
         ("train/loss", "loss", ".4f"),
@@ -147,9 +150,13 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("train/pg_clipfrac", "clip", ".1%"),
         ("train/kl_loss", "kl", ".3g"),
         ("train/logprob_gap_max", "gap", ".1e"),
-        ("perf/actor_train_time", "train", ".1fs"),
-        ("perf/update_weights_time", "sync", ".2fs"),
+    ),
+    "perf": (
         ("perf/step_time", "step", ".1fs"),
+        ("perf/rollout_time", "rollout", ".1fs"),
+        ("perf/train_time", "train", ".1fs"),
+        ("perf/update_weights_time", "sync", ".2fs"),
+        ("perf/eval_time", "eval", ".1fs"),
     ),
     "eval": (),
 }
@@ -161,25 +168,26 @@ class ConsoleSink:
 
     essential = False
 
-    def __init__(self, *, num_rollout: int | None = None, first_rollout: int = 0, console: Any = None) -> None:
-        """`num_rollout`: rollouts of the whole run, for the ETA. `first_rollout`: where a resumed run begins."""
+    def __init__(self, *, num_rollout: int | None = None, console: Any = None) -> None:
+        """`num_rollout`: rollouts of the whole run, for the ETA."""
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False) if console is None else console
-        self._num_rollout, self._first = num_rollout, first_rollout
+        self._num_rollout = num_rollout
+        self._num_done = 0
         self._start_s = time.time()
 
     def write(self, record: StepRecord) -> None:
         self._console.print(self.line(record), soft_wrap=True, markup=False, style=self._style(record))
 
     def line(self, record: StepRecord) -> str:
-        """What `write` prints."""
-        head = f"{record.kind:>7} {record.step}"
-        if record.kind == "rollout" and self._num_rollout is not None:
+        """What `write` prints; called once per record."""
+        head = f"{record.kind:>7} {record.step + 1}"  # people count from one; an evaluation: after so many rollouts
+        if record.kind in ("rollout", "train") and self._num_rollout is not None:
             head = f"{record.kind:>7} {record.step + 1}/{self._num_rollout}"
         shown = [f"{label} {_number(record.metrics[key], spec)}" for key, label, spec in self._headlines(record)]
         line = "  ".join([f"{head:<13}", *shown])
-        return line + self._eta(record) if record.kind == "rollout" else line
+        return line + self._eta(record) if record.kind == "perf" else line
 
     def _headlines(self, record: StepRecord) -> list[tuple[str, str, str]]:
         if record.kind != "eval":
@@ -187,17 +195,17 @@ class ConsoleSink:
         return [(key, name, ".3f") for key in record.metrics if (name := eval_name(key)) is not None]
 
     def _eta(self, record: StepRecord) -> str:
-        done = record.step - self._first
-        if self._num_rollout is None or done < 1:
+        self._num_done += 1  # of this process: a resumed run does not count what an earlier one did
+        if self._num_rollout is None or record.step + 1 >= self._num_rollout:
             return ""
-        left_s = (record.time_s - self._start_s) / (done + 1) * (self._num_rollout - record.step - 1)
-        return f"  left {duration(left_s)}" if left_s > 0 else ""
+        left_s = (record.time_s - self._start_s) / self._num_done * (self._num_rollout - record.step - 1)
+        return f"  left {duration(left_s)}"
 
     @staticmethod
     def _style(record: StepRecord) -> str:
         if not all(math.isfinite(v) for v in record.metrics.values()):
             return "bold red"
-        return {"eval": "bold green", "rollout": "cyan"}.get(record.kind, "")
+        return {"eval": "bold green", "rollout": "cyan", "perf": "dim"}.get(record.kind, "")
 
     def close(self) -> None:
         """Nothing is held."""

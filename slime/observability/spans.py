@@ -1,8 +1,9 @@
 """Spans: how long each part of a step took, as `perf/<name>_time` and as a Chrome trace.
 
-Produced by any thread or asyncio task of a process through `span`; consumed by `drain_times` once per step (the owner
-of the step loop) and by the trace file, which is written line by line and can be read while the run goes on, or after
-it was killed. One recorder per process; until `start_recording` names a file, times are collected and no trace is kept.
+Produced by any thread or asyncio task of a process; consumed by `collect` once per step (by the owner of the step loop)
+and by the trace file, which is written line by line and can be read while the run goes on, or after it was killed. An
+owner makes a `Spans` of its own; code that has none uses `span`, which goes to the recorder of the process; until
+`start_recording` names a file, that one keeps times and no trace.
 
 Invariants
 1. A span that ends with an exception is recorded too (with the name of the exception).
@@ -23,13 +24,14 @@ from pathlib import Path
 from typing import IO, Any
 
 
-class SpanRecorder:
-    """Collects the spans of one process."""
+class Spans:
+    """Collects the spans of one process: `with spans("train"): ...`, and once per step `spans.collect()`."""
 
     def __init__(self, process: str = "main", trace_path: Path | None = None) -> None:
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = defaultdict(float)
         self._rows: dict[object, int] = {}
+        self._collected_s = time.perf_counter()
         self._file: IO[str] | None = None
         self._epoch_s = time.time() - time.perf_counter()  # so that the traces of several processes share one axis
         if trace_path is not None:
@@ -39,7 +41,7 @@ class SpanRecorder:
             self._write({"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": process}})
 
     @contextmanager
-    def span(self, name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
+    def __call__(self, name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
         """Times the block. `timed=False`: trace only, for work done many times side by side. `facts`: for the trace."""
         start_s = time.perf_counter()
         try:
@@ -71,11 +73,16 @@ class SpanRecorder:
         assert self._file is not None, "a trace event without a trace file"
         self._file.write(json.dumps(event, default=str) + ",\n")
 
-    def drain_times(self) -> dict[str, float]:
-        """Seconds by `perf/<name>_time` since the last call, summed over the spans of a name; starts again at zero."""
+    def collect(self) -> dict[str, float]:
+        """Seconds by `perf/<name>_time` since the last call, summed over the spans of a name, and all of that time as
+        `perf/step_time`; starts again at zero.
+        """
+        now_s = time.perf_counter()
         with self._lock:
             out = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+            out["perf/step_time"] = now_s - self._collected_s
             self._seconds.clear()
+            self._collected_s = now_s
         return out
 
     def close(self) -> None:
@@ -86,28 +93,28 @@ class SpanRecorder:
                 self._file = None
 
 
-_recorder = SpanRecorder()
+_recorder = Spans()
 
 
-def start_recording(process: str, trace_dir: Path | None) -> SpanRecorder:
+def start_recording(process: str, trace_dir: Path | None) -> Spans:
     """Gives this process a fresh recorder that writes `<trace_dir>/<process>.json`; returns it."""
     global _recorder
     _recorder.close()
     path = None if trace_dir is None else trace_dir / f"{process}-{os.getpid()}.json"
-    _recorder = SpanRecorder(process, path)
+    _recorder = Spans(process, path)
     return _recorder
 
 
 @contextmanager
 def span(name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
-    """Times the block in this process's recorder (see `SpanRecorder.span`)."""
-    with _recorder.span(name, timed=timed, **facts):
+    """Times the block in this process's recorder (see `Spans.__call__`)."""
+    with _recorder(name, timed=timed, **facts):
         yield
 
 
-def drain_times() -> dict[str, float]:
-    """What this process's recorder collected since the last call (see `SpanRecorder.drain_times`)."""
-    return _recorder.drain_times()
+def collect() -> dict[str, float]:
+    """What this process's recorder collected since the last call (see `Spans.collect`)."""
+    return _recorder.collect()
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

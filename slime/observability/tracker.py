@@ -3,7 +3,7 @@
 Called by the driver of the run alone (ranks and actors return their metrics to it), from one thread.
 
 Invariants
-1. The steps of one kind never go back; a repeated or earlier step is refused, except after a resume, which says so.
+1. The steps of one kind only go on; a repeated or earlier one is refused (an evaluation may repeat its step).
 2. A view that fails (TensorBoard, W&B, the console) is dropped with one message and never ends the run; the JSONL file
    is the record, and its failure does.
 """
@@ -11,44 +11,75 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from slime.core.errors import DataError
 from slime.observability.metrics import MetricValue, to_floats
-from slime.observability.run_folder import RunFolder
-from slime.observability.sinks import KINDS, JsonlSink, Sink, StepRecord
+from slime.observability.progress import Progress
+from slime.observability.run_folder import RunFolder, plain
+from slime.observability.sinks import KINDS, ConsoleSink, JsonlSink, Sink, StepRecord, TensorBoardSink, WandbSink
 
 logger = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Logs steps of one run."""
+    """Logs the steps of one run. A context manager: leaving it ends the sinks."""
 
     def __init__(self, folder: RunFolder, sinks: Sequence[Sink] = ()) -> None:
         """`metrics.jsonl` of `folder` is always written; `sinks` are views beside it."""
         self.folder = folder
         self._sinks: list[Sink] = [JsonlSink(folder.metrics), *sinks]
         self._last_step: dict[str, int] = {}
+        self._pending: dict[str, MetricValue] = {}
+
+    @classmethod
+    def from_args(cls, args: Any, folder: RunFolder) -> Tracker:
+        """The sinks that the settings ask for. Raises `ConfigError` if the package of one is missing."""
+        sinks: list[Sink] = [ConsoleSink(num_rollout=args.num_rollout)]
+        if args.use_tensorboard:
+            sinks.append(TensorBoardSink(_tensorboard_dir(args, folder)))
+        if args.use_wandb:
+            sinks.append(_wandb(args, folder))
+        return cls(folder, sinks)
+
+    def add(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Keeps metrics of the current step for its next "perf" record; a bare name becomes `perf/name`."""
+        self._pending.update(_grouped("perf", metrics))
 
     def log(self, kind: str, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-        """Writes one step; returns the plain numbers. `kind`: "rollout", "train" or "eval".
+        """Writes one step and returns its plain numbers. A bare name becomes `kind/name`.
 
-        Raises `DataError` for an unknown kind, a name outside `group/name` and a step that goes back.
+        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for another kind and a step that goes back.
         """
         if kind not in KINDS:
-            raise DataError(f"got step kind {kind!r}, because each kind is an axis; use one of {KINDS}")
-        if step <= self._last_step.get(kind, -1) and kind != "eval":
+            raise DataError(f"got step kind {kind!r}, because each kind has its axis; use one of {KINDS}")
+        if kind in self._last_step and kind != "eval" and step <= self._last_step[kind]:
             raise DataError(f"got {kind} step {step} after {self._last_step[kind]}, because steps only go on; log once")
-        stray = sorted(name for name in metrics if "/" not in name or name == f"{kind}/step")
-        if stray:
-            raise DataError(
-                f"got metrics named {stray}, because a name is group/name; do: add the group, drop the step"
-            )
         self._last_step[kind] = step
-        record = StepRecord(kind, step, to_floats(metrics))
+        grouped = _grouped(kind, metrics)
+        if kind == "perf":
+            grouped = {**self._pending, **grouped}
+            self._pending = {}
+        record = StepRecord(kind, step, to_floats(grouped))
         for sink in list(self._sinks):
             self._write(sink, record)
         return dict(record.metrics)
+
+    @contextmanager
+    def progress(self, what: str, *, limit_s: float | None = None) -> Iterator[Callable[[str], str]]:
+        """Shows that long work goes on. Yields a function that takes the latest news and returns it again."""
+        with Progress(what, limit_s=limit_s) as progress:
+
+            def on_poll(text: str) -> str:
+                progress.note(text)
+                return text or "none"
+
+            yield on_poll
 
     def _write(self, sink: Sink, record: StepRecord) -> None:
         try:
@@ -67,3 +98,45 @@ class Tracker:
             except Exception:
                 logger.exception("closing %s failed", type(sink).__name__)
         self._sinks = []
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
+    return {name if "/" in name else f"{kind}/{name}": value for name, value in metrics.items()}
+
+
+def _tensorboard_dir(args: Any, folder: RunFolder) -> Path:
+    """TENSORBOARD_DIR, if set, is shared by many runs; the folder of one run is not."""
+    shared = os.environ.get("TENSORBOARD_DIR")
+    if not shared and not args.tb_project_name:
+        return folder.tensorboard
+    base = Path(shared) if shared else folder.tensorboard
+    return base / (args.tb_project_name or "slime") / (args.tb_experiment_name or folder.run_id)
+
+
+def _wandb(args: Any, folder: RunFolder) -> WandbSink:
+    if args.wandb_key:
+        os.environ["WANDB_API_KEY"] = args.wandb_key
+    if args.wandb_host:
+        os.environ["WANDB_BASE_URL"] = args.wandb_host
+    name = args.wandb_group
+    if name and args.wandb_random_suffix:
+        name = f"{name}-{folder.run_id.rpartition('-')[2]}"
+    return WandbSink(
+        settings=plain(args.to_json_dict()),
+        project=args.wandb_project,
+        entity=args.wandb_team,
+        group=args.wandb_group,
+        name=name,
+        id=args.wandb_run_id,
+        resume="allow" if args.wandb_run_id else None,
+        mode=args.wandb_mode,
+        dir=args.wandb_dir or str(folder.path),
+    )

@@ -32,7 +32,7 @@ class BrokenView:
 
 
 def make_folder(path: Path) -> RunFolder:
-    return RunFolder.create(path, run_id="run-1", settings={"lr": 1e-5, "wandb_key": "abc", "megatron": {"bf16": True}})
+    return RunFolder.create(path, run_id="run-1", args={"lr": 1e-5, "wandb_key": "abc", "megatron": {"bf16": True}})
 
 
 def test_a_folder_is_made_whole_and_joined_on_resume(tmp_path: Path) -> None:
@@ -97,8 +97,7 @@ def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
     tracker.log("train", 1, {"train/loss": 1.0})
     with pytest.raises(DataError, match="after 1"):
         tracker.log("train", 1, {"train/loss": 1.0})
-    with pytest.raises(DataError, match="group/name"):
-        tracker.log("train", 2, {"loss": 1.0})
+    assert tracker.log("train", 2, {"loss": 1.0}) == {"train/loss": 1.0}
     with pytest.raises(DataError, match="step kind"):
         tracker.log("step", 2, {"train/loss": 1.0})
 
@@ -114,11 +113,21 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(5, 0.25)]
 
 
+def test_what_was_added_goes_into_the_next_perf_record(tmp_path: Path) -> None:
+    with Tracker(make_folder(tmp_path / "run")) as tracker:
+        tracker.add({"update_weights_bytes": 8})
+        tracker.log("rollout", 0, {"rollout/raw_reward": 1.0})
+        assert tracker.log("perf", 0, {"perf/step_time": 2.0}) == {"perf/update_weights_bytes": 8, "perf/step_time": 2}
+        assert tracker.log("perf", 1, {"perf/step_time": 2.0}) == {"perf/step_time": 2}
+    assert [row["rollout/step"] for row in read_jsonl(tracker.folder.metrics)] == [0, 0, 1]
+
+
 def test_console_shows_the_headlines_and_the_time_left() -> None:
     sink = ConsoleSink(num_rollout=4)
     sink._start_s = 0.0
-    line = sink.line(StepRecord("rollout", 1, {"rollout/raw_reward": 0.5, "rollout/other": 1}, time_s=20.0))
-    assert "2/4" in line and "reward 0.500" in line and "left 20 s" in line and "other" not in line
+    line = sink.line(StepRecord("rollout", 1, {"rollout/raw_reward": 0.5, "rollout/other": 1}))
+    assert "2/4" in line and "reward 0.500" in line and "other" not in line
+    assert sink.line(StepRecord("perf", 1, {"perf/step_time": 20.0}, time_s=20.0)).endswith("left 40 s")
 
 
 @pytest.mark.parametrize(
@@ -135,19 +144,19 @@ def test_eval_scores_are_told_from_their_details(key: str, name: str | None) -> 
 
 def test_the_report_says_before_and_after(tmp_path: Path) -> None:
     tracker = Tracker(make_folder(tmp_path / "run"))
-    for step, accuracy in ((0, 0.25), (2, 0.75)):
+    for step, accuracy in ((-1, 0.25), (1, 0.75)):
         tracker.log("eval", step, {"eval/sums": accuracy})
     for step in range(2):
-        tracker.log("rollout", step, {"rollout/raw_reward": step / 2, "perf/rollout_time": 3.0})
-        gap = {"train/logprob_gap_max": 1e-6 * (step + 1)}
-        tracker.log("train", step, {**gap, "perf/actor_train_time": 2.0})
+        tracker.log("rollout", step, {"rollout/raw_reward": step / 2})
+        tracker.log("train", step, {"train/logprob_gap_max": 1e-6 * (step + 1)})
+        tracker.log("perf", step, {"perf/rollout_time": 3.0, "perf/train_time": 2.0})
     tracker.close()
     png = tmp_path / "report.png"
     summary = write_report(tracker.folder.metrics, png, title="tiny")
     assert summary.evals == {"sums": (0.25, 0.75)}
     assert summary.worst_gap == 2e-6 and summary.step_s == 5.0 and summary.num_rollouts == 2
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert "| accuracy on sums | 0.250 | 0.750 | +0.500 |" in summary_text(summary)
+    assert "| held-out score, sums | 0.250 | 0.750 | +0.500 |" in summary_text(summary)
 
 
 def test_a_run_that_died_early_still_gets_its_report(tmp_path: Path) -> None:
@@ -156,3 +165,5 @@ def test_a_run_that_died_early_still_gets_its_report(tmp_path: Path) -> None:
         summarize(tracker.folder.metrics)
     tracker.log("eval", 0, {"eval/sums": 0.5})
     assert write_report(tracker.folder.metrics, tmp_path / "r.png").reward is None
+    tracker.folder.write_report()
+    assert tracker.folder.report_png.is_file()

@@ -12,39 +12,39 @@ from pathlib import Path
 import pytest
 
 from slime.observability.progress import Progress, duration
-from slime.observability.spans import SpanRecorder, read_trace
+from slime.observability.spans import Spans, read_trace
 
 
 def test_times_are_summed_by_name_and_drained() -> None:
-    recorder = SpanRecorder()
+    recorder = Spans()
     for _ in range(3):
-        with recorder.span("train"):
+        with recorder("train"):
             time.sleep(0.01)
-    times = recorder.drain_times()
-    assert set(times) == {"perf/train_time"} and 0.03 <= times["perf/train_time"] < 0.5
-    assert recorder.drain_times() == {}
+    times = recorder.collect()
+    assert set(times) == {"perf/train_time", "perf/step_time"} and 0.03 <= times["perf/train_time"] < 0.5
+    assert set(recorder.collect()) == {"perf/step_time"}
 
 
 def test_a_failed_span_is_recorded(tmp_path: Path) -> None:
-    recorder = SpanRecorder("test", tmp_path / "t.json")
-    with pytest.raises(ValueError, match="x"), recorder.span("train"):
+    recorder = Spans("test", tmp_path / "t.json")
+    with pytest.raises(ValueError, match="x"), recorder("train"):
         raise ValueError("x")
-    assert "perf/train_time" in recorder.drain_times()
+    assert "perf/train_time" in recorder.collect()
     assert read_trace(tmp_path / "t.json")[-1]["args"] == {"error": "ValueError"}, "the trace is read before its end"
 
 
 async def test_concurrent_tasks_get_rows_of_their_own(tmp_path: Path) -> None:
-    recorder = SpanRecorder("test", tmp_path / "t.json")
+    recorder = Spans("test", tmp_path / "t.json")
 
     async def work() -> None:
-        with recorder.span("generate", timed=False):
+        with recorder("generate", timed=False):
             await asyncio.sleep(0.01)
 
     await asyncio.gather(work(), work())
     recorder.close()
     rows = {e["tid"] for e in read_trace(tmp_path / "t.json") if e["ph"] == "X"}
     assert len(rows) == 2
-    assert recorder.drain_times() == {}
+    assert set(recorder.collect()) == {"perf/step_time"}, "work side by side has no sum"
 
 
 def test_a_line_says_how_far_how_long_and_how_silent() -> None:
