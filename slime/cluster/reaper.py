@@ -75,8 +75,8 @@ class Reaper:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise EngineError(
-                f"the reaper (pid {self._process.pid}) did not finish in {timeout_s:.0f} s, because a process of the run "
-                "does not die; look for processes in state D"
+                f"the reaper (pid {self._process.pid}) did not finish in {timeout_s:.0f} s, because a process of the "
+                "run does not die; look for processes in state D"
             ) from None
         if status != 0:
             raise EngineError(
@@ -129,8 +129,8 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
     driver = _driver_id(driver_pid)
     while driver is not None and _driver_id(driver_pid) == driver:
         began = time.monotonic()
-        files.note_pids(family.refresh())
-        # At most 2 % of a core, on hosts with very many processes too.
+        files.observe(family.refresh())
+        # At most 2 % of a core, with very many or very large processes too.
         pause = max(LOOK_EVERY_S, 50 * (time.monotonic() - began))
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:

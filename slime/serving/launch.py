@@ -1,8 +1,8 @@
 """The launcher: `python -m slime.serving.launch <SGLang arguments>`, and with `--router` first, sglang-router.
 
-SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again, under
-the name `__mp_main__`, before it looks at what the child shall run. That is the hook: the same few lines run in the
-server and in every process below it, and no environment variable has to name a folder of stand-ins.
+SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again,
+under the name `__mp_main__`, before it looks at what the child shall run. That is the hook: the same few lines run in
+the server and in every process below it, and no environment variable has to name a folder of stand-ins.
 
 Invariants
 1. Imported under its own name, this module does nothing.

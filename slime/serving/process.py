@@ -1,13 +1,14 @@
 """`ChildProcess`: one engine process and everything below it, from start to verified end.
 
 Who wakes whom: the owner starts, polls and stops; nothing runs in the background except one thread per owner process
-(`_spawner`) that does nothing but start children. It exists because Linux delivers a child's parent-death signal when the
-*thread* that started it ends, and callers may be short-lived threads.
+(`_spawner`) that does nothing but start children. It exists because Linux delivers a child's parent-death signal when
+the *thread* that started it ends, and callers may be short-lived threads.
 
 Invariants
 1. The child leads a session of its own: a Ctrl-C in the owner's terminal does not reach it.
 2. The child dies with its owner (`slime.serving.launch` asks for the signal), its own children die with it.
-3. After `stop()` returns, no process that the child started is alive; otherwise it raises and names them.
+3. After `stop()` returns, no process that the child started is alive and their files in shared memory are gone;
+   otherwise it raises and names them.
 4. Output goes to a file, never to a pipe that nobody may read.
 """
 
@@ -30,7 +31,9 @@ from typing import IO
 
 import slime
 from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import KEEP_ENVIRON_ENV, ProcessFamily
+from slime.serving.shm import SharedMemoryFiles
 
 FAMILY_ENV = "SLIME_CHILD_ID"
 """Marks a child and everything below it."""
@@ -107,8 +110,9 @@ class ChildProcess:
         """Starts the process and returns at once."""
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Engines leave socket files in the temporary folder; a short path, because socket names are limited to 107 bytes.
-        self._scratch = Path(tempfile.mkdtemp(prefix="slime-"))
+        # Engines leave socket files in the temporary folder. A short path: socket names are limited to 107 bytes. The
+        # run id in it lets the reaper remove the folder if this process is killed.
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-"))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -154,14 +158,15 @@ class ChildProcess:
     def wait_until(self, ready: Callable[[], bool], *, what: str, timeout_s: float) -> None:
         """Polls `ready` until it is true.
 
-        Raises `EngineError` with the end of the log if the process dies first, `DeadlineExceeded` with the last log line
-        if `timeout_s` passes.
+        Raises `EngineError` with the end of the log if the process dies first, `DeadlineExceeded` with the last log
+        line if `timeout_s` passes.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             if not self.alive:
                 raise EngineError(
-                    f"{self.name} ended with status {self.returncode} before {what}; the end of {self.log_path}:\n{self.log_tail()}"
+                    f"{self.name} ended with status {self.returncode} before {what}; "
+                    f"the end of {self.log_path}:\n{self.log_tail()}"
                 )
             if ready():
                 return
@@ -184,9 +189,11 @@ class ChildProcess:
         """
         if self._popen is None or self._family is None:
             return
-        left = self._family.end(grace_s=timeout_s)
+        files = SharedMemoryFiles()
+        left = self._family.end(grace_s=timeout_s, before_kill=files.observe)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=5)
+        files.remove_orphans()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if left:

@@ -95,7 +95,7 @@ class ProcessFamily:
     """Remembers who belongs to us; `refresh` looks again, `end` ends them all."""
 
     def __init__(self, env_name: str, value: str, *, seeds: Iterable[int] = (), spare: Iterable[int] = ()) -> None:
-        """`seeds`: pids that belong from the start; `spare`: pids that never do (with this process and its ancestors)."""
+        """`seeds`: pids that belong from the start; `spare`: never do, like this process and its ancestors."""
         self._mark = f"{env_name}={value}".encode()
         self._spare = ancestors(os.getpid()) | set(spare)
         self._members: dict[int, ProcessStat] = {}
@@ -110,8 +110,8 @@ class ProcessFamily:
         processes = all_processes()
         known = {m.id for m in self._members.values()}
         members = {pid: s for pid, s in processes.items() if s.id in known}
-        # A dead leader's number names its session (and is not given out again) for as long as that has a process; once it
-        # has none, the number means nothing to us any more.
+        # A dead leader's number names its session (and is not given out again) for as long as that has a process; once
+        # it has none, the number means nothing to us any more.
         in_use = {n for s in processes.values() for n in (s.group, s.session)}
         leaders = {pid for pid in self._leaders | self._members.keys() if pid in in_use and pid not in processes}
         members |= {pid: s for pid, s in processes.items() if pid not in self._spare and has_mark(pid, self._mark)}
@@ -136,12 +136,16 @@ class ProcessFamily:
                     os.kill(member.id.pid, signum)
 
     def end(
-        self, *, grace_s: float, limit_s: float = 10.0, before_kill: Callable[[list[ProcessStat]], None] | None = None
+        self,
+        *,
+        grace_s: float,
+        limit_s: float = 10.0,
+        before_kill: Callable[[list[ProcessStat]], None] | None = None,
     ) -> list[ProcessStat]:
-        """SIGTERM to all, `grace_s` later SIGKILL to the rest; returns who is left after `limit_s` more (normally none).
+        """SIGTERM to all, `grace_s` later SIGKILL to the rest; returns who is left after `limit_s` more: normally none.
 
-        `before_kill` sees the living members each time before they are signalled. New members found on the way are ended
-        too, so a process that forks while it is being ended does not escape.
+        `before_kill` sees the living members each time before they are signalled. New members found on the way are
+        ended too, so a process that forks while it is being ended does not escape.
         """
         living = self.refresh()
         if before_kill:

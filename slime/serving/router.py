@@ -56,16 +56,16 @@ class Router:
         *,
         host: str = "127.0.0.1",
         log_path: str | Path,
-        extra: Mapping[str, Any] | None = None,
+        extra_args: Mapping[str, Any] | None = None,
         worker_api_key: str | None = None,
     ) -> None:
-        """`extra`: router arguments by field name (`args.router`); `worker_api_key`: token that the servers ask for."""
-        clash = sorted(_OWNED & (extra or {}).keys())
+        """`extra_args`: router arguments by field name (`args.router`); `worker_api_key`: what the servers ask for."""
+        clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
             raise ConfigError(f"got {clash} among the router arguments, which slime sets itself; leave them out")
         self.host = host
         self.log_path = Path(log_path)
-        self._extra = dict(extra or {})
+        self._extra = dict(extra_args or {})
         self._worker_api_key = worker_api_key
         self._lease: PortLease | None = None
         self._process: ChildProcess | None = None

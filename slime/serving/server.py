@@ -83,13 +83,39 @@ class ServerSpec:
         for name in ("tp_size", "dtype", "device"):
             if name in self.extra and self.extra[name] != getattr(self, name):
                 raise ConfigError(
-                    f"got sglang {name} {self.extra[name]!r} and {getattr(self, name)!r} from slime's own settings; make them equal"
+                    f"got sglang {name} {self.extra[name]!r} and {getattr(self, name)!r} from slime's own settings; "
+                    "make them equal"
                 )
+
+    @classmethod
+    def from_args(
+        cls, args: Any, *, index: int = 0, num_threads: int = 1, gpu_ids: tuple[int, ...] | None = None
+    ) -> ServerSpec:
+        """The spec of engine `index` of a run. Raises `ConfigError` on contradictions.
+
+        Without `gpu_ids` the server uses the first GPUs that its owner can see (Ray narrows them). Engines get
+        different seeds: with one for all they would sample the same continuations of equal prompts.
+        """
+        extra = dict(args.sglang)
+        dtype = extra.pop("dtype", None) or "bfloat16"
+        return cls(
+            model_path=str(args.hf_checkpoint),
+            dtype={"half": "float16", "float": "float32"}.get(dtype, dtype),
+            device=args.device,
+            tp_size=int(args.rollout_num_gpus_per_engine),
+            gpu_ids=gpu_ids,
+            random_seed=int(args.rollout_seed) + index,
+            memory_saver=bool(args.offload_rollout),
+            num_threads=num_threads,
+            api_key=extra.pop("api_key", None),
+            extra=extra,
+        )
 
     def server_args(self, *, host: str, port: int, nccl_port: int) -> dict[str, Any]:
         """Every explicit ServerArgs field, defaults first and the user's over them."""
         args: dict[str, Any] = dict(CPU_DEFAULTS) if self.device == "cpu" else {}
         args["skip_server_warmup"] = True  # the first verified weight sync exercises the server instead
+        args["weight_version"] = "0"  # what the checkpoint on disk is called before the first sync publishes 1
         if self.random_seed is not None:
             args["random_seed"] = self.random_seed
         if self.memory_saver and self.device == "cuda":
@@ -162,7 +188,7 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        """`http://host:port`. Raises `EngineError` before `start`; changes only if a start is repeated on another port."""
+        """`http://host:port`; changes if `wait_ready` starts again. Raises `EngineError` before `start`."""
         return f"http://{self.host}:{self.port}"
 
     @property

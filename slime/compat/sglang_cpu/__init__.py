@@ -58,8 +58,8 @@ def activate(device: str) -> list[PatchReport]:
     for report in reports:
         if report.applied and not report.took_effect:
             raise EngineError(
-                f"got no effect from the CPU patch {report.name!r} ({report.symptom}), because {report.upstream} or torch "
-                "changed; install the pinned versions or update slime.compat.sglang_cpu"
+                f"got no effect from the CPU patch {report.name!r} ({report.symptom}), because {report.upstream} or "
+                "torch changed; install the pinned versions or update slime.compat.sglang_cpu"
             )
     return reports
 

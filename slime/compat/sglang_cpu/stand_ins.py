@@ -1,4 +1,4 @@
-"""Stand-in modules for `torchvision` and `sgl_kernel`, which have no CPU build that fits and which SGLang imports by name.
+"""Stand-ins for `torchvision` and `sgl_kernel`, which have no CPU build that fits and which SGLang imports by name.
 
 A stand-in is a package in which every name exists: a capitalised name is an empty class, any other a function that
 raises `EngineError` when called. Dunder names do not exist, so that `inspect`, `copy` and `pickle` behave.

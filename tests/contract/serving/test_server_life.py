@@ -1,0 +1,181 @@
+"""The life of real servers: they end when told, end with their owner, fail fast and loud, and do not meet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.core.errors import DeadlineExceeded, EngineError
+from slime.serving import server as server_module
+from slime.serving.plain_http import request
+from slime.serving.ports import PortLease, is_bindable, lease_ports
+from slime.serving.process import FAMILY_ENV
+from slime.serving.proctree import all_processes, has_mark, read_stat
+from slime.serving.server import ServerSpec, SGLangServer
+
+OWNER = """
+import sys, time
+from slime.serving.router import Router
+from slime.serving.server import ServerSpec, SGLangServer
+server = SGLangServer(ServerSpec(model_path=sys.argv[1], dtype="float32"), log_path=sys.argv[2] + "/engine.log")
+front = Router(log_path=sys.argv[2] + "/router.log")
+server.start()
+front.start()
+front.wait_ready()
+server.wait_ready(180)
+print(server.pid, front.pid, flush=True)
+time.sleep(300)
+"""
+GENERATE = {"input_ids": [2, 40, 41], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+
+
+def session_of(pid: int) -> set[int]:
+    """The living processes of the session that a server leads."""
+    return {s.id.pid for s in all_processes().values() if s.session == pid and s.state != "Z"}
+
+
+def gone(pids: set[int], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if all((stat := read_stat(p)) is None or stat.state == "Z" for p in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_model_that_does_not_exist_fails_fast_and_shows_the_log(tmp_path: Path) -> None:
+    spec = ServerSpec(model_path=str(tmp_path / "nothing-here"), dtype="float32")
+    server = SGLangServer(spec, log_path=tmp_path / "engine.log")
+    server.start()
+    pid = server.pid
+    with pytest.raises(EngineError, match="nothing-here") as caught:
+        server.wait_ready(timeout_s=120)
+    assert "Error" in str(caught.value) and not isinstance(caught.value, DeadlineExceeded)
+    assert session_of(pid) == set()
+    assert not server.alive
+
+
+def test_a_deadline_names_the_server_and_the_last_line_of_its_log(tiny_model_path: Path, tmp_path: Path) -> None:
+    server = SGLangServer(
+        ServerSpec(model_path=str(tiny_model_path), dtype="float32"), log_path=tmp_path / "engine.log"
+    )
+    server.start()
+    pid = server.pid
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"SGLang server http://127.*waited 1 s for"):
+            server.wait_ready(timeout_s=1)
+    finally:
+        server.stop(timeout_s=1)
+    assert session_of(pid) == set()
+
+
+@pytest.mark.slow
+def test_two_servers_at_once_serve_and_stop_without_a_trace(tiny_model_path: Path, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    spec = ServerSpec(model_path=str(tiny_model_path), dtype="float32")
+    servers = [SGLangServer(spec, log_path=tmp_path / f"engine_{i}.log") for i in range(2)]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready(timeout_s=240)
+        assert servers[0].port != servers[1].port
+        for server in servers:
+            status, text = request("POST", f"{server.url}/generate", GENERATE, timeout_s=60)
+            assert status == 200, text
+        pids, ports = [s.pid for s in servers], [s.port for s in servers]
+        families = [session_of(pid) for pid in pids]
+        assert all(len(f) >= 3 for f in families), "launcher, scheduler and detokenizer"
+        mine = set().union(*(_shm_names(f) for f in families))
+        assert mine, "SGLang maps shared memory, or this test looks in the wrong place"
+    finally:
+        for server in servers:
+            server.stop()
+    assert gone(set().union(*families), limit_s=1)
+    assert all(is_bindable(port) for port in ports)
+    assert not mine & (set(os.listdir("/dev/shm")) - before)
+
+
+def _shm_names(pids: set[int]) -> set[str]:
+    from slime.serving.shm import shm_files_of
+
+    return {Path(p).name for pid in pids for p in shm_files_of(pid)}
+
+
+@pytest.mark.slow
+def test_server_and_router_end_with_an_owner_that_is_killed(tiny_model_path: Path, tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tiny_model_path), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        server_pid, router_pid = (int(p) for p in owner.stdout.readline().split())
+        family = session_of(server_pid) | session_of(router_pid)
+        assert len(family) >= 4
+        os.kill(owner.pid, signal.SIGKILL)
+        assert gone(family, limit_s=15)
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+@pytest.mark.slow
+def test_a_port_that_was_taken_meanwhile_is_answered_with_another(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squatter = socket.socket()
+    leases: list[PortLease] = []
+
+    def lease_and_squat(count: int = 1) -> PortLease:
+        lease = lease_ports(count)
+        if not leases:
+            squatter.bind(("127.0.0.1", lease.port))
+            squatter.listen()
+        leases.append(lease)
+        return lease
+
+    monkeypatch.setattr(server_module, "lease_ports", lease_and_squat)
+    server = SGLangServer(
+        ServerSpec(model_path=str(tiny_model_path), dtype="float32"), log_path=tmp_path / "engine.log"
+    )
+    try:
+        server.start()
+        server.wait_ready(timeout_s=240)
+        assert len(leases) == 2 and server.port == leases[1].port
+        assert request("POST", f"{server.url}/generate", GENERATE, timeout_s=60)[0] == 200
+    finally:
+        server.stop()
+        squatter.close()
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_serve(tiny_model_path: Path, tmp_path: Path) -> None:
+    spec = ServerSpec(model_path=str(tiny_model_path), dtype="float32", tp_size=2)
+    server = SGLangServer(spec, log_path=tmp_path / "engine.log")
+    try:
+        server.start()
+        server.wait_ready(timeout_s=240)
+        assert request("POST", f"{server.url}/generate", GENERATE, timeout_s=60)[0] == 200
+        status, text = request("POST", f"{server.url}/weights_checker", {"action": "checksum"}, timeout_s=60)
+        assert status == 200 and text.count("tp_rank") == 2, text
+    finally:
+        server.stop()
+
+
+def test_the_mark_of_a_server_survives_in_all_its_processes(engine_server: SGLangServer) -> None:
+    pids = session_of(engine_server.pid)
+    marks = {
+        entry
+        for pid in pids
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if entry.startswith(FAMILY_ENV.encode())
+    }
+    assert len(marks) == 1
+    assert all(has_mark(pid, next(iter(marks))) for pid in pids)

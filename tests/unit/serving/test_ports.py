@@ -1,0 +1,60 @@
+"""Leased ports: free, apart, and exclusive on the host."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+from slime.serving.ports import candidate_ports, is_bindable, lease_ports
+
+CHILD = """
+import sys
+from slime.serving.ports import lease_ports
+lease = lease_ports(40)
+print(*lease.ports, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_leases_of_two_processes_never_share_a_port() -> None:
+    children = [
+        subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    try:
+        with lease_ports(40) as mine:
+            sets = [set(mine.ports)]
+            for child in children:
+                assert child.stdout is not None
+                sets.append({int(p) for p in child.stdout.readline().split()})
+        assert all(len(s) == 40 for s in sets)
+        assert len(set.union(*sets)) == 160
+    finally:
+        for child in children:
+            child.communicate()
+
+
+def test_a_leased_port_lies_outside_the_ephemeral_range_and_can_be_bound() -> None:
+    with lease_ports() as lease, socket.socket() as server:
+        assert any(lease.port in span for span in candidate_ports())
+        server.bind(("127.0.0.1", lease.port))
+        server.listen()
+        assert not is_bindable(lease.port)
+
+
+def test_consecutive_ports_are_neighbours() -> None:
+    with lease_ports(5, consecutive=True) as lease:
+        assert list(lease.ports) == list(range(lease.port, lease.port + 5))
+
+
+def test_a_released_lease_can_be_taken_again() -> None:
+    from slime.serving.ports import _claim
+
+    lease = lease_ports()
+    assert _claim(lease.port) is None
+    lease.release()
+    lease.release()
+    again = _claim(lease.port)
+    assert again is not None
+    again.close()

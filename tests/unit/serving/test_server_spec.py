@@ -1,0 +1,60 @@
+"""What a spec becomes on SGLang's command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.core.errors import ConfigError
+from slime.serving.launch import device_of
+from slime.serving.server import ServerSpec, command_line_flags
+
+
+def args_of(spec: ServerSpec) -> dict[str, object]:
+    return spec.server_args(host="127.0.0.1", port=1, nccl_port=2)
+
+
+def test_what_the_user_gave_wins_over_the_cpu_defaults() -> None:
+    spec = ServerSpec(model_path="m", dtype="float32", extra={"max_total_tokens": 99, "sleep_on_idle": False})
+    args = args_of(spec)
+    assert args["max_total_tokens"] == 99
+    assert "--sleep-on-idle" not in command_line_flags(args)
+    assert args["attention_backend"] == "torch_native"
+
+
+def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
+    spec = ServerSpec(model_path="m", dtype="bfloat16", device="cuda", gpu_ids=(2, 3), tp_size=2, memory_saver=True)
+    args = args_of(spec)
+    assert "attention_backend" not in args and "disable_cuda_graph" not in args and "base_gpu_id" not in args
+    assert args["enable_memory_saver"] is True
+    assert spec.environment() == {"CUDA_VISIBLE_DEVICES": "2,3"}
+
+
+def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
+    env = ServerSpec(model_path="m", dtype="float32", tp_size=2, cpu_ids=((0, 1), (2, 3)), num_threads=2).environment()
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert env["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "auto"},
+        {"dtype": "float32", "device": "tpu"},
+        {"dtype": "float32", "extra": {"port": 30000}},
+        {"dtype": "float32", "extra": {"tp_size": 4}},
+        {"dtype": "float32", "gpu_ids": (0, 1)},
+    ],
+)
+def test_contradictions_are_refused_before_any_process_starts(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        ServerSpec(model_path="m", **settings)  # type: ignore[arg-type]
+
+
+def test_flags_are_written_as_sglang_reads_them() -> None:
+    fields = {"a_b": 1, "on": True, "off": False, "none": None, "many": ["x", "y"], "mapping": {"k": 1}}
+    assert command_line_flags(fields) == ["--a-b", "1", "--on", "--many", "x", "y", "--mapping", '{"k": 1}']
+
+
+def test_the_launcher_patches_only_where_the_device_is_a_cpu() -> None:
+    assert device_of(["--model-path", "m"]) == "cuda"
+    assert device_of(["--device", "cpu"]) == device_of(["--device=cpu"]) == "cpu"
