@@ -39,7 +39,7 @@ _USED_MODULES = (
 """Imported before patching, so that every module that the trainer reaches is loaded and gets the facade."""
 
 _FACTORIES = frozenset(
-    "tensor as_tensor zeros ones empty full arange rand randn randint zeros_like ones_like empty_like full_like".split()
+    ["tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like"]
 )
 """Functions of torch that take a `device=`."""
 

@@ -42,17 +42,27 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    entropy_grad: bool = False,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor | None]:
     """Natural log-probs of `targets` under softmax(hidden @ weight.T / temperature).
 
     hidden [T, H]; weight [V_local, H]; targets [T] int64, global ids. Returns float32 [T], and the entropy [T] or None;
-    both can be differentiated. The matrix product runs in the dtype of the model, the softmax in float32.
+    the log-probs can be differentiated, the entropy if `entropy_grad`. The matrix product runs in the dtype of the model,
+    the softmax in float32.
     """
-    log_probs, entropy = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, shard, float(temperature), with_entropy, chunk_tokens
-    )
+    settings = _Settings(shard, float(temperature), with_entropy, entropy_grad, chunk_tokens if chunk_tokens > 0 else 1 << 30)
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, targets, settings)  # type: ignore[no-untyped-call]
     return log_probs, (entropy if with_entropy else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    shard: VocabShard
+    temperature: float
+    with_entropy: bool
+    entropy_grad: bool
+    chunk_tokens: int
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
@@ -62,6 +72,13 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperatur
     if shard.num_valid < logits.size(1):
         logits[:, shard.num_valid :] = float("-inf")
     return logits
+
+
+def _finite(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Zero instead of -inf in padded columns, whose probability is zero: 0 * -inf would be NaN."""
+    if shard.num_valid == logits.size(1):
+        return logits
+    return torch.cat([logits[:, : shard.num_valid], torch.zeros_like(logits[:, shard.num_valid :])], dim=1)
 
 
 def _all_reduce(x: Tensor, shard: VocabShard, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -84,11 +101,9 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        shard: VocabShard,
-        temperature: float,
-        with_entropy: bool,
-        chunk_tokens: int,
+        settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
+        shard, temperature, chunk_tokens = settings.shard, settings.temperature, settings.chunk_tokens
         num_tokens = hidden.size(0)
         out, lse, entropy = (torch.zeros(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(3))
         for start in range(0, num_tokens, chunk_tokens):
@@ -102,19 +117,21 @@ class _TokenLogProbs(torch.autograd.Function):
             total = _all_reduce(exp.sum(dim=1), shard)
             lse[part] = top + total.log()
             out[part] = picked - lse[part]
-            if with_entropy:  # H = lse - E[logit]; a padded column is exp(-inf) * -inf, hence the zero
-                finite = torch.where(torch.isinf(logits), torch.zeros_like(logits), logits)
-                mean = _all_reduce((exp * finite).sum(dim=1), shard) / total
+            if settings.with_entropy:  # H = lse - E[logit]
+                mean = _all_reduce((exp * _finite(logits, shard)).sum(dim=1), shard) / total
                 entropy[part] = lse[part] - mean
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.settings = (shard, temperature, with_entropy, chunk_tokens)
+        ctx.settings = settings
+        if not settings.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
         return out, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_prob, grad_entropy = grads
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        shard, temperature, with_entropy, chunk_tokens = ctx.settings
+        settings: _Settings = ctx.settings
+        shard, temperature, chunk_tokens = settings.shard, settings.temperature, settings.chunk_tokens
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.size(0), chunk_tokens):
@@ -126,10 +143,9 @@ class _TokenLogProbs(torch.autograd.Function):
             local, held = _local_targets(targets[part], shard)
             own = torch.where(held, grad_log_prob[part], torch.zeros_like(grad_log_prob[part]))
             grad.scatter_add_(1, local.unsqueeze(1), own.unsqueeze(1))
-            if with_entropy:  # dH/dlogit = -p (log p + H)
-                finite = torch.where(torch.isinf(log_p), torch.zeros_like(log_p), log_p)
-                grad -= p * (finite + entropy[part].unsqueeze(1)) * grad_entropy[part].unsqueeze(1)
+            if settings.entropy_grad:  # dH/dlogit = -p (log p + H)
+                grad -= p * (_finite(log_p, shard) + entropy[part].unsqueeze(1)) * grad_entropy[part].unsqueeze(1)
             grad = (grad / temperature).to(weight.dtype)
             grad_hidden[part] = torch.matmul(grad, weight)
             grad_weight += torch.matmul(grad.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None

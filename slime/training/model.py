@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError
 from slime.training.layers import PackedSequences, decoder_spec
-from slime.training.log_probs import VocabShard, token_log_probs
+from slime.training.log_probs import DEFAULT_CHUNK_TOKENS, VocabShard, token_log_probs
 from slime.training.model_config import rotary_parameters, transformer_config
 
 
@@ -64,6 +64,8 @@ class PolicyModel(GPTModel):
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        entropy_grad: bool = False,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs of `targets` [R] predicted at `positions` [R] of a packed row of T tokens; float32 [R], entropy [R]."""
         hidden = self.hidden(tokens, position_ids, packed)
@@ -74,6 +76,8 @@ class PolicyModel(GPTModel):
             self.shard,
             temperature=temperature,
             with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+            chunk_tokens=chunk_tokens,
         )
 
 

@@ -6,7 +6,6 @@ are refused; those that need a package which is not installed (fusions of Apex o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.core.errors import ConfigError
+from slime.training.schema import config_kwargs
 
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 """Rotary scalings that keep the attention scale at 1 and do not depend on the sequence length."""
@@ -52,10 +52,7 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
     """
     _refuse(megatron, hf_config)
     dtype = training_dtype(megatron)
-    fields = {f.name for f in dataclasses.fields(TransformerConfig) if f.init}
-    values = {k: v for k, v in megatron.items() if k in fields and v is not None}
-    for name in ("activation_func", "init_method", "output_layer_init_method", "embedding_init_method"):
-        values.pop(name, None)  # functions; our initialisation is the checkpoint
+    values = config_kwargs(TransformerConfig, megatron)
     values.update(_shape(hf_config))
     values.update(_FORCED)
     values.update(
@@ -122,11 +119,16 @@ def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
     )
 
 
+def learning_rate(megatron: Mapping[str, Any]) -> float:
+    """`--lr`, by default 1e-6."""
+    value = megatron.get("lr")
+    return 1e-6 if value is None else float(value)
+
+
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
     """Adam with decoupled weight decay, float32 master weights and moments, sharded over the data-parallel ranks."""
     dtype = training_dtype(megatron)
-    fields = {f.name for f in dataclasses.fields(OptimizerConfig) if f.init}
-    values = {k: v for k, v in megatron.items() if k in fields and v is not None}
+    values = config_kwargs(OptimizerConfig, megatron)
     for name in ("timers", "overlap_param_gather_with_optimizer_step", "params_dtype"):
         values.pop(name, None)
     if values.get("optimizer", "adam") != "adam":
@@ -137,6 +139,7 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
+        lr=learning_rate(megatron),
         min_lr=float(megatron.get("min_lr") or 0.0),
     )
     return OptimizerConfig(**values)

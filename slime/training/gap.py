@@ -1,0 +1,143 @@
+"""The gap between the trainer's and the engine's log-probs of the same sampled tokens: the alarm for silent wrongness.
+
+A wrong weight, a wrong template, another temperature or a stale engine all show here first. Tokens sampled by the
+version that the trainer holds must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of
+other versions (partial rollouts, asynchronous training) legitimately differ; they have a figure of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.core.batch import TrainBatch
+from slime.core.errors import NumericsError
+from slime.training.micro_batch import MicroBatch
+
+LIMITS: dict[torch.dtype, tuple[str, float]] = {
+    torch.float32: ("max", 1e-3),
+    torch.bfloat16: ("mean", 5e-2),
+    torch.float16: ("mean", 2e-2),
+}
+"""Training dtype -> which figure is limited, and the default limit in nats. `--logprob-gap-limit` replaces the number.
+
+float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 and more. Half precision has single tokens with
+gaps of 1 and more on real models, so its limit is on the mean."""
+
+_LOW, _HIGH, _BINS = -9.0, 3.0, 1200
+"""Histogram of log10(gap): 2.3 % wide bins, the same on every rank, so that a percentile needs one small all-reduce."""
+
+
+@dataclass(slots=True)
+class WorstToken:
+    """The token with the largest gap seen on one rank."""
+
+    gap: float = -1.0
+    position: int = -1
+    """Of its sample in the batch."""
+    offset: int = -1
+    """Within the response."""
+    trainer: float = 0.0
+    engine: float = 0.0
+
+
+class GapMeter:
+    """Collects gaps over micro-batches; `finish` reduces over the data-parallel group and raises if over the limit."""
+
+    def __init__(self, version: int, device: torch.device) -> None:
+        self._version = version
+        self._device = device
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
+        self._pending: list[tuple[MicroBatch, Tensor, Tensor, Tensor]] = []
+
+    def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
+        """log_probs [R]: the trainer's, detached."""
+        if batch.targets.numel() == 0:
+            return
+        sampled = batch.sampled > 0
+        current = sampled & (batch.versions == self._version)
+        zero = torch.zeros_like(log_probs)
+        gap = torch.where(sampled, (log_probs - torch.where(sampled, batch.rollout_log_probs, zero)).abs(), zero)
+        stale = sampled & ~current
+        own = torch.where(current, gap, zero)
+        self._sums += torch.stack([own.double().sum(), current.sum(), gap.double().sum(), sampled.sum(), stale.sum()])
+        bins = torch.clamp(((own.clamp_min(1e-9).log10() - _LOW) / (_HIGH - _LOW) * _BINS).nan_to_num(_BINS - 1.0), 0, _BINS - 1)
+        self._histogram.scatter_add_(0, bins.long(), current.double())
+        # A NaN is the worst gap of all; argmax treats it so.
+        worst = torch.where(current, gap, zero - 1).argmax()
+        self._pending.append((batch, log_probs, gap[worst], worst))
+
+    def finish(self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup) -> dict[str, float]:
+        """Metrics of the whole step. Raises `NumericsError` on every rank if the limit is exceeded.
+
+        A collective over the data-parallel `group`.
+        """
+        worst = self._worst()
+        numbers = torch.cat([self._sums, self._histogram])
+        dist.all_reduce(numbers, group=group)
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, worst, group=group)
+        top: WorstToken = max(gathered, key=lambda w: math.inf if math.isnan(w.gap) else w.gap)
+        own_sum, num_current, gap_sum, num_sampled, num_stale = numbers[:5].tolist()
+        metrics = {"train/stale_tokens": num_stale}
+        if num_sampled:
+            metrics["train/train_rollout_logprob_abs_diff"] = gap_sum / num_sampled
+        if num_stale:
+            metrics["train/logprob_gap_stale_mean"] = (gap_sum - own_sum) / num_stale
+        if num_current:
+            metrics["train/logprob_gap_max"] = top.gap
+            metrics["train/logprob_gap_mean"] = own_sum / num_current
+            metrics["train/logprob_gap_p99"] = min(_percentile(numbers[5:], 0.99), top.gap)
+            _check_limit(batch, top, own_sum / num_current, dtype=dtype, limit=limit, version=self._version)
+        return metrics
+
+    def _worst(self) -> WorstToken:
+        best = WorstToken()
+        for micro_batch, log_probs, gap, index in self._pending:
+            value = float(gap)
+            if not bool((micro_batch.versions[index] == self._version) & (micro_batch.sampled[index] > 0)):
+                continue
+            if value > best.gap or math.isnan(value):
+                position, offset = locate(micro_batch, int(index))
+                engine = float(micro_batch.rollout_log_probs[index])
+                best = WorstToken(value, position, offset, float(log_probs[index]), engine)
+        return best
+
+
+def locate(batch: MicroBatch, index: int) -> tuple[int, int]:
+    """(position of the sample in the batch, offset in its response) of entry `index` of [R]."""
+    for position, length in zip(batch.positions, batch.lengths, strict=True):
+        if index < length:
+            return position, index
+        index -= length
+    raise AssertionError(f"response token {index} beyond the end of the micro-batch")
+
+
+def _percentile(histogram: Tensor, share: float) -> float:
+    cumulative = histogram.cumsum(0)
+    index = int((cumulative < share * float(cumulative[-1])).sum())
+    return float(10 ** (_LOW + (index + 1) * (_HIGH - _LOW) / _BINS))
+
+
+def _check_limit(
+    batch: TrainBatch, worst: WorstToken, mean: float, *, dtype: torch.dtype, limit: float | None, version: int
+) -> None:
+    figure, default = LIMITS[dtype]
+    bound = default if limit is None else limit
+    value = worst.gap if figure == "max" else mean
+    if value <= bound:  # false for NaN, too
+        return
+    sample = batch.samples[worst.position]
+    token = int(sample.tokens[sample.num_tokens - sample.response_length + worst.offset])
+    raise NumericsError(
+        f"got a {figure} log-prob gap of {value:.3g} between trainer and engine (limit {bound:.3g} for {dtype}), because they "
+        f"do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group {sample.group_index}, "
+        f"response token {worst.offset} (id {token}), trainer {worst.trainer:.6f}, engine {worst.engine:.6f}, both version "
+        f"{version}. Look at --sglang-dtype, --rollout-temperature and the weight sync; --logprob-gap-limit moves the limit"
+    )

@@ -1,0 +1,127 @@
+"""Megatron's data-parallel wrapper, distributed optimizer and schedule, and one careful optimizer step.
+
+Invariants
+1. Gradients are sums over the data-parallel ranks: Megatron's own division is switched off (`model_config`), because the
+   loss carries the denominators of the whole step.
+2. A non-finite gradient never reaches the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slime.core.errors import ConfigError, NumericsError
+from slime.training.model import PolicyModel
+from slime.training.model_config import ddp_config, learning_rate, optimizer_config
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """What an optimizer step works on."""
+
+    ddp: DistributedDataParallel
+    optimizer: Any
+    """Megatron's `ChainedOptimizer` over one `DistributedOptimizer`."""
+    scheduler: OptimizerParamScheduler
+
+    @property
+    def model(self) -> PolicyModel:
+        module: PolicyModel = self.ddp.module
+        return module
+
+    @property
+    def inner(self) -> Any:
+        """The one `DistributedOptimizer`."""
+        assert len(self.optimizer.chained_optimizers) == 1, "one optimizer for a dense model"
+        return self.optimizer.chained_optimizers[0]
+
+
+def build_trainable(model: PolicyModel, megatron: Mapping[str, Any]) -> Trainable:
+    """Wraps a model whose weights are loaded already: the optimizer copies its master weights now."""
+    ddp = DistributedDataParallel(model.config, ddp_config(megatron), model)
+    optimizer = get_megatron_optimizer(optimizer_config(megatron), [ddp], use_gloo_process_groups=False)
+    return Trainable(ddp, optimizer, _scheduler(optimizer, megatron))
+
+
+def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
+    """One step of the schedule is one optimizer step, counted as `train_iters` and `lr_warmup_iters` are."""
+    style = str(megatron.get("lr_decay_style") or "constant")
+    decay = megatron.get("lr_decay_iters") or megatron.get("train_iters")
+    if style != "constant" and not decay:
+        raise ConfigError(f"got --lr-decay-style {style} without a length; set --lr-decay-iters")
+    warmup = int(megatron.get("lr_warmup_iters") or 0)
+    if megatron.get("lr_warmup_fraction"):
+        warmup = int(float(megatron["lr_warmup_fraction"]) * int(decay or 0))
+    decay_steps = int(decay or 1)
+    if style == "constant":
+        decay_steps = max(decay_steps, warmup + 1)
+    elif warmup >= decay_steps:
+        raise ConfigError(f"got {warmup} warm-up steps of a schedule of {decay_steps}; lower --lr-warmup-iters")
+    decayed = float(megatron["weight_decay"]) if megatron.get("weight_decay") is not None else 0.01
+    start, end = megatron.get("start_weight_decay"), megatron.get("end_weight_decay")
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=float(megatron.get("lr_warmup_init") or 0.0),
+        max_lr=learning_rate(megatron),
+        min_lr=float(megatron.get("min_lr") or 0.0),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=style,
+        start_wd=decayed if start is None else float(start),
+        end_wd=decayed if end is None else float(end),
+        wd_incr_steps=max(1, int(megatron.get("train_iters") or 1)),
+        wd_incr_style=str(megatron.get("weight_decay_incr_style") or "constant"),
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=megatron.get("lr_wsd_decay_iters"),
+        lr_wsd_decay_style=megatron.get("lr_wsd_decay_style"),
+    )
+
+
+def zero_grad(trainable: Trainable) -> None:
+    """Before the first backward pass of a step."""
+    trainable.ddp.zero_grad_buffer()
+    trainable.optimizer.zero_grad()
+
+
+def reduce_grads(trainable: Trainable) -> None:
+    """After the last backward pass of a step: sums over data-parallel ranks, and over tensor-parallel ones where needed."""
+    finalize_model_grads([trainable.ddp])
+
+
+@torch.no_grad()
+def apply_update(trainable: Trainable) -> dict[str, float]:
+    """Clips, updates the weights and advances the schedule; returns gradient norm (before clipping) and learning rate.
+
+    With float16 a gradient that overflowed the loss scale skips the update (`train/skipped_updates`). Any other
+    non-finite gradient raises `NumericsError` on every rank, before the weights change.
+    """
+    optimizer, inner = trainable.optimizer, trainable.inner
+    rate = float(optimizer.param_groups[0]["lr"])
+    overflow = bool(optimizer.prepare_grads())
+    if overflow:
+        zero_grad(trainable)
+        return {"train/skipped_updates": 1.0, "train/lr-pg_0": rate}
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        raise NumericsError(
+            f"got a gradient norm of {norm} with finite losses, because the backward pass overflowed or hit NaN; "
+            "the weights are unchanged; look at the learning rate, the dtype and the last batch"
+        )
+    if inner.config.clip_grad > 0.0:
+        megatron_optimizer.clip_grad_by_total_norm_fp32(
+            inner.get_parameters(), max_norm=inner.config.clip_grad, total_norm=norm
+        )
+    if not optimizer.step_with_ready_grads():
+        raise NumericsError("got a refused optimizer step from Megatron with finite gradients")
+    trainable.scheduler.step(1)
+    return {"train/grad_norm": norm, "train/lr-pg_0": rate}

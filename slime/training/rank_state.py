@@ -1,0 +1,168 @@
+"""One rank's part of a checkpoint: weights, master weights, moments, schedule, RNG. Safetensors and JSON, nothing else.
+
+Invariants
+1. Loading what was saved, at the same parallel layout, restores every bit.
+2. Another layout, another model or a missing tensor is a `CheckpointError`, never a partial load.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slime.core.errors import CheckpointError
+from slime.training.optimizer import Trainable
+from slime.training.parallel import ParallelInfo
+
+FORMAT = 1
+MODEL, MASTER, MOMENT, RNG = "model/", "master/", "moment/", "rng/"
+"""Prefixes of tensor names in a rank's file."""
+
+
+def save_rank(
+    directory: Path, trainable: Trainable, info: ParallelInfo, *, weight_version: int, with_optimizer: bool = True
+) -> None:
+    """Writes `rank_NNNNN.safetensors` and `rank_NNNNN.json`. Every rank calls it, each for itself."""
+    tensors = {MODEL + name: p for name, p in trainable.model.named_parameters()}
+    meta: dict[str, Any] = {
+        "format": FORMAT,
+        "layout": _layout(info),
+        "weight_version": weight_version,
+        "with_optimizer": with_optimizer,
+    }
+    if with_optimizer:
+        optimizer_tensors, meta["optimizer"] = _optimizer_state(trainable)
+        tensors.update(optimizer_tensors)
+        meta["scheduler"] = trainable.scheduler.state_dict()
+        rng_tensors, meta["rng"] = _rng_state()
+        tensors.update(rng_tensors)
+    # Own memory for every tensor: parameters are views into one buffer, which the format would refuse as shared.
+    host = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(host, directory / f"rank_{info.rank:05d}.safetensors")
+    (directory / f"rank_{info.rank:05d}.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+@torch.no_grad()
+def load_rank(
+    directory: Path, trainable: Trainable, info: ParallelInfo, *, with_optimizer: bool = True, with_rng: bool = True
+) -> int:
+    """Restores what `save_rank` wrote and returns the weight version. Raises `CheckpointError` if it does not fit."""
+    meta, tensors = _read(directory, info)
+    if meta["layout"] != _layout(info):
+        raise CheckpointError(
+            f"got a checkpoint of layout {meta['layout']} for a run of {_layout(info)}, because optimizer state is sharded by "
+            "rank; resume with the same sizes, or start from its Hugging Face export (--save-hf) with --hf-checkpoint"
+        )
+    _copy_all({MODEL + n: p for n, p in trainable.model.named_parameters()}, tensors, MODEL, directory)
+    if not (with_optimizer and meta["with_optimizer"]):
+        trainable.optimizer.reload_model_params()
+        return int(meta["weight_version"])
+    _load_optimizer(trainable, tensors, meta["optimizer"], directory)
+    trainable.scheduler.num_steps = 0
+    trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
+    if with_rng:
+        _set_rng_state(tensors, meta["rng"])
+    return int(meta["weight_version"])
+
+
+def _layout(info: ParallelInfo) -> dict[str, int]:
+    return {"rank": info.rank, "world_size": info.world_size, "tp_size": info.tp_size, "dp_size": info.dp_size}
+
+
+def _read(directory: Path, info: ParallelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    stem = directory / f"rank_{info.rank:05d}"
+    try:
+        meta: dict[str, Any] = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+        tensors = load_file(stem.with_suffix(".safetensors"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"got {error} from {stem}.*; the checkpoint is damaged or of fewer ranks than {info.world_size}") from error
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(f"got checkpoint format {meta.get('format')} in {stem}.json; this release reads format {FORMAT}")
+    return meta, tensors
+
+
+def _copy_all(targets: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str, directory: Path) -> None:
+    found = {k for k in tensors if k.startswith(prefix)}
+    if found != set(targets):
+        odd = sorted(found ^ set(targets))[:4]
+        raise CheckpointError(f"got other {prefix} tensors in {directory} than the model has, for example {odd}; wrong checkpoint")
+    for name, target in targets.items():
+        source = tensors[name]
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise CheckpointError(
+                f"got {name} as {source.dtype} {list(source.shape)} in {directory}; the model has {target.dtype} "
+                f"{list(target.shape)}; resume with the settings of the first run"
+            )
+        target.copy_(source)
+
+
+def _optimizer_state(trainable: Trainable) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by `group.index.key`, and the plain numbers of each group."""
+    inner = trainable.inner
+    tensors: dict[str, Tensor] = {}
+    groups = []
+    for g, group in enumerate(inner.optimizer.param_groups):
+        groups.append({k: v for k, v in group.items() if isinstance(v, int | float | bool | str | list | tuple) and k != "params"})
+        for i, parameter in enumerate(group["params"]):
+            tensors[f"{MASTER}{g}.{i}"] = parameter
+            for key, value in inner.optimizer.state.get(parameter, {}).items():
+                tensors[f"{MOMENT}{g}.{i}.{key}"] = torch.as_tensor(value)
+    scaler = {k: torch.as_tensor(v).tolist() for k, v in inner.grad_scaler.state_dict().items()} if inner.grad_scaler else None
+    return tensors, {"groups": groups, "grad_scaler": scaler}
+
+
+def _load_optimizer(trainable: Trainable, tensors: dict[str, Tensor], meta: dict[str, Any], directory: Path) -> None:
+    inner = trainable.inner
+    masters = {
+        f"{MASTER}{g}.{i}": p
+        for g, group in enumerate(inner.optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
+    _copy_all(masters, tensors, MASTER, directory)
+    inner.optimizer.state.clear()
+    for name, tensor in tensors.items():
+        if name.startswith(MOMENT):
+            g, i, key = name.removeprefix(MOMENT).split(".", 2)
+            parameter = masters[f"{MASTER}{g}.{i}"]
+            # torch keeps the step counter on the host; moments live beside their parameter.
+            value = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
+            inner.optimizer.state[parameter][key] = value
+    for group, saved in zip(inner.optimizer.param_groups, meta["groups"], strict=True):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+    if inner.grad_scaler and meta["grad_scaler"]:
+        inner.grad_scaler.load_state_dict({k: torch.tensor(v) if k == "scale" else v for k, v in meta["grad_scaler"].items()})
+
+
+def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    version, internal, gauss = random.getstate()
+    kind, keys, pos, has_gauss, cached = np.random.get_state()
+    tensors = {RNG + "torch": torch.get_rng_state(), RNG + "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
+    if torch.cuda.is_available():
+        tensors[RNG + "cuda"] = torch.cuda.get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    tensors.update({f"{RNG}megatron.{name}": state for name, state in tracked.items()})
+    return tensors, {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, int(pos), int(has_gauss), float(cached)],
+    }
+
+
+def _set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    version, internal, gauss = meta["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, pos, has_gauss, cached = meta["numpy"]
+    np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
+    torch.set_rng_state(tensors[RNG + "torch"])
+    if torch.cuda.is_available() and RNG + "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[RNG + "cuda"])
+    prefix = RNG + "megatron."
+    get_cuda_rng_tracker().set_states({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})

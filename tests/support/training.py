@@ -1,0 +1,104 @@
+"""Settings and batches for tests of the trainer: what `parse_args` would give, and random batches of unequal samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from slime.core.batch import TrainBatch, TrainSample
+
+MEGATRON: dict[str, Any] = {
+    "lr": 1e-3,
+    "min_lr": 0.0,
+    "lr_decay_style": "constant",
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "clip_grad": 1.0,
+    "bf16": False,
+    "tensor_model_parallel_size": 1,
+    "distributed_timeout_minutes": 2,
+}
+"""A constant schedule in float32 on one rank."""
+
+
+def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
+    """The settings that the trainer reads, with their public names and defaults."""
+    values: dict[str, Any] = {
+        "hf_checkpoint": str(checkpoint),
+        "device": "cpu",
+        "seed": 1234,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "use_dynamic_batch_size": False,
+        "max_tokens_per_gpu": None,
+        "balance_data": False,
+        "log_probs_chunk_size": 16,
+        "rollout_temperature": 1.0,
+        "advantage_estimator": "grpo",
+        "loss_type": "policy_loss",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "eps_clip_c": None,
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.0,
+        "kl_loss_type": "k3",
+        "kl_coef": 0.0,
+        "entropy_coef": 0.0,
+        "compute_advantages_and_returns": True,
+        "normalize_advantages": False,
+        "grpo_std_normalization": True,
+        "rewards_normalization": True,
+        "calculate_per_token_loss": False,
+        "use_rollout_logprobs": False,
+        "use_tis": False,
+        "tis_clip": 2.0,
+        "tis_clip_low": 0.0,
+        "ref_load": None,
+        "logprob_gap_limit": 1e9,
+        "no_save_optim": False,
+        "no_load_optim": False,
+        "no_load_rng": False,
+        "finetune": False,
+    }
+    return SimpleNamespace(**{**values, **changes}, megatron={**MEGATRON, **(megatron or {})})
+
+
+def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:
+    """Samples of unequal prompts and responses, some tokens masked, log-probs near a uniform policy, version 1."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index in range(num_groups * group_size):
+        prompt, response = int(rng.integers(1, 9)), int(rng.integers(2, 14))
+        mask = (rng.random(response) < 0.8).astype(np.float32)
+        mask[0] = 1.0
+        samples.append(
+            TrainSample(
+                tokens=rng.integers(3, vocab_size, prompt + response).astype(np.int64),
+                loss_mask=mask,
+                rollout_log_probs=(rng.normal(-4.8, 0.1, response)).astype(np.float32),
+                token_versions=np.where(mask > 0, 1, -1).astype(np.int32),
+                reward=float(rng.normal()),
+                group_index=index // group_size,
+                index=index,
+                truncated=False,
+            )
+        )
+    return TrainBatch(rollout_id=0, samples=tuple(samples))
+
+
+def with_samples(batch: TrainBatch, samples: list[TrainSample]) -> TrainBatch:
+    """The same batch holding other samples."""
+    return dataclasses.replace(batch, samples=tuple(samples))
+
+
+def free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
