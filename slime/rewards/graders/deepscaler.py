@@ -1,0 +1,22 @@
+"""Reasoning models: the text after `</think>` (or `###Response`) must box the answer; 1.0 if math-verify agrees, else 0.0."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions, math_answer
+from slime.rewards.graders.answers import last_boxed
+
+MARKERS = ("</think>", "###Response")
+
+
+def grade(sample: Sample, options: GraderOptions) -> float:
+    """Returns 1.0 or 0.0; a response that never ends its thinking or boxes nothing scores 0.0."""
+    for marker in MARKERS:
+        _, found, answer = sample.response.rpartition(marker)
+        if found:
+            if last_boxed(answer) is None:
+                return 0.0
+            return math_answer.grade(dataclasses.replace(sample, response=answer), options)
+    return 0.0

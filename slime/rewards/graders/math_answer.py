@@ -1,0 +1,44 @@
+"""Mathematics: 1.0 if math-verify finds the final answer equal to the label, else 0.0.
+
+The answer is the last `\\boxed{}`, else whatever math-verify extracts from the whole response. math-verify's own
+time limit is off: it rests on SIGALRM, which a long big-integer power ignores; the pool kills the worker instead.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from slime.core.errors import DataError
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions
+from slime.rewards.graders.answers import last_boxed
+
+MAX_ANSWER_CHARS = 2_000
+"""A longer "final answer" is a text, not an answer: it scores 0.0 without parsing."""
+TAIL_CHARS = 4_000
+"""Without a box only the end of the response is searched."""
+
+
+def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
+    """Whether `answer` equals the reference. Raises `DataError` if the reference itself cannot be parsed."""
+    if answer.strip() == label.strip():
+        return True
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = math_verify.parse(label if "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
+    if not gold:
+        raise DataError(f"got the label {label!r:.100}, in which math-verify finds no expression; check --label-key")
+    predicted = math_verify.parse(f"\\boxed{{{answer}}}" if boxed else answer, parsing_timeout=None)
+    return bool(math_verify.verify(gold, predicted, timeout_seconds=None))
+
+
+def grade(sample: Sample, options: GraderOptions) -> float:
+    """Returns 1.0 or 0.0. Raises `DataError` on a missing or unreadable label."""
+    if sample.label is None:
+        raise DataError("the math grader needs a label; set --label-key")
+    box = last_boxed(sample.response)
+    answer = sample.response[-TAIL_CHARS:] if box is None else box
+    if not answer.strip() or (box is not None and len(box) > MAX_ANSWER_CHARS):
+        return 0.0
+    return float(equal_answers(answer, str(sample.label), boxed=box is not None))

@@ -1,0 +1,69 @@
+"""reasoning-gym: the score of the task's own verifier (0.0 to 1.0), for the entry that the sample was made from.
+
+The dataset row carries the task and its entry: `metadata["reasoning_gym"] = {"dataset": ..., "entry": ...}`, or
+`metadata["source_dataset"]` with the entry (question, answer, metadata) under `metadata["entry"]`, beside it, or with
+only the label. The verifiers want the bare answer, so it is taken out of the response first: `bare_answer`.
+Source: reasoning_gym.get_score_answer_fn.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from slime.core.errors import DataError
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions
+from slime.rewards.graders.answers import last_answer_element, last_boxed
+
+NUMBER = re.compile(r"[-+]?\d+(?:[.,/]\d+)*")
+TAIL_CHARS = 2_000
+"""Without a marked answer only the end of the response is searched."""
+
+
+@functools.lru_cache(maxsize=256)
+def _score_function(source_dataset: str) -> Callable[[str, dict[str, Any]], float]:
+    import reasoning_gym
+
+    function: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(source_dataset)
+    return function
+
+
+def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
+    """The task's name and entry. Raises `DataError` if the metadata do not tell them."""
+    metadata = sample.metadata
+    task = metadata.get("reasoning_gym")
+    if isinstance(task, dict) and task.get("dataset") and isinstance(task.get("entry"), dict):
+        return str(task["dataset"]), task["entry"]
+    entry = metadata.get("entry", metadata if "answer" in metadata else None)
+    if entry is None:
+        entry = {"question": sample.prompt, "answer": sample.label, "metadata": metadata}
+    source = metadata.get("source_dataset") or (entry.get("metadata") or {}).get("source_dataset")
+    if not source or entry.get("answer") is None:
+        raise DataError(
+            f"got metadata with keys {sorted(metadata)}; the reasoning_gym grader needs source_dataset and the entry's "
+            "answer there: write them into the metadata column of the dataset"
+        )
+    return str(source), entry
+
+
+def bare_answer(response: str, reference: str) -> str:
+    """What the response commits to: the `<answer>` element, else the last box, else the last number if the reference
+    is a number, else the last line that is not empty.
+    """
+    for marked in (last_answer_element(response), last_boxed(response)):
+        if marked is not None:
+            return marked
+    tail = response[-TAIL_CHARS:].strip()
+    if NUMBER.fullmatch(reference.strip()):
+        numbers: list[str] = NUMBER.findall(tail)
+        return numbers[-1] if numbers else ""
+    return tail.splitlines()[-1].strip() if tail else ""
+
+
+def grade(sample: Sample, options: GraderOptions) -> float:
+    """Returns the verifier's score."""
+    source, entry = task_entry(sample)
+    return float(_score_function(source)(bare_answer(sample.response, str(entry["answer"])), entry))

@@ -1,0 +1,178 @@
+"""The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
+
+Who produces and consumes: rollout tasks call `score` or `score_group` on one event loop; each call takes a slot of a
+lane, asks one process, and gives the slot back. The `serial` lane runs one request per process (graders that compute);
+the `concurrent` lane runs many per process (async graders that wait on the network).
+
+Invariants
+1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.
+2. A request beyond its time limit costs its process, which is killed and replaced; requests that shared the process
+   are asked again elsewhere, at most `MAX_TRIES` times.
+3. Processes start on first use and are all gone after `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.core.errors import ConfigError, SlimeError
+from slime.core.sample import Sample
+from slime.rewards.graders import ASYNC_TYPES, GraderOptions, base_type
+from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
+from slime.rewards.types import Score, Scored, Unscored
+from slime.rewards.worker import load_custom
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES = 2
+"""How often one request is asked when its process dies under it."""
+CONCURRENT_PER_PROCESS = 64
+ASYNC_GRACE_S = 5.0
+"""How much longer than the worker's own limit the pool waits for an async grader before it kills the process."""
+MAX_RESPONSE_CHARS = 16_000_000
+"""A longer response is not sent to a grader."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Processes of one kind, and the slots that bound what they are asked."""
+
+    max_processes: int
+    per_process: int
+    slots: asyncio.Semaphore
+    processes: list[GraderProcess] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class GraderPool:
+    """Scores samples by `--custom-rm-path`, else by `metadata["rm_type"]`, else by `--rm-type`."""
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_limit_bytes: int | None = None,
+        rm_type: str | None = None,
+        rm_url: str | None = None,
+        custom_rm_path: str | None = None,
+        args: Any = None,
+    ) -> None:
+        """`args` is handed to user functions. Raises `ConfigError` on an unknown `rm_type`."""
+        if rm_type is not None:
+            base_type(rm_type)
+        self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
+        options = GraderOptions(rm_url=rm_url, timeout_s=timeout_s)
+        self._settings = ProcessSettings(options=options, memory_limit_bytes=memory_limit_bytes, args=args)
+        num_async = min(2, num_workers)
+        self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
+        self._concurrent = _Lane(num_async, CONCURRENT_PER_PROCESS, asyncio.Semaphore(num_async * CONCURRENT_PER_PROCESS))
+        self._is_async: dict[str, bool] = {}
+        self._closed = False
+
+    async def score(self, sample: Sample) -> Score:
+        """Scores one sample. `Unscored` says why there is no score; raises `ConfigError` if no grader is chosen."""
+        return (await self._grade([sample], group=False))[0]
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
+        """Scores all samples of a prompt by one call of the user's group function, in order."""
+        return await self._grade(list(samples), group=True)
+
+    async def close(self) -> None:
+        """Kills every process."""
+        self._closed = True
+        processes = self._serial.processes + self._concurrent.processes
+        await asyncio.gather(*(process.kill() for process in processes))
+        self._serial.processes.clear()
+        self._concurrent.processes.clear()
+
+    def _choose(self, sample: Sample) -> tuple[str, bool, bool]:
+        """-> (grader, is a user function, is async). The sample's own choice wins over the run's."""
+        custom = sample.custom_rm_path or (None if "rm_type" in sample.metadata else self._custom_rm_path)
+        if custom is not None:
+            if custom not in self._is_async:
+                function = load_custom(custom)
+                self._is_async[custom] = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+                    getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
+                )
+            return custom, True, self._is_async[custom]
+        rm_type = sample.metadata.get("rm_type") or self._rm_type
+        if not rm_type:
+            raise ConfigError(
+                f"sample {sample.index} has no grader: give --rm-type or --custom-rm-path, or metadata rm_type in the dataset"
+            )
+        return str(rm_type), False, base_type(str(rm_type)) in ASYNC_TYPES
+
+    async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
+        if self._closed:
+            raise SlimeError("the grader pool is closed; nothing can be scored any more")
+        grader, custom, is_async = self._choose(samples[0])
+        longest = max(len(s.response) for s in samples)
+        if longest > MAX_RESPONSE_CHARS:
+            return [Unscored(f"the response has {longest} characters, more than {MAX_RESPONSE_CHARS}")] * len(samples)
+        message = {"grader": grader, "custom": custom, "group": group, "concurrent": is_async}
+        message["samples"] = [_wire(s) for s in samples]
+        lane = self._concurrent if is_async else self._serial
+        limit_s = self._timeout_s + (ASYNC_GRACE_S if is_async else 0.0)
+        reason = "never asked"
+        async with lane.slots:
+            for _ in range(MAX_TRIES):
+                reply = await self._ask(lane, message, limit_s)
+                if not isinstance(reply, str):
+                    return _scores(reply, len(samples))
+                reason = reply
+                if reason.startswith("timeout"):
+                    break
+        return [Unscored(reason)] * len(samples)
+
+    async def _ask(self, lane: _Lane, message: dict[str, Any], limit_s: float) -> dict[str, Any] | str:
+        """One try: the reply, or why there is none."""
+        process = await self._process(lane)
+        try:
+            return await asyncio.wait_for(process.ask(message), limit_s)
+        except TimeoutError:
+            logger.warning("grader %s did not answer within %g s; its process %d is killed", message["grader"], limit_s, process.pid)
+            await self._drop(lane, process)
+            return f"timeout after {self._timeout_s:g} s"
+        except GraderDied as death:
+            await self._drop(lane, process)
+            return str(death)
+        except asyncio.CancelledError:
+            if lane.per_process == 1:  # it is still busy with what nobody waits for
+                await asyncio.shield(self._drop(lane, process))
+            raise
+
+    async def _process(self, lane: _Lane) -> GraderProcess:
+        """A living process with a free place; starts one if all are taken and more are allowed."""
+        async with lane.lock:
+            lane.processes[:] = [p for p in lane.processes if not p.dead]
+            process = min(lane.processes, key=lambda p: p.num_waiting, default=None)
+            if process is None or (process.num_waiting > 0 and len(lane.processes) < lane.max_processes):
+                process = await GraderProcess.start(self._settings)
+                lane.processes.append(process)
+            return process
+
+    async def _drop(self, lane: _Lane, process: GraderProcess) -> None:
+        if process in lane.processes:
+            lane.processes.remove(process)
+        await process.kill()
+
+
+def _wire(sample: Sample) -> dict[str, Any]:
+    """The sample without what graders do not read: per-token lists would be most of the bytes."""
+    fields = sample.to_dict()
+    fields.update(tokens=[], loss_mask=None, rollout_log_probs=None, token_versions=None, response_length=0)
+    return fields
+
+
+def _scores(reply: dict[str, Any], num_samples: int) -> list[Score]:
+    """Decodes a reply; whatever does not fit becomes a reason."""
+    entries = reply.get("scores")
+    if not isinstance(entries, list) or len(entries) != num_samples:
+        return [Unscored("the grader process sent a reply of another shape")] * num_samples
+    return [Scored(e["value"]) if "value" in e else Unscored(str(e.get("unscored"))) for e in entries]

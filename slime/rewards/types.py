@@ -1,0 +1,61 @@
+"""The contract of every grader: a score, or the reason why there is none.
+
+Invariant: a failure is never a number. A grader that hangs, raises, returns None or a non-finite value yields
+`Unscored`, and the rollout decides whether to try again; nothing turns it into a reward of zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+MAX_RESULT_BYTES = 64 * 1024
+"""Longest JSON encoding of one reward; a longer one is refused (hostile or mistaken)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The grader answered."""
+
+    value: float | dict[str, Any]
+    """The reward, finite; a dict carries several numbers and `--reward-key` picks one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """The grader gave no usable answer."""
+
+    reason: str
+    """One line, for the sample's metadata, the log and the counters."""
+
+
+Score = Scored | Unscored
+
+
+def check_reward(value: Any) -> Score:
+    """Judges what a grader returned: a finite number or a dict with finite numbers is a score, all else is not."""
+    if isinstance(value, bool):
+        return Scored(float(value))
+    if isinstance(value, int | float):
+        try:
+            number = float(value)
+        except OverflowError:
+            return Unscored("the grader returned an integer too large for a float")
+        return Scored(number) if math.isfinite(number) else Unscored(f"the grader returned {number}")
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                return Unscored(f"the grader returned a dict with the key {key!r:.80}; keys must be strings")
+            if isinstance(entry, float) and not math.isfinite(entry):
+                return Unscored(f"the grader returned {entry} under {key!r:.80}")
+        return Scored(value) if value else Unscored("the grader returned an empty dict")
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        return check_reward(value.item())  # a NumPy scalar, without importing NumPy
+    return Unscored(f"the grader returned {type(value).__name__}, expected a number or a dict of numbers")
+
+
+def reason_kind(reason: str) -> str:
+    """A reason without its details, as a metric name: lower case words joined by `_`, at most four."""
+    words = "".join(c if c.isalpha() else " " for c in reason.lower()).split()
+    return "_".join(words[:4]) or "unknown"

@@ -1,0 +1,174 @@
+"""One grader process: reads samples as frames from stdin, writes scores as frames to stdout, can be killed any time.
+
+Who talks to whom: `process.GraderProcess` starts it and owns both pipes. The first frame configures it, each later one
+is a request; each gets exactly one reply with its id. The parent is trusted (its first frame carries pickled args for
+user hooks); nothing that a grader or a model wrote is ever unpickled anywhere: replies are JSON.
+
+Invariants
+1. It dies with its parent: SIGKILL by the kernel when the parent thread ends, or end-of-file on stdin.
+2. What a grader prints goes to stderr; the reply pipe is a descriptor that graders do not know.
+3. Every request gets a reply unless the process dies; an exception is a reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions, load_grader
+from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
+
+HEADER = struct.Struct("<I")
+"""Length of the JSON that follows, in bytes."""
+PR_SET_PDEATHSIG = 1
+MAX_FILE_BYTES = 64 * 1024 * 1024
+"""Largest file that a grader may write."""
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when its parent ends; ends at once if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def limit_resources(memory_limit_bytes: int | None) -> None:
+    """Bounds memory and file sizes, and turns core dumps off. A grader beyond the memory limit gets `MemoryError`."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+    if memory_limit_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
+
+
+def load_custom(path: str) -> Callable[..., Any]:
+    """Loads a user's reward function (the group kind is called alike). Raises `HookError`."""
+    from slime.config.hooks import load_hook
+
+    return load_hook(path, "custom_rm")
+
+
+class Server:
+    """Answers requests; synchronous graders one at a time, asynchronous ones concurrently."""
+
+    def __init__(self, replies: BinaryIO) -> None:
+        self.replies = replies
+        self.args: Any = None
+        self.options = GraderOptions()
+        self.functions: dict[str, Callable[..., Any]] = {}
+
+    def configure(self, message: dict[str, Any]) -> None:
+        """Takes the settings of the first frame."""
+        sys.path[:0] = [p for p in message["sys_path"] if p not in sys.path]
+        self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
+        self.options = GraderOptions(**message["options"])
+        limit_resources(message["memory_limit_bytes"])
+
+    def reply(self, request_id: int, answer: dict[str, Any]) -> None:
+        data = json.dumps({"id": request_id, **answer}, allow_nan=False).encode()
+        self.replies.write(HEADER.pack(len(data)) + data)
+        self.replies.flush()
+
+    async def score(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Runs the grader that the request names. Whatever goes wrong becomes a reason."""
+        try:
+            samples = [Sample.from_dict(s) for s in request["samples"]]
+            result = self.call(request, samples)
+            if inspect.isawaitable(result):
+                result = await asyncio.wait_for(result, self.options.timeout_s)
+            values = result if request["group"] else [result]
+            if not isinstance(values, list | tuple) or len(values) != len(samples):
+                size = len(values) if isinstance(values, list | tuple) else type(values).__name__
+                return {"scores": [{"unscored": f"the group grader returned {size}, expected {len(samples)} rewards"}] * len(samples)}
+            return {"scores": [encode(value) for value in values]}
+        except TimeoutError:
+            reason = f"timeout after {self.options.timeout_s:g} s"
+        except (MemoryError, RecursionError) as problem:
+            reason = f"the grader ran out of {'memory' if isinstance(problem, MemoryError) else 'stack'}"
+        except Exception as problem:
+            traceback.print_exc(limit=8)
+            reason = f"the grader raised {type(problem).__name__}: {str(problem)[:300]}"
+        return {"scores": [{"unscored": reason}] * len(request["samples"])}
+
+    def call(self, request: dict[str, Any], samples: list[Sample]) -> Any:
+        """Calls a user function as `fn(args, sample_or_samples)`, a built-in one as `grade(sample, options)`."""
+        name: str = request["grader"]
+        if request["custom"]:
+            if name not in self.functions:
+                self.functions[name] = load_custom(name)
+            return self.functions[name](self.args, samples if request["group"] else samples[0])
+        if name not in self.functions:
+            self.functions[name] = load_grader(name)
+        if request["group"]:
+            raise TypeError(f"got --group-rm with the built-in grader {name!r}, which scores one sample; use --custom-rm-path")
+        return self.functions[name](samples[0], self.options)
+
+
+def encode(value: Any) -> dict[str, Any]:
+    """A reward as the wire knows it, or the reason why it is none."""
+    score = check_reward(value)
+    if isinstance(score, Unscored):
+        return {"unscored": score.reason}
+    assert isinstance(score, Scored), score
+    try:
+        size = len(json.dumps(score.value, allow_nan=False))
+    except (TypeError, ValueError) as problem:
+        return {"unscored": f"the grader returned a dict that is not JSON: {str(problem)[:200]}"}
+    if size > MAX_RESULT_BYTES:
+        return {"unscored": f"the grader returned {size} bytes, more than {MAX_RESULT_BYTES}"}
+    return {"value": score.value}
+
+
+async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Reads frames until end-of-file. A request marked `concurrent` runs as a task, any other before the next read."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**26)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+    server = Server(replies)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def handle(request: dict[str, Any]) -> None:
+        server.reply(request["id"], await server.score(request))
+
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while True:
+            (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            message = json.loads(await reader.readexactly(length))
+            if "options" in message:
+                server.configure(message)
+                server.reply(message["id"], {"scores": []})
+            elif message["concurrent"]:
+                task = asyncio.create_task(handle(message))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            else:
+                await handle(message)
+
+
+def main() -> None:
+    """Entry of `python -m slime.rewards.worker PARENT_PID`."""
+    die_with_parent(int(sys.argv[1]))
+    replies = os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    asyncio.run(serve(requests, replies))
+    os._exit(0)  # a grader's left-over thread must not keep the process
+
+
+if __name__ == "__main__":
+    main()

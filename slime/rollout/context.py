@@ -1,0 +1,66 @@
+"""What a generate function, a hook or a user's rollout function can reach: the context of the rollout that runs it.
+
+    from slime.rollout.context import current
+    generation = await current().client.generate(ids, sampling_params)
+
+The context travels with asyncio tasks and with `asyncio.to_thread`, as context variables do; nothing is global.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from slime.core.errors import HookError
+from slime.rewards.pool import GraderPool
+from slime.rollout.client import EngineClient
+from slime.rollout.types import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """Shared by all tasks of one manager."""
+
+    args: Any
+    client: EngineClient | None
+    """None where no engine runs (SFT, replay)."""
+    tokenizer: Any
+    """The HF tokenizer of `--hf-checkpoint`; None where the data brings ids."""
+    graders: GraderPool | None
+    progress: Progress
+    """What the driver shows while it waits."""
+    loop: asyncio.AbstractEventLoop
+    """The manager's event loop; a user function in a thread schedules coroutines on it."""
+    eval_datasets: tuple[Any, ...] = ()
+    """`slime.rollout.evaluate.EvalDataset` records."""
+
+    def engine(self) -> EngineClient:
+        """The client. Raises `HookError` where no engine runs."""
+        if self.client is None:
+            raise HookError("got a generate call where no engine runs; this rollout function works without engines")
+        return self.client
+
+
+_CURRENT: ContextVar[RolloutContext | None] = ContextVar("slime_rollout_context", default=None)
+
+
+def current() -> RolloutContext:
+    """The context of the running rollout. Raises `HookError` outside one."""
+    context = _CURRENT.get()
+    if context is None:
+        raise HookError("got a call to slime.rollout.context.current() outside a rollout; call it from a hook")
+    return context
+
+
+@contextlib.contextmanager
+def use(context: RolloutContext) -> Iterator[RolloutContext]:
+    """Makes `context` the current one for the block and for the tasks created in it."""
+    token = _CURRENT.set(context)
+    try:
+        yield context
+    finally:
+        _CURRENT.reset(token)

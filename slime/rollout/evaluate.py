@@ -1,0 +1,176 @@
+"""Evaluation: every held-out prompt, `n` samples each, under one weight version, with its own sampling parameters.
+
+Invariants
+1. Each sample gets a fresh copy of its dataset's sampling parameters.
+2. All samples of an evaluation come from one weight version; anything else is an error, not an average.
+3. A failing engine fails the evaluation. An answer that no grader can score leaves the mean and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slime.core.errors import DataError, EngineError
+from slime.core.sample import Sample, Status
+from slime.rollout.context import RolloutContext
+from slime.rollout.execute import Execution, Outcome, run_execution
+from slime.rollout.hooks import RolloutHooks
+from slime.rollout.metrics import spread
+from slime.rollout.types import RolloutFnEvalOutput
+
+MAX_TRIES = 3
+"""Tries of one execution before its failure fails the evaluation (or leaves it unscored)."""
+
+
+class Row(Protocol):
+    """One prompt of a dataset, as `slime.data` reads it."""
+
+    @property
+    def prompt(self) -> Any: ...
+    @property
+    def prompt_tokens(self) -> Sequence[int] | None: ...
+    @property
+    def label(self) -> Any: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EvalDataset:
+    """One held-out dataset and how it is sampled."""
+
+    name: str
+    rows: Sequence[Row]
+    num_samples: int
+    """Executions per prompt."""
+    sampling_params: Mapping[str, Any]
+    rm_type: str | None = None
+    """Overrides `--rm-type` for rows that name none."""
+    custom_rm_path: str | None = None
+    generate_function_path: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Added to every sample's metadata."""
+
+
+def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
+    """Fresh samples, `num_samples` per row side by side; indices are negative so that no ledger knows them."""
+    samples = []
+    for number, row in enumerate(dataset.rows):
+        metadata = {**copy.deepcopy(dict(row.metadata)), **dataset.metadata}
+        if dataset.rm_type is not None:
+            metadata.setdefault("rm_type", dataset.rm_type)
+        for _ in range(dataset.num_samples):
+            samples.append(
+                Sample(
+                    group_index=-1 - number, index=-1 - first_index - len(samples), prompt=copy.deepcopy(row.prompt),
+                    tokens=list(row.prompt_tokens or ()), label=row.label, metadata=copy.deepcopy(metadata),
+                    generate_function_path=dataset.generate_function_path, custom_rm_path=dataset.custom_rm_path,
+                )
+            )  # fmt: skip
+    return samples
+
+
+async def _evaluate_one(context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks) -> list[Sample]:
+    """Generates and scores one execution; an unscored one comes back without a reward. Raises `EngineError` on failure."""
+    execution = Execution([sample], Outcome.ABORTED)
+    for _ in range(MAX_TRIES):
+        original = copy.deepcopy(sample)
+        execution = await run_execution(context, [sample], dict(params), hooks.generate, evaluation=True)
+        if execution.outcome is Outcome.FINISHED:
+            context.progress.done += 1
+            return execution.samples
+        if execution.outcome is Outcome.REJECTED:
+            break
+        if execution.outcome is Outcome.UNSCORED:
+            last, sample = sample, original
+            if last.status in (Status.COMPLETED, Status.TRUNCATED) and params.get("temperature") == 0:
+                break  # greedy: the next try would be the same answer
+            continue
+        sample = execution.samples[0]
+    if execution.outcome is Outcome.UNSCORED:
+        context.progress.done += 1
+        unscored = execution.samples[0]
+        unscored.metadata["unscored"] = execution.reason
+        return [unscored]
+    raise EngineError(
+        f"evaluation sample {sample.index} ended {execution.outcome.value} after {MAX_TRIES} tries at most: {execution.reason}"
+    )
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased chance that one of `k` samples is correct (Chen et al., 2021, arXiv:2107.03374, eq. 1)."""
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+    """`eval/<name>...` metrics. Raises `DataError` if nothing could be scored."""
+    name = f"eval/{dataset.name}"
+    scored = [(s, s.get_reward_value(reward_key)) for s in samples]
+    rewards = [r for _, r in scored if r is not None]
+    if not rewards:
+        reason = next((str(s.metadata.get("unscored")) for s in samples), "the dataset is empty")
+        raise DataError(f"got no score for any of {len(samples)} samples of {dataset.name}: {reason}")
+    finished = [s for s, r in scored if r is not None]
+    metrics = {
+        name: statistics.fmean(rewards),
+        f"{name}-truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in finished),
+        f"{name}-num_prompts": float(len(dataset.rows)),
+        f"{name}-num_unscored": float(len(samples) - len(rewards)),
+        **spread(f"{name}/response_len", [s.effective_response_length for s in finished]),
+    }
+    by_prompt: dict[int | None, list[bool]] = {}
+    for sample, reward in scored:
+        if reward is not None:
+            by_prompt.setdefault(sample.group_index, []).append(reward == 1.0)
+    k = 1
+    while dataset.num_samples > 1 and k <= dataset.num_samples:
+        tried = [hits for hits in by_prompt.values() if len(hits) >= k]
+        if tried:
+            metrics[f"{name}-pass@{k}"] = statistics.fmean(pass_at_k(len(h), sum(h), k) for h in tried)
+        k *= 2
+    return metrics
+
+
+async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
+    """Evaluates all datasets at once. Raises `EngineError` on failures or if more than one weight version answered."""
+    args, hooks = context.args, RolloutHooks.load(context.args)
+    datasets = context.eval_datasets
+    if not datasets:
+        raise DataError("got an evaluation without data; set --eval-prompt-data NAME FILE")
+    context.progress.begin(f"eval at step {rollout_id}", sum(len(d.rows) * d.num_samples for d in datasets))
+    data: dict[str, dict[str, Any]] = {}
+    metrics: dict[str, float] = {}
+    first_index = 0
+    async with asyncio.TaskGroup() as tasks:
+        running = []
+        for dataset in datasets:
+            samples = make_samples(dataset, first_index)
+            first_index += len(samples)
+            running.append(
+                [tasks.create_task(_evaluate_one(context, s, dataset.sampling_params, hooks)) for s in samples]
+            )
+    for dataset, results in zip(datasets, running, strict=True):
+        samples = [s for task in results for s in task.result()]
+        metrics |= dataset_metrics(dataset, samples, args.eval_reward_key)
+        data[dataset.name] = {
+            "rewards": [s.get_reward_value(args.eval_reward_key) for s in samples],
+            "truncated": [s.status is Status.TRUNCATED for s in samples],
+            "samples": samples,
+        }
+    versions = sorted({v for entry in data.values() for s in entry["samples"] for v in s.weight_versions})
+    if len(versions) > 1:
+        raise EngineError(
+            f"got evaluation samples of weight versions {versions}, because weights changed meanwhile or an engine missed a "
+            "sync; the score would belong to no model"
+        )
+    if versions:
+        metrics["eval/weight_version"] = float(versions[0])
+    return RolloutFnEvalOutput(data, metrics)

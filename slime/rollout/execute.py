@@ -1,0 +1,190 @@
+"""One group from prompt to rewards: its executions run concurrently, each ends in exactly one outcome.
+
+Outcomes of an execution, and what it leaves behind for a later try
+- finished: samples that are complete and scored.
+- aborted: interrupted; its tokens stay with `--partial-rollout`, otherwise it is as before the try.
+- failed: engine, grader or user code failed; it is as before the try, and `reason` says why. Never a reward of zero.
+
+A group is finished when all its executions are. A later try runs only the executions that are not, so what is done is
+not done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from slime.core.errors import ConfigError, DataError, HookError, LedgerError, NumericsError, RequestRejected
+from slime.core.sample import Group, Sample, Status
+from slime.rewards.types import Score, Unscored, reason_kind
+from slime.rollout.context import RolloutContext
+from slime.rollout.hooks import Hook, call_generate, load
+from slime.rollout.sampling import seeded
+
+logger = logging.getLogger(__name__)
+
+FATAL = (ConfigError, HookError, LedgerError, NumericsError)
+"""Mistakes that no second try can mend: they end the run."""
+FINISHED = (Status.COMPLETED, Status.TRUNCATED)
+
+
+class Outcome(str, Enum):
+    """How an execution, or a group, ended."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    UNSCORED = "unscored"
+    FAILED = "failed"
+    REJECTED = "rejected"
+    """The engine can never serve it (HTTP 4xx): not tried again."""
+
+
+SEVERITY = (Outcome.FINISHED, Outcome.ABORTED, Outcome.UNSCORED, Outcome.FAILED, Outcome.REJECTED)
+"""The worst outcome of its executions is the group's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What one execution left."""
+
+    samples: list[Sample]
+    """Complete if finished, otherwise what a later try starts from."""
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """What one group left."""
+
+    group: Group
+    outcome: Outcome
+    reason: str = ""
+    """Why the worst execution did not finish."""
+
+
+def reset(sample: Sample) -> Sample:
+    """The sample as it was before any generation."""
+    metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored")}
+    return dataclasses.replace(
+        sample, tokens=sample.tokens[: sample.prompt_length], response="", response_length=0, loss_mask=None,
+        rollout_log_probs=None, token_versions=None, reward=None, status=Status.PENDING, remove_sample=False,
+        metadata=metadata,
+    )  # fmt: skip
+
+
+def mask_response(sample: Sample) -> None:
+    """Excludes all tokens so far from training (`--mask-offpolicy-in-partial-rollout`)."""
+    sample.loss_mask = [0] * sample.response_length
+
+
+def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
+    """Whether nothing is left to do: every sibling complete and, if `scored`, with a reward."""
+    return all(s.status in FINISHED and (s.reward is not None or not scored) for s in samples)
+
+
+def _set_score(sample: Sample, score: Score) -> str:
+    """Writes a score into the sample; returns the reason if there is none."""
+    if isinstance(score, Unscored):
+        sample.metadata["unscored"] = score.reason
+        return score.reason
+    sample.reward = score.value
+    sample.metadata.pop("unscored", None)
+    return ""
+
+
+async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, group: bool) -> str:
+    """Grades what has no reward yet; returns the first reason for a missing score, or an empty string."""
+    missing = list(samples) if group else [s for s in samples if s.reward is None]
+    if not missing:
+        return ""
+    if context.graders is None:
+        raise ConfigError(f"sample {missing[0].index} needs a reward and there is no grader; set --rm-type or --custom-rm-path")
+    if group:
+        scores = await context.graders.score_group(missing)
+    else:
+        scores = await asyncio.gather(*(context.graders.score(s) for s in missing))
+    reasons = [_set_score(sample, score) for sample, score in zip(missing, scores, strict=True)]
+    return next((reason for reason in reasons if reason), "")
+
+
+async def run_execution(
+    context: RolloutContext, siblings: list[Sample], params: dict[str, Any], hook: Hook, *, evaluation: bool = False
+) -> Execution:
+    """Generates and, unless the whole group is graded at once, scores one execution. Raises `FATAL` errors only."""
+    args = context.args
+    group_rm = args.group_rm and not evaluation
+    if is_finished(siblings, scored=not group_rm):
+        return Execution(siblings, Outcome.FINISHED)
+    sample = siblings[0] if len(siblings) == 1 else reset(siblings[0])
+    sample.session_id = sample.session_id or uuid.uuid4().hex
+    before = copy.deepcopy(sample)
+    if sample.response_length and args.mask_offpolicy_in_partial_rollout:
+        mask_response(sample)
+    try:
+        if sample.status not in FINISHED:
+            if sample.generate_function_path:
+                hook = load(sample.generate_function_path, "generate") or hook
+            fresh = seeded(args, params, sample.index or 0)
+            result = await call_generate(hook, args, sample, fresh, evaluation=evaluation)
+        else:
+            result = [sample]
+        statuses = {s.status for s in result}
+        if Status.FAILED in statuses:
+            reason = next(str(s.metadata.get("failure", "no reason given")) for s in result if s.status is Status.FAILED)
+            return Execution([before], Outcome.FAILED, reason)
+        if not statuses <= set(FINISHED):
+            kept = result if args.partial_rollout and len(result) == 1 and not evaluation else [reset(before)]
+            return Execution(kept, Outcome.ABORTED, "interrupted")
+        context.progress.tokens += sum(s.effective_response_length for s in result)
+        if group_rm:
+            return Execution(result, Outcome.FINISHED)
+        reason = await score_samples(context, result, group=False)
+        return Execution([reset(before)], Outcome.UNSCORED, reason) if reason else Execution(result, Outcome.FINISHED)
+    except FATAL:
+        raise
+    except RequestRejected as refusal:
+        return Execution([before], Outcome.REJECTED, str(refusal))
+    except Exception as problem:
+        logger.warning("execution %s of group %s failed", sample.index, sample.group_index, exc_info=problem)
+        return Execution([before], Outcome.FAILED, f"{type(problem).__name__}: {problem}")
+
+
+def by_execution(group: Group) -> list[list[Sample]]:
+    """The samples of a group, siblings together, in the order of first appearance."""
+    executions: dict[int | None, list[Sample]] = {}
+    for sample in group.samples:
+        executions.setdefault(sample.index, []).append(sample)
+    return list(executions.values())
+
+
+async def run_group(context: RolloutContext, group: Group, params: dict[str, Any], hook: Hook) -> GroupResult:
+    """Runs what is left of a group. Raises `FATAL` errors only; the other executions are then cancelled."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(run_execution(context, e, params, hook)) for e in by_execution(group)]
+    executions = [task.result() for task in running]
+    worst = max(executions, key=lambda e: SEVERITY.index(e.outcome))
+    finished = group.with_samples([s for e in executions for s in e.samples])
+    if worst.outcome is not Outcome.FINISHED or not context.args.group_rm:
+        return GroupResult(finished, worst.outcome, worst.reason)
+    try:
+        reason = await score_samples(context, finished.samples, group=True)
+    except DataError as problem:
+        return GroupResult(finished, Outcome.FAILED, str(problem))
+    if not reason:
+        return GroupResult(finished, Outcome.FINISHED)
+    for sample in finished.samples:
+        sample.reward = None  # one call graded them all: all are graded again
+    return GroupResult(finished, Outcome.UNSCORED, reason)
+
+
+def failure_kind(result: GroupResult) -> str:
+    """The outcome and reason as one name for ledger and metrics."""
+    return f"{result.outcome.value}_{reason_kind(result.reason)}"

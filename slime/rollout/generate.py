@@ -1,0 +1,60 @@
+"""The default generation of one sample: one request, or the rest of an interrupted one.
+
+A custom function (`--custom-generate-function-path`) has the same signature and may return several samples (a fan-out:
+sub-agents, compaction), which share the execution's `index`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.errors import DataError
+from slime.core.sample import Sample, Status
+from slime.rollout.context import current
+
+
+def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
+    """Ids of the prompt: the dataset's if it brought them, else the tokenizer's of the text, once.
+
+    Chat templates write their own beginning-of-sequence token, so none is added. Raises `DataError` without ids.
+    """
+    if sample.tokens:
+        return list(sample.tokens)
+    if tokenizer is None:
+        raise DataError(f"sample {sample.index} has neither ids nor a tokenizer to make them; set --hf-checkpoint")
+    if not isinstance(sample.prompt, str):
+        rendered = tokenizer.apply_chat_template(
+            sample.prompt, tools=sample.metadata.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return [int(i) for i in rendered]
+    return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]
+
+
+def remaining_tokens(args: Any, sample: Sample, max_new_tokens: int) -> int:
+    """How many tokens the sample may still get, by response and by context length; never negative."""
+    left: int = max_new_tokens - sample.response_length
+    if args.rollout_max_context_len is not None:
+        left = min(left, args.rollout_max_context_len - len(sample.tokens))
+    return max(left, 0)
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generates, or continues, `sample` in place and returns it. Raises what `EngineClient.generate` raises."""
+    context = current()
+    sample.tokens = prompt_ids(sample, context.tokenizer)
+    budget = remaining_tokens(args, sample, sampling_params["max_new_tokens"])
+    if budget == 0:
+        sample.status = Status.TRUNCATED
+        return sample
+    params = {**sampling_params, "max_new_tokens": budget}
+    if "min_new_tokens" in params:
+        params["min_new_tokens"] = max(0, min(params["min_new_tokens"] - sample.response_length, budget))
+    generation = await context.engine().generate(sample.tokens, params, session_id=sample.session_id)
+    sample.append_response_tokens(
+        generation.tokens,
+        log_probs=generation.log_probs,
+        weight_version=generation.weight_version,
+        text=generation.text,
+        finish_reason=generation.finish_reason,
+    )
+    return sample

@@ -1,0 +1,79 @@
+"""The user functions of a rollout, loaded once, with what their signatures allow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.core.errors import HookError
+from slime.core.sample import Sample
+from slime.rollout.generate import generate as default_generate
+from slime.rollout.types import DynamicFilterOutput
+
+Hook = Callable[..., Any]
+
+
+def load(path: str | None, kind: str) -> Hook | None:
+    """The function behind a path; None for None. Raises `HookError`."""
+    if path is None:
+        return None
+    from slime.config.hooks import load_hook
+
+    hook: Hook = load_hook(path, kind)
+    return hook
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutHooks:
+    """Loaded hooks; None where the setting is not given."""
+
+    generate: Hook
+    dynamic_filter: Hook | None = None
+    sample_filter: Hook | None = None
+    all_samples: Hook | None = None
+
+    @classmethod
+    def load(cls, args: Any) -> RolloutHooks:
+        """Loads what `args` names. Raises `HookError`."""
+        return cls(
+            generate=load(args.custom_generate_function_path, "generate") or default_generate,
+            dynamic_filter=load(args.dynamic_sampling_filter_path, "dynamic_filter"),
+            sample_filter=load(args.rollout_sample_filter_path, "sample_filter"),
+            all_samples=load(args.rollout_all_samples_process_path, "all_samples"),
+        )
+
+
+async def call_generate(
+    hook: Hook, args: Any, sample: Sample, params: dict[str, Any], *, evaluation: bool
+) -> list[Sample]:
+    """Runs a generate function; always a flat list of samples that carry the execution's identity.
+
+    Raises `HookError` if the function returns anything but a `Sample` or a list of them.
+    """
+    group_index, index = sample.group_index, sample.index
+    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
+    result = await hook(args, sample, params, **extra)
+    samples = result if isinstance(result, list) else [result]
+    if not samples or not all(isinstance(s, Sample) for s in samples):
+        kinds = sorted({type(s).__name__ for s in samples}) or ["nothing"]
+        raise HookError(f"got {', '.join(kinds)} from {_name(hook)}; a generate function returns a Sample or a list of them")
+    for sibling in samples:
+        sibling.group_index, sibling.index = group_index, index
+        sibling.validate()
+    return samples
+
+
+def keep_group(hook: Hook, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+    """Runs a dynamic filter. Raises `HookError` on a verdict that is neither a bool nor a `DynamicFilterOutput`."""
+    verdict = hook(args, samples)
+    if isinstance(verdict, bool):
+        return DynamicFilterOutput(keep=verdict)
+    if hasattr(verdict, "keep"):
+        return DynamicFilterOutput(keep=bool(verdict.keep), reason=getattr(verdict, "reason", None))
+    raise HookError(f"got {type(verdict).__name__} from {_name(hook)}; a filter returns a bool or a DynamicFilterOutput")
+
+
+def _name(hook: Hook) -> str:
+    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"

@@ -1,0 +1,219 @@
+"""`RolloutManager`: the rollout side of a run as one plain object: Data Buffer, engine client, graders, loop, evaluation.
+
+Who produces, who consumes: the driver calls `generate` and `evaluate` (they may overlap) and gets a `TrainBatch`;
+after the optimizer step it calls `commit`, then perhaps `save`. All methods run on one event loop.
+
+Invariants
+1. The groups of a batch stay in flight in the buffer until `commit`; a save before it issues them again on resume.
+2. After each `generate` and `commit` the ledger balances, or `LedgerError`.
+3. `close` leaves no request, connection or grader process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.data_buffer import flatten
+from slime.core.batch import TrainBatch
+from slime.core.errors import HookError, LedgerError
+from slime.core.sample import Sample
+from slime.rewards.pool import GraderPool
+from slime.rollout import debug_data
+from slime.rollout.client import EngineClient
+from slime.rollout.context import RolloutContext, use
+from slime.rollout.convert import to_train_batch
+from slime.rollout.evaluate import evaluate
+from slime.rollout.hooks import load
+from slime.rollout.loop import generate_rollout, generate_step
+from slime.rollout.metrics import sample_metrics
+from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
+from slime.rollout.types import Progress, RolloutFnEvalOutput, RolloutFnTrainOutput
+
+logger = logging.getLogger(__name__)
+
+BUFFER_FILE = "data_buffer.json"
+DEFAULT_ROLLOUT = f"{generate_rollout.__module__}.{generate_rollout.__name__}"
+
+
+class RolloutManager:
+    """Built once per run, before or after its event loop starts."""
+
+    def __init__(self, args: Any, *, router_url: str | None, num_engines: int) -> None:
+        """Loads tokenizer and data. Raises `DataError`, `HookError`, `ConfigError`."""
+        self._args = args
+        self._tokenizer = load_tokenizer(args)
+        self._source: Any = load_data_source(args, self._tokenizer)
+        self._eval_datasets = load_eval_datasets(args, self._tokenizer)
+        self._client = None
+        if router_url is not None:
+            self._client = EngineClient(
+                router_url,
+                request_timeout_s=args.request_timeout_s,
+                max_concurrency=args.sglang_server_concurrency * max(num_engines, 1),
+                vocab_size=_vocab_size(args.hf_checkpoint),
+            )
+        self._graders = GraderPool(
+            num_workers=args.reward_num_workers,
+            timeout_s=args.reward_timeout_s,
+            memory_limit_bytes=args.reward_memory_limit_mb * 2**20 if args.reward_memory_limit_mb else None,
+            rm_type=args.rm_type,
+            rm_url=args.rm_url,
+            custom_rm_path=args.custom_rm_path,
+            args=args,
+        )
+        self._handed_out: dict[int, list[int]] = {}
+        self._progress: list[Progress] = []
+
+    @property
+    def num_prompts(self) -> int:
+        """Usable rows of the training data."""
+        return len(self._source)
+
+    def progress(self) -> str:
+        """What runs now, in one line; empty if nothing does."""
+        return "; ".join(str(p) for p in self._progress)
+
+    async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
+        """Generates, or replays, the batch of one step; its groups are in flight until `commit`."""
+        started = time.monotonic()
+        if self._args.load_debug_rollout_data is not None:
+            output = self._replay(rollout_id)
+        else:
+            before = self._in_flight()
+            output = await self._rollout(rollout_id)
+            self._account(rollout_id, output.samples, before)
+        if self._args.save_debug_rollout_data is not None:
+            path = debug_data.path_of(self._args.save_debug_rollout_data, rollout_id)
+            await asyncio.to_thread(debug_data.save_rollout, path, rollout_id, output.samples)
+        batch = to_train_batch(self._args, rollout_id, output.samples)
+        metrics = self._with_speed(output, time.monotonic() - started)
+        log = load(self._args.custom_rollout_log_function_path, "rollout_log")
+        if log is not None and log(rollout_id, self._args, flatten(output.samples), metrics, metrics["perf/rollout_time"]):
+            return batch, {}
+        return batch, metrics
+
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Scores the held-out data with the weights that the engines hold now."""
+        started = time.monotonic()
+        path = self._args.eval_function_path
+        with self._context() as context, use(context):
+            output = await (evaluate(context, rollout_id) if path is None else self._call(path, "eval", rollout_id, evaluation=True))
+        if not isinstance(output, RolloutFnEvalOutput):
+            raise HookError(f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput")
+        metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
+        log = load(self._args.custom_eval_rollout_log_function_path, "eval_log")
+        return {} if log is not None and log(rollout_id, self._args, output.data, metrics) else metrics
+
+    def commit(self, rollout_id: int) -> dict[str, float]:
+        """The step is trained: settles its groups. Returns the ledger. Raises `LedgerError` if it does not balance."""
+        if self._args.load_debug_rollout_data is not None:
+            return {}
+        if rollout_id not in self._handed_out:
+            raise LedgerError(f"got a commit of step {rollout_id}, which was not generated or is committed already")
+        self._source.mark_trained(self._handed_out.pop(rollout_id))
+        self._source.ledger().check()
+        metrics: dict[str, float] = self._source.metrics()
+        return metrics
+
+    def save(self, directory: Path) -> None:
+        """Writes the Data Buffer into `directory`."""
+        self._source.save(directory / BUFFER_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Restores what `save` wrote. Raises `CheckpointError`."""
+        self._source.load(directory / BUFFER_FILE)
+        self._handed_out.clear()
+
+    async def close(self) -> None:
+        """Ends graders and connections."""
+        await self._graders.close()
+        if self._client is not None:
+            await self._client.close()
+
+    # ---- parts ---------------------------------------------------------------------------------------------------
+
+    def _context(self) -> _ContextBlock:
+        return _ContextBlock(
+            self._progress,
+            RolloutContext(
+                args=self._args, client=self._client, tokenizer=self._tokenizer, graders=self._graders, progress=Progress(),
+                loop=asyncio.get_running_loop(), eval_datasets=self._eval_datasets,
+            ),
+        )  # fmt: skip
+
+    async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
+        path = self._args.rollout_function_path
+        with self._context() as context, use(context):
+            if path.replace(":", ".") == DEFAULT_ROLLOUT:
+                return await generate_step(context, rollout_id, self._source)
+            output = await self._call(path, "rollout", rollout_id, evaluation=False)
+        if isinstance(output, list):
+            output = RolloutFnTrainOutput(output)
+        if not hasattr(output, "samples"):
+            raise HookError(f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput")
+        groups = [flatten(group) for group in output.samples]
+        return RolloutFnTrainOutput(groups, {**sample_metrics(self._args, groups), **(output.metrics or {})})
+
+    async def _call(self, path: str, kind: str, rollout_id: int, *, evaluation: bool) -> Any:
+        """A user's rollout or evaluation function: awaited if async, otherwise in a thread."""
+        function = load(path, kind)
+        assert function is not None, f"no function behind {path}"
+        if inspect.iscoroutinefunction(function):
+            return await function(self._args, rollout_id, self._source, evaluation=evaluation)
+        return await asyncio.to_thread(function, self._args, rollout_id, self._source, evaluation=evaluation)
+
+    def _in_flight(self) -> set[int]:
+        return set(self._source.in_flight)
+
+    def _account(self, rollout_id: int, groups: list[list[Sample]], before: set[int]) -> None:
+        """Remembers the groups of the batch; what a user's function took and neither returned nor put back is filtered."""
+        indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
+        dropped = sorted(self._in_flight() - before - set(indices))
+        if dropped:
+            logger.info("%d groups were issued to the rollout function and not returned by it", len(dropped))
+            self._source.mark_filtered(dropped, "not_returned")
+        self._handed_out[rollout_id] = indices
+        self._source.ledger().check()
+
+    def _replay(self, rollout_id: int) -> RolloutFnTrainOutput:
+        path = debug_data.path_of(self._args.load_debug_rollout_data, rollout_id)
+        _, groups = debug_data.load_rollout(path)
+        return RolloutFnTrainOutput(groups, sample_metrics(self._args, groups))
+
+    def _with_speed(self, output: RolloutFnTrainOutput, seconds: float) -> dict[str, float]:
+        tokens = sum(s.effective_response_length for group in output.samples for s in group)
+        gpus = max(int(self._args.rollout_num_gpus or 0), 1)
+        speed = {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": tokens / max(seconds, 1e-9) / gpus}
+        return {**output.metrics, **speed}
+
+
+@dataclasses.dataclass(slots=True)
+class _ContextBlock:
+    """A context whose progress shows in the manager's while the block runs."""
+
+    shown: list[Progress]
+    context: RolloutContext
+
+    def __enter__(self) -> RolloutContext:
+        self.shown.append(self.context.progress)
+        return self.context
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shown.remove(self.context.progress)
+
+
+def _vocab_size(hf_checkpoint: str) -> int | None:
+    """Number of token ids that the model knows, from its config; None if it does not say."""
+    path = Path(hf_checkpoint) / "config.json"
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return int(size) if size is not None else None

@@ -1,0 +1,47 @@
+"""Sampling parameters: from the settings to what the engine reads; a fresh dict for every request.
+
+All of temperature, top_p and top_k are always sent: a missing one would be filled in from the checkpoint's
+generation config or the engine's defaults, and the log-probs would belong to another distribution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def rollout_sampling_params(args: Any) -> dict[str, Any]:
+    """Parameters of training rollouts."""
+    params = {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+    }
+    if args.rollout_stop:
+        params["stop"] = list(args.rollout_stop)
+    if args.rollout_stop_token_ids:
+        params["stop_token_ids"] = list(args.rollout_stop_token_ids)
+    return params
+
+
+def eval_sampling_params(args: Any) -> dict[str, Any]:
+    """Parameters of evaluation: the rollout's, with every `--eval-*` setting that is given. Temperature 0 is greedy."""
+    params = rollout_sampling_params(args)
+    own = {
+        "temperature": args.eval_temperature,
+        "top_p": args.eval_top_p,
+        "top_k": args.eval_top_k,
+        "max_new_tokens": args.eval_max_response_len,
+        "min_new_tokens": args.eval_min_new_tokens,
+    }
+    params.update({key: value for key, value in own.items() if value is not None})
+    return params
+
+
+def seeded(args: Any, params: dict[str, Any], index: int) -> dict[str, Any]:
+    """A copy for one execution; with its own seed where the engine samples by seed."""
+    params = dict(params)
+    if args.sglang.get("enable_deterministic_inference"):
+        params["sampling_seed"] = (args.rollout_seed + index) % 2**31
+    return params

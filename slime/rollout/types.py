@@ -1,0 +1,64 @@
+"""Records that rollout functions and filters return, and the progress that the driver shows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.core.sample import Sample
+
+SampleGroup = list[Sample]
+"""All samples of one prompt, fan-out flattened."""
+
+
+@dataclass(slots=True)
+class RolloutFnTrainOutput:
+    """What a rollout function returns for one training step."""
+
+    samples: list[SampleGroup]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RolloutFnEvalOutput:
+    """What an evaluation function returns."""
+
+    data: dict[str, dict[str, Any]]
+    """Dataset name -> {"rewards": [S] floats, "truncated": [S] bools, "samples": [S]}."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicFilterOutput:
+    """Verdict of a dynamic sampling filter on one group."""
+
+    keep: bool
+    reason: str | None = None
+    """Counted as `rollout/dynamic_filter/drop_<reason>`."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a rollout is doing now; the rollout task writes, the driver polls."""
+
+    what: str = "idle"
+    done: int = 0
+    """Groups (rollout) or samples (evaluation) finished."""
+    total: int = 0
+    tokens: int = 0
+    """Response tokens sampled so far."""
+    started: float = field(default_factory=time.monotonic)
+
+    def begin(self, what: str, total: int) -> None:
+        """Starts a new phase."""
+        self.what, self.total, self.done, self.tokens, self.started = what, total, 0, 0, time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def __str__(self) -> str:
+        if not self.total:
+            return self.what
+        return f"{self.what} {self.done}/{self.total}, {self.tokens / max(self.elapsed_s, 1e-9):.0f} tokens/s"
