@@ -1,1 +1,1 @@
-"""The command line of slime: `python -m slime.cli.<tool>`."""
+"""The command line beside `train.py`: `slime doctor`, `slime report`, `slime trace`, `slime schemas`."""

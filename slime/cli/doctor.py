@@ -1,0 +1,167 @@
+"""`slime doctor`: is this machine fit to run slime, and if not, what to do.
+
+Each check is one function that returns one `Finding`; a check that fails unexpectedly becomes a finding too. Engines
+are imported in a process of their own, so that one that crashes or hangs is reported like any other fault.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.observability.run_folder import host_facts, versions
+
+TESTED = {
+    "sglang": "0.5.16",
+    "sglang-router": "0.3.2",
+    "megatron-core": "0.16.1",
+    "ray": "2.60.0",
+    "transformers": "5.12.1",
+}
+"""Versions that the tests run with."""
+MIN_MEMORY_BYTES = 6 << 30
+MIN_SHM_BYTES = 1 << 30
+IMPORT_LIMIT_S = 180
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+
+SGLANG_CODE = (
+    "from slime.compat.sglang_cpu import activate\n"
+    "reports = activate({device!r})\n"
+    "import sglang.srt.server_args\n"
+    "print('; '.join(r.name for r in reports if r.applied) or 'no patch needed')"
+)
+MEGATRON_CODE = (
+    "from slime.compat.megatron_cpu import activate\n"
+    "reports = activate({device!r})\n"
+    "import megatron.core.models.gpt.gpt_model\n"
+    "print('; '.join(r.name for r in reports) or 'no patch needed')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer of one check."""
+
+    name: str
+    state: str
+    """One of `OK`, `WARN`, `FAIL`."""
+    detail: str
+    """What was seen and, unless it is well, what to do."""
+
+
+def check_versions() -> list[Finding]:
+    """Python and the engines against the tested versions."""
+    found = versions()
+    out = [Finding("python", OK if sys.version_info >= (3, 11) else FAIL, f"{found['python']} (3.11 or newer)")]
+    for name, tested in TESTED.items():
+        have = found[name]
+        if have is None:
+            out.append(Finding(name, FAIL, "not installed; do: make venv"))
+        else:
+            state = OK if have == tested else WARN
+            out.append(Finding(name, state, have if have == tested else f"{have}; tested with {tested}"))
+    return [*out, Finding("torch", OK if found["torch"] else FAIL, found["torch"] or "not installed; do: make venv")]
+
+
+def check_device(device: str) -> Finding:
+    """The accelerator, without torch."""
+    num_gpus = int(host_facts()["num_gpus"])
+    if device == "cuda" and not num_gpus:
+        return Finding("device", FAIL, "no /dev/nvidia*: no GPU is visible; do: --device cpu, or pass the GPUs in")
+    chosen = "cuda" if num_gpus and device != "cpu" else "cpu"
+    return Finding("device", OK, f"{chosen}; {num_gpus} GPUs, {len(os.sched_getaffinity(0))} CPUs")
+
+
+def check_memory() -> Finding:
+    """Free main memory for the demo: an engine and a trainer side by side."""
+    available = {
+        key: int(value.split()[0]) << 10
+        for key, _, value in (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        if value.endswith("kB")
+    }["MemAvailable"]
+    text = f"{available / 2**30:.1f} GiB free"
+    if available < MIN_MEMORY_BYTES:
+        return Finding("memory", WARN, f"{text}; the demo wants {MIN_MEMORY_BYTES >> 30} GiB: end other work first")
+    return Finding("memory", OK, text)
+
+
+def check_shared_memory() -> Finding:
+    """/dev/shm carries Ray's objects and the tensors between trainer and engine."""
+    free = shutil.disk_usage("/dev/shm").free
+    text = f"{free / 2**30:.1f} GiB free in /dev/shm"
+    if free < MIN_SHM_BYTES:
+        return Finding("shared memory", WARN, f"{text}; want {MIN_SHM_BYTES >> 30} GiB (docker run --shm-size=8g)")
+    return Finding("shared memory", OK, text)
+
+
+def check_disk() -> Finding:
+    """Room for a checkpoint."""
+    free = shutil.disk_usage(".").free
+    return Finding("disk", OK if free > 5 << 30 else WARN, f"{free / 2**30:.0f} GiB free here; the demo writes about 2")
+
+
+def check_loopback() -> Finding:
+    """Ports can be taken and reached on loopback, where all servers of a run live."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        with socket.create_connection(server.getsockname(), timeout=5):
+            pass
+    proxies = [n for n in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(n)]
+    excluded = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    if proxies and "127.0.0.1" not in excluded:
+        return Finding("loopback", WARN, f"{proxies[0]} is set; do: export no_proxy=127.0.0.1,localhost")
+    return Finding("loopback", OK, "ports can be taken and reached")
+
+
+def check_import(name: str, code: str) -> Finding:
+    """Runs `code` in a fresh interpreter; what it prints is the detail."""
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(name, FAIL, f"did not import within {IMPORT_LIMIT_S} s; is the disk slow or the memory full?")
+    lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
+    last = lines[-1] if lines else f"exit {run.returncode} without a word"
+    return (
+        Finding(name, OK, f"imports; {last}") if run.returncode == 0 else Finding(name, FAIL, f"{last}; do: make venv")
+    )
+
+
+def find_all(device: str, *, engines: bool) -> list[Finding]:
+    """Every check in order; a check that raises is a failed one."""
+    chosen = "cuda" if device != "cpu" and host_facts()["num_gpus"] else "cpu"
+    out = _guarded("versions", check_versions)
+    out += _guarded("device", lambda: [check_device(device)])
+    for check in (check_memory, check_shared_memory, check_disk, check_loopback):
+        out += _guarded(check.__name__.removeprefix("check_"), lambda check=check: [check()])  # type: ignore[misc]
+    if engines:
+        out += _guarded(
+            "megatron import", lambda: [check_import("megatron import", MEGATRON_CODE.format(device=chosen))]
+        )
+        out += _guarded("sglang import", lambda: [check_import("sglang import", SGLANG_CODE.format(device=chosen))])
+    return out
+
+
+def _guarded(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]:
+    try:
+        return list(check())
+    except Exception as error:
+        return [Finding(name, FAIL, f"{type(error).__name__}: {error}")]
+
+
+def run(device: str = "auto", *, engines: bool = True) -> int:
+    """Prints every finding; returns 1 if one failed."""
+    findings = find_all(device, engines=engines)
+    for finding in findings:
+        print(f"{finding.state:>4}  {finding.name:<16} {finding.detail}")
+    num_failed = sum(f.state == FAIL for f in findings)
+    print("this machine can run slime" if not num_failed else f"{num_failed} checks failed")
+    return int(num_failed > 0)

@@ -1,0 +1,39 @@
+"""The doctor names what is wrong and survives what it looks at."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.cli.doctor import FAIL, OK, check_import, find_all
+from slime.cli.main import build_parser, main
+
+
+def test_a_crashing_import_is_a_finding() -> None:
+    finding = check_import("engine", "raise ImportError('no libfoo.so')")
+    assert finding.state == FAIL and "no libfoo.so" in finding.detail
+    assert check_import("engine", "import os; os.kill(os.getpid(), 9)").state == FAIL
+    assert check_import("engine", "print('fine')") == type(finding)("engine", OK, "imports; fine")
+
+
+def test_this_machine_is_looked_at_quickly() -> None:
+    findings = {f.name: f for f in find_all("cpu", engines=False)}
+    assert findings["device"].state == OK and findings["loopback"].state == OK
+    assert {"python", "sglang", "megatron-core", "ray", "memory", "shared memory"} <= set(findings)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
+
+
+def test_every_command_has_help() -> None:
+    help_text = build_parser().format_help()
+    assert all(command in help_text for command in ("doctor", "report", "trace", "schemas"))
+
+
+@pytest.mark.slow
+def test_the_engines_import_here() -> None:
+    findings = {f.name: f for f in find_all("auto", engines=True)}
+    assert findings["megatron import"].state == OK, findings["megatron import"].detail
+    assert findings["sglang import"].state == OK, findings["sglang import"].detail

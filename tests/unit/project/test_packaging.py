@@ -1,0 +1,66 @@
+"""What the project says about itself fits together."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ENGINES = ("sglang", "sglang-router", "megatron-core", "ray", "transformers")
+
+
+def requirement_lines(name: str) -> list[str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_every_direct_requirement_is_pinned() -> None:
+    pinned = {re.split(r"==", line)[0].lower().replace("_", "-") for line in requirement_lines("constraints.txt")}
+    wanted = [*requirement_lines("cpu-engines.txt"), *PROJECT["project"]["dependencies"]]
+    wanted += PROJECT["project"]["optional-dependencies"]["dev"]
+    names = {re.split(r"[<>=\[ ]", line)[0].lower().replace("_", "-") for line in wanted}
+    assert names - pinned <= {"torch"}, "torch is pinned in the Makefile"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_version_of_each_engine_everywhere(engine: str) -> None:
+    text = "\n".join(p.read_text() for p in [ROOT / "pyproject.toml", *sorted((ROOT / "requirements").glob("*.txt"))])
+    versions = set(re.findall(rf"(?<![\w-]){re.escape(engine)}==([\w.]+)", text))
+    assert versions == {metadata.version(engine)}
+
+
+def test_nothing_machine_bound_is_committed() -> None:
+    """A path of somebody's machine in a file works there and nowhere else."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not files:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"(?<![\w.])/(home|Users|work|root)/\w+")
+    found = []
+    for name in files:
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".txt", ".sh", ".yaml", ".cfg", ""} and path.is_file():
+            found += [f"{name}: {m.group(0)}" for m in pattern.finditer(path.read_text(errors="replace"))]
+    assert not found, "\n".join(found)
+
+
+def test_help_of_the_command_line_is_instant() -> None:
+    code = "import sys, slime.cli.main; assert not {'torch', 'ray', 'sglang', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
+    run = subprocess.run(
+        [sys.executable, "-m", "slime.cli.main", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 0 and "doctor" in run.stdout
+
+
+def test_ci_is_executable_and_runs_the_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
