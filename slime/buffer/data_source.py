@@ -14,6 +14,7 @@ from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import BufferFilter, flatten, group_index_of, to_json
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample
+from slime.data.dataset import PromptDataset
 
 
 @runtime_checkable
@@ -148,8 +149,6 @@ def build_data_buffer(
 
     prompts = None
     if args.prompt_data is not None and getattr(args, "rollout_global_dataset", True):
-        from slime.data.dataset import PromptDataset
-
         prompts = PromptDataset.load(
             args.prompt_data,
             tokenizer=tokenizer,

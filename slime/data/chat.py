@@ -1,0 +1,173 @@
+"""Chat templates: messages to text and ids, with text from a dataset kept from turning into control tokens.
+
+A user text that contains `<|im_end|>` must not end the turn. Templates paste strings and tokenizers then read control
+tokens wherever they stand, so each control string in a message is replaced by a harmless word before the template runs
+and encoded on its own, as ordinary ids, afterwards (transformers issue 29279 asks for this upstream).
+
+Invariants
+1. A text without control strings is encoded exactly as `apply_chat_template(tokenize=True)` encodes it.
+2. The ids of an injected control string never contain a control id; decoding gives the original text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.core.errors import ConfigError, DataError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text."""
+
+    marked: str
+    """The text with each injected control string replaced by its stand-in."""
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """Stand-in -> the control string that the data contains."""
+
+    @property
+    def text(self) -> str:
+        """The text as the template gives it."""
+        out = self.marked
+        for stand_in, control in self.stand_ins.items():
+            out = out.replace(stand_in, control)
+        return out
+
+    def part(self, start: int, stop: int | None = None) -> Rendered:
+        """The part of `marked` from `start` to `stop`."""
+        return Rendered(self.marked[start:stop], self.stand_ins)
+
+
+class ChatRenderer:
+    """Renders and encodes with one tokenizer and one set of template arguments."""
+
+    def __init__(
+        self, tokenizer: Any, *, kwargs: Mapping[str, Any] | None = None, allow_control_tokens: bool = False
+    ) -> None:
+        """`allow_control_tokens` trusts the data: control strings in it become control ids.
+
+        Raises `ConfigError` if the tokenizer has no chat template.
+        """
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "got a tokenizer without a chat template, because the checkpoint has none (a base model?); do: use the "
+                "chat checkpoint, or put rendered text into the dataset and drop --apply-chat-template"
+            )
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs or {})
+        added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        probe = self._probe()
+        self.structural = frozenset(t for t in added if t in probe) | {tokenizer.bos_token, tokenizer.eos_token} - {
+            None
+        }
+        """Tokens that the template builds turns from."""
+        self.control = self.structural | {t for t, token in added.items() if token.special}
+        """All tokens that text from a dataset must not produce; the assistant's own text is held to `structural`."""
+        self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
+        self._allow = allow_control_tokens
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+    ) -> Rendered:
+        """Messages to text. Raises `DataError` with the template's complaint."""
+        stand_ins = {} if self._allow else self._stand_ins(messages, tools)
+        return self._render(messages, tools, stand_ins, add_generation_prompt)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        stand_ins: Mapping[str, str],
+        add_generation_prompt: bool,
+    ) -> Rendered:
+        clean = [self._replace(m, stand_ins, m.get("role") == "assistant") for m in messages]
+        clean_tools = self._replace(list(tools), stand_ins, False) if tools else None
+        try:
+            text = self._apply(clean, tools=clean_tools, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
+            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        return Rendered(text, {word: control for control, word in stand_ins.items()})
+
+    def render_prefix(
+        self,
+        messages: Sequence[Message],
+        length: int,
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool,
+    ) -> Rendered:
+        """`render` of the first `length` messages, with the stand-ins of the whole conversation."""
+        stand_ins = {} if self._allow else self._stand_ins(messages, tools)
+        return self._render(messages[:length], tools, stand_ins, add_generation_prompt)
+
+    def encode(self, rendered: Rendered) -> list[int]:
+        """Text to ids. Raises `DataError` if an injected control string cannot be spelled without a control id."""
+        return self._encode_marked(rendered) if rendered.stand_ins else self._encode_text(rendered.marked)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, control tokens included. For checks and messages only."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _encode_marked(self, rendered: Rendered) -> list[int]:
+        ids: list[int] = []
+        for piece in re.split("(" + "|".join(map(re.escape, rendered.stand_ins)) + ")", rendered.marked):
+            control = rendered.stand_ins.get(piece)
+            if control is None:
+                ids += self._encode_text(piece)
+                continue
+            spelled = self._encode_text(control[:1]) + self._encode_text(control[1:])
+            if self._control_ids & set(spelled):
+                raise DataError(f"the text contains the control token {control!r}, which cannot be spelled out")
+            ids += spelled
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _apply(self, messages: Sequence[Message], *, tools: Any, add_generation_prompt: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **self._kwargs
+        )
+        return text
+
+    def _probe(self) -> str:
+        """A plain conversation as the template writes it: shows which added tokens build turns."""
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ]
+        try:
+            return self._apply(messages, tools=None, add_generation_prompt=False)
+        except Exception:  # a template that refuses this conversation leaves us the tokens marked special
+            return ""
+
+    def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
+        """Control string -> a word that occurs nowhere, for each control string in the data; usually empty."""
+        everything = json.dumps([list(map(dict, messages)), list(tools or ())], ensure_ascii=False, default=str)
+        found = [c for c in self.control if c in everything or json.dumps(c)[1:-1] in everything]
+        tag = "standin"
+        while found and tag in everything:
+            tag += "q"
+        # Longest first: one control string may contain another.
+        return {c: f"x{tag}x{i}x" for i, c in enumerate(sorted(found, key=lambda c: (-len(c), c)))}
+
+    def _replace(self, value: Any, stand_ins: Mapping[str, str], is_assistant: bool) -> Any:
+        if not stand_ins:
+            return value
+        if isinstance(value, str):
+            for control, word in stand_ins.items():
+                if not is_assistant or control in self.structural:
+                    value = value.replace(control, word)
+            return value
+        if isinstance(value, Mapping):
+            return {k: self._replace(v, stand_ins, is_assistant) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._replace(v, stand_ins, is_assistant) for v in value]
+        return value

@@ -1,0 +1,291 @@
+"""A dataset of prompts: read once, checked whole, kept in memory.
+
+Every row of the file is accounted for: it is served, or it was too long, or it is quarantined with file, line and
+reason. More than a few bad rows is an error, because then the file or a key is wrong and not a row.
+
+Invariants
+1. rows read == len(dataset) + len(dataset.quarantined) + dataset.num_too_long.
+2. Rows keep the order of the file; the fingerprint covers all that a sample is made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.core.errors import ConfigError, DataError
+from slime.data.chat import ChatRenderer, Rendered
+from slime.data.files import RawRow, read_rows, split_slice
+from slime.data.rows import Fingerprint, PromptRow, Quarantined
+
+logger = logging.getLogger(__name__)
+
+ENCODE_CHUNK = 1024
+"""Rows encoded in one call of the tokenizer."""
+NUM_NAMED = 5
+"""Bad rows spelled out in a message; all are in `quarantined`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Which column is what."""
+
+    prompt: str
+    label: str | None
+    metadata: str | None
+    tools: str | None
+
+
+class PromptDataset:
+    """Usable rows by index, with an account of the others."""
+
+    def __init__(
+        self,
+        rows: Iterable[PromptRow],
+        *,
+        source: str = "memory",
+        quarantined: Sequence[Quarantined] = (),
+        num_too_long: int = 0,
+        num_control_token_rows: int = 0,
+    ) -> None:
+        """Raises `DataError` if no row is left."""
+        digest = hashlib.sha256()
+        self._rows: list[PromptRow] = []
+        self._tokens: list[np.ndarray[Any, np.dtype[np.int32]] | None] = []
+        for row in rows:
+            digest.update(json.dumps([row.prompt, row.label, row.metadata], sort_keys=True).encode() + b"\n")
+            # Four bytes per id instead of a Python object.
+            self._tokens.append(None if row.prompt_tokens is None else np.asarray(row.prompt_tokens, np.int32))
+            self._rows.append(replace(row, prompt_tokens=None))
+        self.quarantined = tuple(quarantined)
+        """Rows that could not be used, and why."""
+        self.num_too_long = num_too_long
+        """Rows left out by the prompt length limit."""
+        self.num_control_token_rows = num_control_token_rows
+        """Served rows whose text contains control tokens, spelled out as ordinary ids."""
+        self.fingerprint = Fingerprint(source=source, num_rows=len(self._rows), digest=digest.hexdigest())
+        if not self._rows:
+            raise DataError(
+                f"got no usable row from {source}, because {len(self.quarantined)} were malformed and {num_too_long} "
+                "too long; do: check the file, its slice and the prompt length limit"
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int, /) -> PromptRow:
+        tokens = self._tokens[row]
+        return replace(self._rows[row], prompt_tokens=None if tokens is None else tuple(tokens.tolist()))
+
+    def metrics(self) -> dict[str, float]:
+        """Flat figures for the log."""
+        return {
+            "data/num_rows": len(self),
+            "data/num_quarantined": len(self.quarantined),
+            "data/num_too_long": self.num_too_long,
+            "data/num_control_token_rows": self.num_control_token_rows,
+        }
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        tokenizer: Any = None,
+        input_key: str = "input",
+        label_key: str | None = None,
+        metadata_key: str | None = "metadata",
+        tool_key: str | None = "tools",
+        apply_chat_template: bool = False,
+        apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_control_tokens: bool = False,
+        max_prompt_tokens: int | None = None,
+        max_bad_fraction: float = 0.05,
+    ) -> PromptDataset:
+        """Reads `path` (.jsonl, .jsonl.zst, .parquet; optional `@[a:b]`).
+
+        With `apply_chat_template` the prompt (messages, or a string taken as one user message) becomes text and ids;
+        without it a string is encoded as it stands, no token added, and messages stay messages.
+        `allow_control_tokens` lets control strings in the data become control tokens (only with the template).
+        Raises `DataError` for an unreadable or empty file and for more than `max_bad_fraction` malformed rows,
+        `ConfigError` for a length limit or template without the tokenizer it needs.
+        """
+        if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
+            raise ConfigError("got a chat template or a prompt length limit without a tokenizer; do: pass one")
+        chat = None
+        if apply_chat_template:
+            kwargs = apply_chat_template_kwargs
+            chat = ChatRenderer(tokenizer, kwargs=kwargs, allow_control_tokens=allow_control_tokens)
+        file, selected = split_slice(str(path))
+        loader = _Loader(file.name, _Keys(input_key, label_key, metadata_key, tool_key), tokenizer, chat)
+        chunk: list[RawRow] = []
+        for raw in read_rows(file, selected):
+            chunk.append(raw)
+            if len(chunk) == ENCODE_CHUNK:
+                loader.add(chunk)
+                chunk = []
+        loader.add(chunk)
+        loader.report(str(path), max_bad_fraction)
+        rows, num_too_long = _drop_long(loader.rows, max_prompt_tokens)
+        return cls(
+            rows,
+            source=str(path),
+            quarantined=loader.quarantined,
+            num_too_long=num_too_long,
+            num_control_token_rows=loader.num_control_token_rows,
+        )
+
+
+class _Loader:
+    """Turns raw rows into prompt rows, chunk by chunk."""
+
+    def __init__(self, file: str, keys: _Keys, tokenizer: Any, chat: ChatRenderer | None) -> None:
+        self.rows: list[PromptRow] = []
+        self.quarantined: list[Quarantined] = []
+        self.num_control_token_rows = 0
+        self._file = file
+        self._keys = keys
+        self._tokenizer = tokenizer
+        self._chat = chat
+
+    def add(self, chunk: Sequence[RawRow]) -> None:
+        parsed: list[tuple[PromptRow, Rendered | None, int]] = []
+        for raw in chunk:
+            try:
+                if raw.value is None:
+                    raise DataError(raw.error or "unreadable")
+                row = _parse(raw.value, self._keys, f"{self._file}:{raw.line}")
+                parsed.append((*self._render(row), raw.line))
+            except DataError as error:
+                self.quarantined.append(Quarantined(self._file, raw.line, str(error)))
+        for (row, rendered, line), ids in zip(parsed, self._encode(parsed), strict=True):
+            if isinstance(ids, DataError):
+                self.quarantined.append(Quarantined(self._file, line, str(ids)))
+                continue
+            if ids is not None and not ids:
+                self.quarantined.append(Quarantined(self._file, line, "the prompt encodes to no token"))
+                continue
+            self.num_control_token_rows += bool(rendered and rendered.stand_ins)
+            self.rows.append(row if ids is None else replace(row, prompt_tokens=tuple(ids)))
+
+    def _render(self, row: PromptRow) -> tuple[PromptRow, Rendered | None]:
+        if self._chat is None:
+            return row, Rendered(row.prompt) if isinstance(row.prompt, str) else None
+        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        rendered = self._chat.render(messages, tools=row.metadata.get("tools"))
+        return replace(row, prompt=rendered.text), rendered
+
+    def _encode(self, parsed: Sequence[tuple[PromptRow, Rendered | None, int]]) -> list[list[int] | DataError | None]:
+        """Ids per row; None where nothing can encode it, an error where its text cannot be encoded safely."""
+        out: list[list[int] | DataError | None] = [None] * len(parsed)
+        if self._tokenizer is None:
+            return out
+        plain = [(i, r) for i, (_, r, _) in enumerate(parsed) if r is not None and not r.stand_ins]
+        if plain:
+            ids = self._tokenizer([r.marked for _, r in plain], add_special_tokens=False)["input_ids"]
+            for (i, _), row_ids in zip(plain, ids, strict=True):
+                out[i] = list(row_ids)
+        for i, (_, rendered, _) in enumerate(parsed):
+            if rendered is not None and rendered.stand_ins and self._chat is not None:
+                try:
+                    out[i] = self._chat.encode(rendered)
+                except DataError as error:
+                    out[i] = error
+        return out
+
+    def report(self, source: str, max_bad_fraction: float) -> None:
+        """Logs what was refused; raises `DataError` if there was nothing, or too much was refused."""
+        num_bad, num_read = len(self.quarantined), len(self.quarantined) + len(self.rows)
+        if num_read == 0:
+            raise DataError(f"got no rows in {source}, because the file or its slice is empty; do: correct the path")
+        named = "; ".join(map(str, self.quarantined[:NUM_NAMED]))
+        if num_bad > max_bad_fraction * num_read:
+            raise DataError(
+                f"got {num_bad} malformed rows of {num_read} in {source}, because at most {max_bad_fraction:.0%} may "
+                f"be left out; do: correct the file or the key options. First: {named}"
+            )
+        if num_bad:
+            logger.warning("%s: %d of %d rows quarantined. First: %s", source, num_bad, num_read, named)
+        if self.num_control_token_rows:
+            logger.warning(
+                "%s: %d rows contain control tokens in their text; they are encoded as ordinary text",
+                source,
+                self.num_control_token_rows,
+            )
+
+
+def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[list[PromptRow], int]:
+    """Rows within the limit, and how many were not."""
+    if max_prompt_tokens is None:
+        return rows, 0
+    if any(row.prompt_tokens is None for row in rows):
+        raise ConfigError(
+            "got a prompt length limit for prompts that are messages, because their length is unknown until a template "
+            "is applied; do: add --apply-chat-template or drop the limit"
+        )
+    kept = [row for row in rows if len(row.prompt_tokens or ()) <= max_prompt_tokens]
+    if len(kept) < len(rows):
+        logger.warning(
+            "%d of %d prompts are over %d tokens and left out", len(rows) - len(kept), len(rows), max_prompt_tokens
+        )
+    return kept, len(rows) - len(kept)
+
+
+def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
+    """One row of the file. Raises `DataError` with what is wrong with it."""
+    if keys.prompt not in value:
+        raise DataError(f"no column {keys.prompt!r}; it has {sorted(map(str, value))}")
+    if keys.label is not None and keys.label not in value:
+        raise DataError(f"no column {keys.label!r}; it has {sorted(map(str, value))}")
+    metadata = _decoded(value, keys.metadata, dict)
+    tools = _decoded(value, keys.tools, list)
+    if tools:
+        if not all(isinstance(tool, dict) for tool in tools):
+            raise DataError(f"{keys.tools!r} holds something that is not an object")
+        if metadata.get("tools", tools) != tools:
+            raise DataError(f"tools in {keys.tools!r} and other tools in {keys.metadata!r}")
+        metadata["tools"] = tools
+    label = value[keys.label] if keys.label is not None else None
+    try:
+        json.dumps([label, metadata])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"label or metadata is not JSON: {error}") from error
+    return PromptRow(_checked_prompt(value[keys.prompt], keys.prompt), None, label, metadata, source)
+
+
+def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
+    """The column as `kind` (a copy), decoded where a file stores it as JSON text; empty where absent or null."""
+    found = value.get(key) if key is not None else None
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except ValueError as error:
+            raise DataError(f"{key!r} is text that is not JSON: {error}") from error
+    if found is None:
+        return kind()
+    if not isinstance(found, kind):
+        raise DataError(f"{key!r} is a {type(found).__name__}, it must be a {kind.__name__}")
+    return kind(found)
+
+
+def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{key!r} must be text or messages, not empty; got {repr(prompt)[:80]}")
+    messages = []
+    for i, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"message {i} of {key!r} must be an object with a role; got {repr(message)[:80]}")
+        if not isinstance(message.get("content"), str | list | None) or not {"content", "tool_calls"} & set(message):
+            raise DataError(f"message {i} of {key!r} must have content (text or parts); got {repr(message)[:80]}")
+        # Parquet fills every message with every column; templates ask whether a key is there.
+        messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
+    return messages
