@@ -95,6 +95,21 @@ def _batches(draft: Draft) -> None:
         draft.derive("debug_train_only", True, "--load-debug-rollout-data replays rollouts")
 
 
+SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
+"""Rollout function of supervised fine-tuning: rows become samples, no engine."""
+
+
+def _sft(draft: Draft) -> None:
+    v = draft.values
+    if v["loss_type"] != "sft_loss":
+        return
+    why = "--loss-type sft_loss learns from the data, not from rewards"
+    draft.derive("rollout_function_path", SFT_ROLLOUT, why)
+    draft.derive("compute_advantages_and_returns", False, why)
+    if v["eval_prompt_data"] is None:
+        draft.derive("debug_train_only", True, "supervised fine-tuning without evaluation needs no engine")
+
+
 _SLICE = re.compile(r"^(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?$")
 
 
@@ -189,7 +204,7 @@ def _has_checkpoint(folder: str) -> bool:
 
 
 DERIVATIONS: tuple[Callable[[Draft], None], ...] = (
-    _device, _dtype, _placement, _batches, _length, _evaluation, _weight_sync, _checkpoint
+    _device, _dtype, _sft, _placement, _batches, _length, _evaluation, _weight_sync, _checkpoint
 )  # fmt: skip
 """In order: later ones read what earlier ones set."""
 

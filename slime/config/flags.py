@@ -83,7 +83,10 @@ def _one(flag: Flag, text: str) -> Any:
     if flag.kind == "str":
         return text
     if flag.kind == "json":
-        return json.loads(text)
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError(f"not an object: {text}")
+        return value
     if flag.kind.endswith("_or_json"):
         base = flag.kind.removesuffix("_or_json")
         if text.lstrip().startswith(("[", "(")) or "," in text or "*" in text:
@@ -100,7 +103,9 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
     try:
         value = _one(flag, text)
     except (ValueError, KeyError):
-        expected = {"dtype": f"one of {sorted(set(DTYPES.values()))}", "json": "JSON"}.get(flag.kind, flag.kind)
+        expected = {"dtype": f"one of {sorted(set(DTYPES.values()))}", "json": "a JSON object"}.get(
+            flag.kind, flag.kind
+        )
         raise ConfigError(f"{where}: got {text!r} because it should be {expected}; do write such a value") from None
     check_choice(flag, value, where=where)
     return value
@@ -132,7 +137,7 @@ def coerce(flag: Flag, value: Any, *, where: str) -> Any:
 
 
 def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
-    if flag.kind == "json" and not isinstance(value, str):
+    if flag.kind == "json" and isinstance(value, dict):
         return value
     if flag.kind.endswith("_or_json") and isinstance(value, list):
         return value

@@ -15,6 +15,9 @@ from slime.core.errors import ConfigError
 FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type` values that this release trains."""
 
+ROPE_KINDS = ("default", "linear", "llama3")
+"""Rotary scalings that this release trains."""
+
 _FALLBACK_THETA = 10000.0
 
 
@@ -54,11 +57,9 @@ def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
         num_layers, ffn, vocab = config["num_hidden_layers"], config["intermediate_size"], config["vocab_size"]
     except KeyError as missing:
         raise ConfigError(f"the checkpoint's config.json lacks {missing}; it does not describe a {family}") from missing
-    if config.get("use_sliding_window"):
-        raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
+    _refuse_unsupported(config, str(family))
     kv_heads = int(config.get("num_key_value_heads") or heads)
     theta, scaling = rope_of(config)
-    tied_by_default = False
     return {
         "num_layers": int(num_layers),
         "hidden_size": hidden,
@@ -72,16 +73,30 @@ def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
         "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
         "rotary_base": theta,
         "rope_scaling": scaling,
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", tied_by_default),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "qk_layernorm": family == "qwen3",
-        "add_qkv_bias": family == "qwen2" or (family == "qwen3" and bool(config.get("attention_bias"))),
-        "add_bias_linear": bool(config.get("mlp_bias")) or (family == "llama" and bool(config.get("attention_bias"))),
+        "add_qkv_bias": family == "qwen2",
+        "add_bias_linear": False,
         "gated_linear_unit": True,
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
         "rotary_percent": float(config.get("partial_rotary_factor", 1.0)),
         "rotary_interleaved": False,
     }
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
+    """Raises `ConfigError` for what a family may have and this release does not train."""
+    if config.get("use_sliding_window"):
+        raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"got a checkpoint with hidden_act {config['hidden_act']!r}; this release trains silu")
+    if config.get("mlp_bias") or (config.get("attention_bias") and family != "qwen2"):
+        raise ConfigError("got a checkpoint with biases in its linear layers; this release trains those of qwen2 only")
+    _, scaling = rope_of(config)
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"got a checkpoint with rotary scaling {kind!r}; this release trains {', '.join(ROPE_KINDS)}")
 
 
 def contradictions(shape: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

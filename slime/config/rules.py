@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.config.args import Args
-from slime.config.derive import split_slice
+from slime.config.derive import SFT_ROLLOUT, split_slice
+from slime.config.megatron_defaults import FIXED
 
 Rule = Callable[[Args], "str | None"]
 
 RULES: list[Rule] = []
+
+RULE_DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
 
 
 def rule(function: Rule) -> Rule:
@@ -138,11 +141,12 @@ def one_dtype(args: Args) -> str | None:
 
 
 @rule
-def distributed_optimizer(args: Args) -> str | None:
-    """Checkpoints are written from the distributed optimizer."""
-    if args.megatron["use_distributed_optimizer"]:
-        return None
-    return "got --no-use-distributed-optimizer; checkpoints are written from the distributed optimizer: leave it on"
+def fixed_settings_are_left_alone(args: Args) -> str | None:
+    """A flag that the trainer would override silently is refused."""
+    for name, (value, why) in FIXED.items():
+        if args.megatron[name] != value:
+            return f"got {name} {args.megatron[name]}; the trainer always uses {value} ({why}): drop the flag"
+    return None
 
 
 @rule
@@ -291,12 +295,9 @@ def prompts_exist(args: Args) -> str | None:
     """Something to generate from."""
     if args.prompt_data is not None or args.num_rollout == 0 or args.data_source_path or args.load_debug_rollout_data:
         return None
-    if args.rollout_function_path != RULE_DEFAULT_ROLLOUT and args.loss_type != "sft_loss":
+    if args.rollout_function_path not in (RULE_DEFAULT_ROLLOUT, SFT_ROLLOUT):
         return None
     return "got no --prompt-data; give a .jsonl or .parquet file, or --data-source-path"
-
-
-RULE_DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
 
 
 @rule
@@ -367,10 +368,18 @@ def partial_mask_needs_partial_rollout(args: Args) -> str | None:
     return None
 
 
-@rule
-def interval_needs_async(args: Args) -> str | None:
-    """The synchronous loop publishes after every step; see `async_rules` for the other loop."""
-    return None
+def sync_rules() -> tuple[Rule, ...]:
+    """What train.py refuses on top."""
+    return (_sync_publishes_every_step,)
+
+
+def _sync_publishes_every_step(args: Args) -> str | None:
+    if args.update_weights_interval == 1:
+        return None
+    return (
+        f"got update_weights_interval {args.update_weights_interval} with train.py, which publishes after every step; "
+        "drop it or use train_async.py"
+    )
 
 
 def async_rules() -> tuple[Rule, ...]:

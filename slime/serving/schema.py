@@ -36,9 +36,17 @@ def _entry(action: argparse.Action) -> dict[str, Any] | None:
         "off_names": off_names,
         "nargs": None if action.nargs in (0, None) else str(action.nargs),
     }
-    optional |= {"choices": list(action.choices) if action.choices else None, "deprecated": deprecated}
+    optional |= {"choices": _choices(action), "deprecated": deprecated}
     optional |= {"append": type(action).__name__ == "_AppendAction"}
     return entry | {k: v for k, v in optional.items() if v}
+
+
+def _choices(action: argparse.Action) -> list[Any] | None:
+    """In the order of the parser; a set has none, so it is sorted to give every host the same file."""
+    if not action.choices:
+        return None
+    words = list(action.choices)
+    return sorted(words) if isinstance(action.choices, (set, frozenset)) or "parser" in action.dest else words
 
 
 def _entries(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:

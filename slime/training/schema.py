@@ -17,6 +17,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime.config.schema import flags_of_owner
+
 ALIASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add_bias_linear": ((), ("disable-bias-linear",)),
     "apply_rope_fusion": ((), ("no-rope-fusion",)),
@@ -217,11 +219,13 @@ def build() -> dict[str, Any]:
 def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor arguments of a Megatron config class out of `args.megatron`: dtypes and enums restored.
 
-    Settings equal to the class's own default are left out, so that defaults computed upstream stay computed.
+    Settings equal to a default are left out: what is computed upstream stays computed, and a field that two classes
+    share with different defaults keeps each class's own.
     """
     import torch
 
     hints = typing.get_type_hints(cls)
+    stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
     out: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         if field.name not in settings:
@@ -238,6 +242,9 @@ def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             value = decode(value)
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        described_elsewhere = field.name in stored and stored[field.name].configs[:1] != (cls.__name__,)
+        if described_elsewhere and settings[field.name] == stored[field.name].default:
+            continue
         if value != default:
             out[field.name] = value
     return out

@@ -1,0 +1,284 @@
+"""Laws of the command line: what is asked for is what runs; everything else is refused at once, with a way out."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.config import Args, parse_args
+from slime.config.answers import explain, help_text
+from slime.core.errors import ConfigError
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> list[str]:
+    """A command line that is complete."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN3))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "1+1", "label": "2"}\n' * 10)
+    return [
+        *("--hf-checkpoint", str(model), "--prompt-data", str(data), "--run-dir", str(tmp_path / "run")),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--rm-type", "math"),
+    ]
+
+
+def refused(argv: list[str], **kwargs: bool) -> str:
+    """The message of the refusal."""
+    with pytest.raises(ConfigError) as error:
+        parse_args(argv, **kwargs)
+    return str(error.value)
+
+
+def test_a_complete_command_line_is_resolved(base: list[str]) -> None:
+    args = parse_args([*base, "--device", "cpu"])
+    assert (args.global_batch_size, args.num_steps_per_rollout, args.over_sampling_batch_size) == (8, 1, 4)
+    assert args.megatron["train_iters"] == args.megatron["lr_decay_iters"] == 3
+    assert args.sglang["dtype"] == args.megatron["params_dtype"] == "bfloat16"
+    assert (args.rollout_num_gpus, args.update_weight_transport, args.distributed_backend) == (1, "tensor", "gloo")
+    assert args.eval_temperature == args.rollout_temperature and args.eps_clip_high == args.eps_clip
+    assert args.lr == args.megatron["lr"] == 1e-6
+
+
+def test_the_shape_is_the_checkpoints(base: list[str]) -> None:
+    m = parse_args(base).megatron
+    assert (m["num_layers"], m["hidden_size"], m["kv_channels"], m["num_query_groups"]) == (2, 64, 32, 2)
+    assert m["rotary_base"] == 1e6 and m["qk_layernorm"] and not m["untie_embeddings_and_output_weights"]
+    assert parse_args([*base, "--num-layers", "2", "--swiglu", "--disable-bias-linear"]).megatron == m
+
+
+def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_both_values(base: list[str]) -> None:
+    message = refused([*base, "--num-layers", "3"])
+    assert "num-layers 3" in message and "says 2" in message
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("--rollout-batch-sise", "--rollout-batch-size"),
+        ("--tensor-model-paralel-size", "--tensor-model-parallel-size"),
+        ("--sglang-mem-fraction-statics", "--sglang-mem-fraction-static"),
+        ("--router-polcy", "--router-policy"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest(base: list[str], typo: str, meant: str) -> None:
+    assert meant in refused([*base, typo, "4"])
+
+
+def test_prefixes_are_no_abbreviations(base: list[str]) -> None:
+    assert "--rollout-batch-size" in refused([*base, "--rollout-batch", "4"])
+
+
+def test_a_typo_is_answered_without_heavy_imports_and_at_once() -> None:
+    code = (
+        "import sys\nfrom slime.config import main_args\n"
+        "try:\n    main_args(['--rollout-batch-sise', '4'])\n"
+        "except SystemExit as e:\n    assert e.code == 2, e.code\n"
+        "heavy = {'torch', 'transformers', 'ray', 'megatron', 'sglang', 'sglang_router', 'pandas', 'pyarrow'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "did you mean --rollout-batch-size?" in done.stderr and "Traceback" not in done.stderr
+    assert time.monotonic() - start < 1.5
+
+
+def test_a_whole_resolution_imports_nothing_heavy(base: list[str]) -> None:
+    code = (
+        "import sys\nfrom slime.config import parse_args\nparse_args(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'ray', 'megatron', 'sglang'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *base], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_that_slime_makes_itself_are_refused_with_what_to_use(base: list[str]) -> None:
+    assert "--rollout-num-gpus-per-engine" in refused([*base, "--sglang-tp-size", "2"])
+    assert "--hf-checkpoint" in refused([*base, "--sglang-model-path", "x"])
+    assert "--bf16" in refused([*base, "--params-dtype", "fp16"])
+
+
+def test_engines_get_exactly_what_was_given(base: list[str]) -> None:
+    from slime.config.schema import to_argv
+
+    args = parse_args([*base, "--sglang-disable-cuda-graph", "--sglang-mem-fraction-static", "0.2", "--no-bf16",
+                       "--router-policy", "random", "--sglang-log-requests-target", "a", "b"])  # fmt: skip
+    assert dict(args.sglang) == {
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.2,
+        "log_requests_target": ("a", "b"),
+        "dtype": "float32",
+    }
+    assert dict(args.router) == {"policy": "random"}
+    words = to_argv("sglang", args.sglang)
+    assert words[:3] == ["--disable-cuda-graph", "--mem-fraction-static", "0.2"]
+    assert words[-2:] == ["--dtype", "float32"] and words[3:6] == ["--log-requests-target", "a", "b"]
+
+
+def test_args_are_frozen_and_picklable_and_survive_json(base: list[str]) -> None:
+    args = parse_args([*base, "--wandb-key", "hunter2", "--sglang-api-key", "hunter3", "--eval-prompt-data", "a",
+                       base[3], "--eval-interval", "1"])  # fmt: skip
+    with pytest.raises(AttributeError):
+        args.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        args.megatron["lr"] = 1.0  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        _ = args.no_such_setting
+    assert pickle.loads(pickle.dumps(args)) == args
+    text = json.dumps(args.to_json_dict())
+    assert "hunter" not in text and "hunter" not in explain(args)
+    back = Args.from_json_dict(json.loads(text))
+    assert back.wandb_key is None and back.sglang["api_key"] is None
+    assert back.replace(wandb_key="hunter2", sglang=args.sglang) == args
+
+
+def test_replace_returns_a_changed_copy(base: list[str]) -> None:
+    args = parse_args(base)
+    changed = args.replace(lr=0.5, rollout_batch_size=9)
+    assert (changed.lr, changed.rollout_batch_size, args.lr, args.rollout_batch_size) == (0.5, 9, 1e-6, 4)
+    with pytest.raises(ConfigError):
+        args.replace(rollout_batch_sise=3)
+
+
+def test_yaml_is_as_strict_as_flags(base: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "more.yaml"
+    more = [*base, "--custom-config-path", str(file)]
+    file.write_text(
+        "lr: 1.0e-5\nrollout_temperature: 0.7\nsglang_mem_fraction_static: 0.3\ncustom: {mis_level: token}\n"
+    )
+    args = parse_args(more)
+    assert (args.lr, args.rollout_temperature, args.sglang["mem_fraction_static"]) == (1e-5, 0.7, 0.3)
+    assert args.custom["mis_level"] == args.mis_level == "token"
+    for text, said in [
+        ("rollout_batch_sise: 3", "rollout_batch_size"),
+        ("lr: fast", "float"),
+        ("colocate: 1", "true or false"),
+        ("rollout_temperature: 0", "rollout_temperature"),
+        ("rollout_batch_size: 5", "command line"),
+        ("sglang_tp_size: 5", "--rollout-num-gpus-per-engine"),
+        ("[1, 2]", "no mapping"),
+    ]:
+        file.write_text(text)
+        assert said in refused(more), text
+
+
+def test_help_and_explain_show_everything(base: list[str]) -> None:
+    from slime.config.table import engine_flags, own_flags
+
+    for owner in ("megatron", "sglang", "router"):
+        text = help_text(owner)
+        assert all(f.names[0] in text for f in engine_flags(owner))
+    undocumented = [f.dest for f in own_flags(with_docs=True) if not f.doc]
+    assert not undocumented
+    text = explain(parse_args([*base, "--lr", "0.5"]))
+    assert "megatron.lr = 0.5    (command line)" in text
+    assert "megatron.num_layers = 2    (HF config)" in text
+    assert "global_batch_size = 8    (derived: rollout_batch_size * n_samples_per_prompt" in text
+    assert "eps_clip = 0.2    (default)" in text
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--help", "megatron"], ["-h"], ["--version"]])
+def test_questions_are_answered_with_exit_code_zero(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_args(words)
+    assert not end.value.code and capsys.readouterr().out
+
+
+def test_num_epoch_counts_the_rows_of_the_slice(base: list[str]) -> None:
+    data = base[3]
+    words = [w for w in base if w not in ("--num-rollout", "3")]
+    words[3] = f"{data}@[1:-1]"
+    assert parse_args([*words, "--num-epoch", "2"]).num_rollout == 4
+
+
+def test_sft_needs_no_engine(base: list[str]) -> None:
+    args = parse_args([*base, "--loss-type", "sft_loss"])
+    assert args.debug_train_only and args.rollout_function_path == "slime.rollout.sft.generate_rollout"
+    assert not args.compute_advantages_and_returns
+
+
+def test_loading_from_the_empty_save_folder_is_a_fresh_start(base: list[str], tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    assert parse_args([*base, "--load", folder, "--save", folder]).load is None
+    assert "no folder" in refused([*base, "--load", folder])
+
+
+REFUSALS = [
+    ("--global-batch-size 3", "does not divide"),
+    ("--global-batch-size 4 --num-steps-per-rollout 1", "only one of the two"),
+    ("--over-sampling-batch-size 2", "over_sampling_batch_size 2"),
+    ("--tensor-model-parallel-size 2", "does not divide"),
+    ("--actor-num-gpus-per-node 3 --tensor-model-parallel-size 3", "does not divide"),
+    ("--rollout-num-gpus-per-engine 3", "attention heads"),
+    ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "whole engines"),
+    ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size 2"),
+    ("--fp16 --bf16", "one of them"),
+    ("--rollout-temperature 0", "value > 0"),
+    ("--rollout-top-p 0.9", "whole vocabulary"),
+    ("--update-weight-transport tensor --actor-num-nodes 2", "one host"),
+    ("--kl-coef 0.1", "ignores it"),
+    ("--kl-loss-coef 0.1", "without --use-kl-loss"),
+    ("--use-tis --use-rollout-logprobs", "every weight 1"),
+    ("--loss-type custom_loss", "needs a function"),
+    ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
+    ("--eval-interval 2", "--eval-prompt-data"),
+    ("--eval-prompt-data only-a-name", "pairs"),
+    ("--save-interval 2", "without --save"),
+    ("--prompt-data missing.jsonl", "does not exist"),
+    ("--hf-checkpoint missing", "config.json does not exist"),
+    ("--rm-type remote_rm", "--rm-url"),
+    ("--group-rm", "--custom-rm-path"),
+    ("--debug-rollout-only --debug-train-only", "nothing would run"),
+    ("--offload", "without --colocate"),
+    ("--hidden-dropout 0.1", "drop the flag"),
+    ("--update-weights-interval 2", "train_async.py"),
+    ("--n-samples-per-prompt 0", "at least 1"),
+    ("--lr fast", "float"),
+    ("--lr", "no value"),
+    ("--colocate=yes", "switch"),
+    ("--kl-loss-type k9", "k1"),
+    ("--train-env-vars [1]", "JSON object"),
+    ("stray", "belongs to no flag"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSALS)
+def test_what_cannot_work_is_refused(base: list[str], flags: str, said: str) -> None:
+    assert said in refused([*base, *flags.split()])
+
+
+def test_async_and_colocate_exclude_each_other(base: list[str]) -> None:
+    assert "--colocate" in refused([*base, "--colocate"], synchronous=False)
+    assert parse_args([*base, "--update-weights-interval", "2"], synchronous=False).update_weights_interval == 2
+
+
+def test_all_contradictions_are_reported_together(base: list[str]) -> None:
+    message = refused([*base, "--kl-coef", "1", "--rollout-temperature", "0", "--num-layers", "9"])
+    assert "3 problems" in message
+
+
+def test_required_settings_are_named() -> None:
+    message = refused([])
+    assert all(name in message for name in ("--hf-checkpoint", "--rollout-batch-size", "--num-rollout"))
