@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# GRPO of SmolLM2-135M-Instruct on small sums, on two CPU cores: `make demo`, or this script with further flags for
+# train.py. Environment: PY (python), SEED, RUN_DIR.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PY=${PY:-.venv/bin/python}
+SEED=${SEED:-1234}
+RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
+
+"$PY" -m recipes.demo.prepare --out assets/demo --model assets/smollm2-135m-instruct
+
+"$PY" train.py \
+  --hf-checkpoint assets/smollm2-135m-instruct \
+  --run-dir "$RUN_DIR" \
+  --device auto --colocate \
+  --seed "$SEED" --rollout-seed "$SEED" \
+  \
+  --prompt-data assets/demo/train.jsonl --input-key prompt --label-key label --metadata-key metadata \
+  --apply-chat-template --rollout-shuffle \
+  --num-rollout 8 --rollout-batch-size 12 --n-samples-per-prompt 8 --global-batch-size 96 \
+  --rollout-max-response-len 16 --rollout-temperature 1.0 \
+  \
+  --eval-prompt-data sums assets/demo/eval.jsonl \
+  --eval-interval 4 --eval-temperature 0 --eval-max-response-len 16 \
+  \
+  --advantage-estimator grpo --eps-clip 0.2 \
+  --lr 5e-5 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
+  --bf16 \
+  "$@"
+
+cat "$RUN_DIR/report.md"
+echo "picture: $RUN_DIR/report.png"

@@ -1,0 +1,67 @@
+"""The demo's and the toy tasks are what they claim: disjoint, repeatable, exactly scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.demo import task
+from recipes.tiny import tasks
+from slime.core.sample import Sample
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def demo_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    pytest.importorskip("reasoning_gym")
+    return task.write_task(tmp_path_factory.mktemp("demo"), seed=0)
+
+
+def test_held_out_problems_are_held_out(demo_files: tuple[Path, Path]) -> None:
+    train, held_out = ({json.dumps(row["prompt"]) for row in read(path)} for path in demo_files)
+    assert len(held_out) == task.NUM_HELD_OUT >= 200
+    assert len(train) == len(read(demo_files[0])) >= 96, "a question repeats, or one step of the demo repeats prompts"
+    assert not train & held_out
+
+
+def test_the_same_seed_gives_the_same_files(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    again = task.write_task(tmp_path, seed=0)
+    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in demo_files]
+
+
+def test_an_answer_is_right_or_wrong_and_nothing_between(demo_files: tuple[Path, Path]) -> None:
+    from reasoning_gym import get_score_answer_fn
+
+    score = get_score_answer_fn(task.TASK)
+    for row in read(demo_files[1]):
+        entry = row["metadata"]["reasoning_gym"]["entry"]  # type: ignore[index]
+        label = str(row["label"])
+        assert score(label, entry) == 1.0
+        assert all(score(wrong, entry) == 0.0 for wrong in (f"1{label}", f"{label}0", f"{label}7", f"-{label}1", ""))
+
+
+def test_digits_reward_is_dense() -> None:
+    assert [tasks.digit_fraction(None, Sample(response=r)) for r in ("", "ab", "a1", "12")] == [0, 0, 0.5, 1]
+
+
+def test_cold_start_and_reinforcement_ask_the_same_sums() -> None:
+    taught = {m[0]["content"]: m[1]["content"] for m in (r["messages"] for r in tasks.sums_sft_rows(100))}
+    asked = {r["prompt"][0]["content"]: r["label"] for r in tasks.sums_rl_rows(100)}
+    assert taught == asked and len(taught) == 25
+    assert all(str(eval(q.rstrip("="))) == a for q, a in taught.items())
+
+
+@pytest.mark.slow
+def test_the_packed_model_unpacks_and_answers(tmp_path: Path) -> None:
+    from recipes.demo.model import PROBE, PROBE_ANSWER, ask, unpack
+
+    out = unpack(tmp_path / "model")
+    assert PROBE_ANSWER in ask(out, PROBE)
+    config, generation = (json.loads((out / f"{n}.json").read_text()) for n in ("config", "generation_config"))
+    assert config["tie_word_embeddings"] is True and generation["eos_token_id"] == [2, 0]
+    assert unpack(out) == out
