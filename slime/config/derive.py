@@ -42,8 +42,6 @@ def _device(draft: Draft) -> None:
         draft.given.discard("device")
         why = "/dev/nvidia* exists" if has_gpu else "no /dev/nvidia* on this machine"
         draft.derive("device", "cuda" if has_gpu else "cpu", why)
-    cuda = draft.values["device"] == "cuda"
-    draft.derive("distributed_backend", "nccl" if cuda else "gloo", f"device is {draft.values['device']}")
 
 
 def _dtype(draft: Draft) -> None:

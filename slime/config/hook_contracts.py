@@ -60,7 +60,6 @@ CONTRACTS: dict[str, HookContract] = {
     "all_samples": HookContract("rollout_all_samples_process_path", ("args", "all_groups", "data_source")),
     "reward_post_process": HookContract("custom_reward_post_process_path", ("args", "samples")),
     "convert_samples": HookContract("custom_convert_samples_to_train_data_path", ("args", "samples")),
-    "custom_loss": HookContract("custom_loss_function_path", ("args", "batch", "logits", "sum_of_sample_mean")),
     "rollout_log": HookContract(
         "custom_rollout_log_function_path", ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
     ),

@@ -251,15 +251,6 @@ def corrections_are_compatible(args: Args) -> str | None:
 
 
 @rule
-def custom_loss_is_complete(args: Args) -> str | None:
-    """The loss type and its function come together."""
-    if (args.loss_type == "custom_loss") == (args.custom_loss_function_path is not None):
-        return None
-    return (f"got loss_type {args.loss_type} and custom_loss_function_path {args.custom_loss_function_path}; "
-            "custom_loss needs a function, and a function needs --loss-type custom_loss")  # fmt: skip
-
-
-@rule
 def dynamic_batches_have_a_limit(args: Args) -> str | None:
     """A micro-batch is limited by samples or by tokens."""
     if args.use_dynamic_batch_size and not args.max_tokens_per_gpu:

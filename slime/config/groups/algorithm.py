@@ -14,7 +14,7 @@ class AlgorithmArgs:
 
     advantage_estimator: Literal["grpo", "reinforce_plus_plus_baseline"] = "grpo"
     """How rewards become advantages; always over the samples of one prompt id, never by position."""
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
     """What is minimised."""
     eps_clip: float = 0.2
     """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""

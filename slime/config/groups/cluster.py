@@ -33,7 +33,5 @@ class ClusterArgs:
     """Inference leaves the GPU while training runs. Default: on under --colocate on cuda."""
     train_env_vars: dict[str, str] = opt({})  # noqa: RUF009
     """Extra environment variables of the training processes, a JSON object."""
-    distributed_backend: str = derived(choices=("nccl", "gloo"))
-    """Collectives of the training ranks. Default: nccl on cuda, gloo on cpu."""
     distributed_timeout_minutes: int = 10
     """Limit of every collective of the training ranks, in minutes."""

@@ -29,8 +29,6 @@ class HookArgs:
     """Rewards to train on: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
     """Replaces the conversion of samples to training data: fn(args, samples)."""
-    custom_loss_function_path: str | None = None
-    """Loss of --loss-type custom_loss: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)."""
     custom_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
     custom_eval_rollout_log_function_path: str | None = None

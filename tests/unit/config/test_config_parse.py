@@ -56,7 +56,7 @@ def test_a_complete_command_line_is_resolved(base: list[str]) -> None:
     assert (args.global_batch_size, args.num_steps_per_rollout, args.over_sampling_batch_size) == (8, 1, 4)
     assert args.megatron["train_iters"] == args.megatron["lr_decay_iters"] == 3
     assert args.sglang["dtype"] == args.megatron["params_dtype"] == "bfloat16"
-    assert (args.rollout_num_gpus, args.update_weight_transport, args.distributed_backend) == (1, "tensor", "gloo")
+    assert (args.rollout_num_gpus, args.update_weight_transport) == (1, "tensor")
     assert args.eval_temperature == args.rollout_temperature and args.eps_clip_high == args.eps_clip
     assert args.lr == args.megatron["lr"] == 1e-6
 
@@ -241,7 +241,7 @@ REFUSALS = [
     ("--kl-coef 0.1", "ignores it"),
     ("--kl-loss-coef 0.1", "without --use-kl-loss"),
     ("--use-tis --use-rollout-logprobs", "every weight 1"),
-    ("--loss-type custom_loss", "needs a function"),
+    ("--loss-type custom_loss", "policy_loss, sft_loss"),
     ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
     ("--eval-interval 2", "--eval-prompt-data"),
     ("--eval-prompt-data only-a-name", "pairs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_every_setting_that_the_code_reads_exists() -> None:
             if node.attr not in known and not hasattr(Path, node.attr) and not hasattr(dict, node.attr):
                 stray.append(f"{path.name}: args.{node.attr}")
     assert not stray
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    """A flag that nothing implements must not be accepted."""
+    within_config = {"num_epoch", "num_steps_per_rollout", "custom_config_path", "offload"}
+    paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "config") not in p.parents]
+    text = "\n".join(p.read_text() for p in [*paths, ROOT / "train.py", ROOT / "train_async.py"])
+    words = set(re.findall(r"\w+", text))
+    assert not [f.dest for f in own_flags() if not f.internal and f.dest not in words | within_config]
 
 
 @pytest.mark.slow
