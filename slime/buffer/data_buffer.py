@@ -31,8 +31,8 @@ from slime.buffer.ledger import Ledger
 from slime.buffer.prompts import Prompts, PromptWalk
 from slime.buffer.storage import read_json, write_json
 from slime.core.errors import CheckpointError, DataError, LedgerError
+from slime.core.prompt import PromptRow
 from slime.core.sample import Group, Sample
-from slime.data.rows import PromptRow
 
 logger = logging.getLogger(__name__)
 

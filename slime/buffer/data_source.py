@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import BufferFilter, flatten, group_index_of, to_json
+from slime.buffer.prompts import Prompts
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample
-from slime.data.dataset import PromptDataset
 
 
 @runtime_checkable
@@ -112,9 +112,11 @@ class DataSourceBuffer(DataBuffer):
         super().load_state_dict(state)
 
     def save(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Saves our account to `path` and calls the source's own `save(rollout_id)`."""
+        """Saves our account to `path` and calls the source's own `save(rollout_id)`. Raises `DataError` without one."""
+        if rollout_id is None:
+            raise DataError("got no rollout_id to save under, because a custom data source files its state by step")
         super().save(path, rollout_id=rollout_id)
-        self._source.save(rollout_id if rollout_id is not None else -1)
+        self._source.save(rollout_id)
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Restores our account from `path` and calls the source's own `load(rollout_id)`."""
@@ -125,11 +127,12 @@ class DataSourceBuffer(DataBuffer):
 def build_data_buffer(
     args: Any,
     *,
+    prompts: Prompts | None = None,
     tokenizer: Any = None,
     data_source: Callable[[Any], DataSource] | None = None,
     buffer_filter: Callable[..., list[list[Sample]]] | None = None,
 ) -> DataBuffer:
-    """The buffer that the settings ask for.
+    """The buffer that the settings ask for, over `prompts` (`slime.data.dataset.load_prompts`).
 
     `data_source` and `buffer_filter` are the loaded hooks of `--data-source-path` and `--buffer-filter-path` (public
     signatures: `cls(args)` and `fn(args, rollout_id, buffer, num_samples)`). Raises what reading the data raises.
@@ -147,19 +150,11 @@ def build_data_buffer(
         def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
             return hook(args, None, buffer, n)
 
-    prompts = None
-    if args.prompt_data is not None and getattr(args, "rollout_global_dataset", True):
-        prompts = PromptDataset.load(
-            args.prompt_data,
-            tokenizer=tokenizer,
-            input_key=args.input_key,
-            label_key=args.label_key,
-            metadata_key=args.metadata_key,
-            tool_key=args.tool_key,
-            apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
-            max_prompt_tokens=getattr(args, "rollout_max_prompt_len", None),
-        )
+    if prompts is None:
+        # The one look at a sibling room, for callers that pass no prompts; goes once the rollout room passes them.
+        from slime.data.dataset import load_prompts
+
+        prompts = load_prompts(args, tokenizer)
     return DataBuffer(
         prompts,
         n_samples_per_prompt=args.n_samples_per_prompt,

@@ -11,9 +11,8 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +62,8 @@ class ChatRenderer:
         self._kwargs = dict(kwargs or {})
         added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         probe = self._probe()
-        self.structural = frozenset(t for t in added if t in probe) | {tokenizer.bos_token, tokenizer.eos_token} - {
-            None
-        }
+        ends = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
+        self.structural = frozenset(t for t in added if t in probe) | ends
         """Tokens that the template builds turns from."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
         """All tokens that text from a dataset must not produce; the assistant's own text is held to `structural`."""
@@ -150,8 +148,8 @@ class ChatRenderer:
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
         """Control string -> a word that occurs nowhere, for each control string in the data; usually empty."""
-        everything = json.dumps([list(map(dict, messages)), list(tools or ())], ensure_ascii=False, default=str)
-        found = [c for c in self.control if c in everything or json.dumps(c)[1:-1] in everything]
+        everything = "\n".join(_strings([messages, tools]))
+        found = [c for c in self.control if c in everything]
         tag = "standin"
         while found and tag in everything:
             tag += "q"
@@ -171,3 +169,15 @@ class ChatRenderer:
         if isinstance(value, list | tuple):
             return [self._replace(v, stand_ins, is_assistant) for v in value]
         return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string inside messages or tools."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

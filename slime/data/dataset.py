@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from slime.core.errors import ConfigError, DataError
+from slime.core.prompt import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
 from slime.data.files import RawRow, read_rows, split_slice
-from slime.data.rows import Fingerprint, PromptRow, Quarantined
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,19 @@ ENCODE_CHUNK = 1024
 """Rows encoded in one call of the tokenizer."""
 NUM_NAMED = 5
 """Bad rows spelled out in a message; all are in `quarantined`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """One row that is never served, and why."""
+
+    file: str
+    line: int
+    """Line of a text file or row of a parquet file, counted from 1."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +302,23 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
         # Parquet fills every message with every column; templates ask whether a key is there.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages
+
+
+def load_prompts(args: Any, tokenizer: Any) -> PromptDataset | None:
+    """The training prompts that the settings name (`--prompt-data` and its columns); None without any.
+
+    Raises what `PromptDataset.load` raises.
+    """
+    if args.prompt_data is None or not getattr(args, "rollout_global_dataset", True):
+        return None
+    return PromptDataset.load(
+        args.prompt_data,
+        tokenizer=tokenizer,
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
+        max_prompt_tokens=getattr(args, "rollout_max_prompt_len", None),
+    )

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.errors import CheckpointError, DataError, LedgerError
+from slime.core.prompt import Fingerprint, PromptRow
 from slime.core.sample import Group, Sample, Status
-from slime.data.rows import Fingerprint, PromptRow
 
 
 class Rows:

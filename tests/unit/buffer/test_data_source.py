@@ -10,6 +10,7 @@ import pytest
 from slime.buffer.data_source import DataSourceBuffer, build_data_buffer
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Sample
+from slime.data.dataset import load_prompts
 
 
 class Source:
@@ -56,6 +57,8 @@ def test_its_own_order_is_used_and_accounted_for(tmp_path: Path) -> None:
     buffer.ledger().check()
 
     buffer.save(tmp_path / "b.json", rollout_id=4)
+    with pytest.raises(DataError, match="rollout_id"):
+        buffer.save(tmp_path / "b.json")
     resumed = DataSourceBuffer(source)
     resumed.load(tmp_path / "b.json", rollout_id=4)
     assert source.calls == [("save", 4), ("load", 4)]
@@ -89,7 +92,7 @@ def test_broken_contracts_are_refused() -> None:
         DataSourceBuffer(SimpleNamespace(get_samples=len))
 
 
-def test_the_settings_choose() -> None:
+def test_the_settings_choose(tmp_path: Path) -> None:
     args = SimpleNamespace(
         prompt_data=None, n_samples_per_prompt=3, rollout_shuffle=False, rollout_seed=1, tag="hello", input_key="input"
     )
@@ -105,5 +108,13 @@ def test_the_settings_choose() -> None:
     buffer.get_groups(1)
     assert seen == [("hello", None, 1)]
     assert build_data_buffer(args, data_source=Source).get_groups(1)[0].samples[0].prompt == "p0"
+    named = SimpleNamespace(
+        **{**vars(args), "prompt_data": str(tmp_path / "d.jsonl"), "label_key": None, "metadata_key": "metadata"},
+        tool_key="tools", apply_chat_template=False, apply_chat_template_kwargs={}, rollout_max_prompt_len=None,
+    )  # fmt: skip
+    (tmp_path / "d.jsonl").write_text('{"input": "q"}\n')
+    prompts = load_prompts(named, None)
+    assert load_prompts(args, None) is None and prompts is not None
+    assert build_data_buffer(named, prompts=prompts).get_groups(1)[0].samples[2].prompt == "q"
     with pytest.raises(HookError):
         build_data_buffer(args, data_source=Source, buffer_filter=hook)

@@ -1,4 +1,4 @@
-"""Records of a dataset: one usable row, one refused row, and the identity of the whole."""
+"""What a dataset hands to the Data Buffer: its usable rows and the identity of the whole."""
 
 from __future__ import annotations
 
@@ -21,19 +21,6 @@ class PromptRow:
     """JSON-serialisable; `tools` holds the row's tool definitions."""
     source: str
     """Where the row is, for people: `train.jsonl:17` (the line of a text file, the row of a parquet file, from 1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    """One row that is never served, and why."""
-
-    file: str
-    line: int
-    """Line of a text file or row of a parquet file, counted from 1."""
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
