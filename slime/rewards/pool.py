@@ -50,7 +50,7 @@ class _Lane:
 
 
 class GraderPool:
-    """Scores samples by `--custom-rm-path`, else by `metadata["rm_type"]`, else by `--rm-type`."""
+    """Scores by the first given of sample.custom_rm_path, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`."""
 
     def __init__(
         self,
@@ -71,7 +71,9 @@ class GraderPool:
         self._settings = ProcessSettings(options=options, memory_limit_bytes=memory_limit_bytes, args=args)
         num_async = min(2, num_workers)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
-        self._concurrent = _Lane(num_async, CONCURRENT_PER_PROCESS, asyncio.Semaphore(num_async * CONCURRENT_PER_PROCESS))
+        self._concurrent = _Lane(
+            num_async, CONCURRENT_PER_PROCESS, asyncio.Semaphore(num_async * CONCURRENT_PER_PROCESS)
+        )
         self._is_async: dict[str, bool] = {}
         self._closed = False
 
@@ -80,7 +82,9 @@ class GraderPool:
         return (await self._grade([sample], group=False))[0]
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores all samples of a prompt by one call of the user's group function, in order."""
+        """Scores all samples of a prompt, in order: by one call of the user's function, or one by one by a built-in."""
+        if self._custom_rm_path is None:
+            return list(await asyncio.gather(*(self.score(s) for s in samples)))
         return await self._grade(list(samples), group=True)
 
     async def close(self) -> None:
@@ -93,7 +97,7 @@ class GraderPool:
 
     def _choose(self, sample: Sample) -> tuple[str, bool, bool]:
         """-> (grader, is a user function, is async). The sample's own choice wins over the run's."""
-        custom = sample.custom_rm_path or (None if "rm_type" in sample.metadata else self._custom_rm_path)
+        custom = sample.custom_rm_path or self._custom_rm_path
         if custom is not None:
             if custom not in self._is_async:
                 function = load_custom(custom)
@@ -104,7 +108,7 @@ class GraderPool:
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise ConfigError(
-                f"sample {sample.index} has no grader: give --rm-type or --custom-rm-path, or metadata rm_type in the dataset"
+                f"sample {sample.index} has no grader: give --rm-type, --custom-rm-path or metadata rm_type"
             )
         return str(rm_type), False, base_type(str(rm_type)) in ASYNC_TYPES
 
@@ -136,7 +140,12 @@ class GraderPool:
         try:
             return await asyncio.wait_for(process.ask(message), limit_s)
         except TimeoutError:
-            logger.warning("grader %s did not answer within %g s; its process %d is killed", message["grader"], limit_s, process.pid)
+            logger.warning(
+                "grader %s did not answer within %g s; its process %d is killed",
+                message["grader"],
+                limit_s,
+                process.pid,
+            )
             await self._drop(lane, process)
             return f"timeout after {self._timeout_s:g} s"
         except GraderDied as death:
@@ -146,15 +155,18 @@ class GraderPool:
             if lane.per_process == 1:  # it is still busy with what nobody waits for
                 await asyncio.shield(self._drop(lane, process))
             raise
+        finally:
+            process.num_reserved -= 1
 
     async def _process(self, lane: _Lane) -> GraderProcess:
         """A living process with a free place; starts one if all are taken and more are allowed."""
         async with lane.lock:
             lane.processes[:] = [p for p in lane.processes if not p.dead]
-            process = min(lane.processes, key=lambda p: p.num_waiting, default=None)
-            if process is None or (process.num_waiting > 0 and len(lane.processes) < lane.max_processes):
+            process = min(lane.processes, key=lambda p: p.num_reserved, default=None)
+            if process is None or (process.num_reserved > 0 and len(lane.processes) < lane.max_processes):
                 process = await GraderProcess.start(self._settings)
                 lane.processes.append(process)
+            process.num_reserved += 1  # under the lock: two requests must not choose the same idle process
             return process
 
     async def _drop(self, lane: _Lane, process: GraderProcess) -> None:

@@ -52,6 +52,8 @@ class GraderProcess:
         self._reader = asyncio.create_task(self._read(), name=f"grader-{process.pid}-reader")
         self._write_lock = asyncio.Lock()
         self.dead = False
+        self.num_reserved = 0
+        """Requests that the pool has given to this process; the pool's to count."""
 
     @classmethod
     async def start(cls, settings: ProcessSettings) -> GraderProcess:
@@ -64,7 +66,12 @@ class GraderProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_import_path())},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(_import_path()),
+            },
         )
         worker = cls(process)
         message = {
@@ -83,11 +90,6 @@ class GraderProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without a reply."""
-        return len(self._waiting)
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Sends one request and waits for its reply, without a limit. Raises `GraderDied`."""

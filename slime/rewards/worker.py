@@ -92,7 +92,10 @@ class Server:
             values = result if request["group"] else [result]
             if not isinstance(values, list | tuple) or len(values) != len(samples):
                 size = len(values) if isinstance(values, list | tuple) else type(values).__name__
-                return {"scores": [{"unscored": f"the group grader returned {size}, expected {len(samples)} rewards"}] * len(samples)}
+                return {
+                    "scores": [{"unscored": f"the group grader returned {size}, expected {len(samples)} rewards"}]
+                    * len(samples)
+                }
             return {"scores": [encode(value) for value in values]}
         except TimeoutError:
             reason = f"timeout after {self.options.timeout_s:g} s"
@@ -112,8 +115,6 @@ class Server:
             return self.functions[name](self.args, samples if request["group"] else samples[0])
         if name not in self.functions:
             self.functions[name] = load_grader(name)
-        if request["group"]:
-            raise TypeError(f"got --group-rm with the built-in grader {name!r}, which scores one sample; use --custom-rm-path")
         return self.functions[name](samples[0], self.options)
 
 

@@ -41,7 +41,26 @@ ABORT_TIMEOUT_S = 10.0
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """Read by the router under its consistent-hashing and manual policies."""
 FORWARDED_SAMPLING_PARAMS = frozenset(
-    ["temperature", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "no_stop_trim", "json_schema", "regex", "ebnf", "sampling_seed"]
+    [
+        "temperature",
+        "max_new_tokens",
+        "min_new_tokens",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "no_stop_trim",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "sampling_seed",
+    ]
 )
 """What sglang-router 0.3.2 passes on; seen by sending every parameter to an echoing worker."""
 
@@ -91,7 +110,7 @@ class EngineClient:
         max_concurrency: int = 256,
         vocab_size: int | None = None,
     ) -> None:
-        """`max_concurrency` bounds the requests in flight; `vocab_size` lets the client refuse ids that kill an engine."""
+        """`max_concurrency`: requests in flight at most. `vocab_size`: ids beyond it kill an engine and are refused."""
         self.base_url = base_url.rstrip("/")
         self.max_concurrency = max_concurrency
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
@@ -196,7 +215,9 @@ class EngineClient:
                 if scope is not None and scope.aborted:
                     return None
             try:
-                async with self._get_session().post(f"{self.base_url}/generate", json=payload, headers=headers) as response:
+                async with self._get_session().post(
+                    f"{self.base_url}/generate", json=payload, headers=headers
+                ) as response:
                     body = await response.read()
                     status = response.status
             except aiohttp.ClientError as broken:
@@ -209,7 +230,9 @@ class EngineClient:
             if status == 500 and attempt > 0:
                 break
             if status not in RETRY_STATUSES and status != 500:
-                raise RequestRejected(f"{self.base_url}/generate refused a request of {len(payload['input_ids'])} ids: {problem}")
+                raise RequestRejected(
+                    f"{self.base_url}/generate refused a request of {len(payload['input_ids'])} ids: {problem}"
+                )
         raise EngineError(f"{self.base_url}/generate failed after {attempt + 1} tries; the last one said: {problem}")
 
     def _get_session(self) -> aiohttp.ClientSession:
@@ -237,7 +260,9 @@ class EngineClient:
 
     async def _abort_one(self, url: str, rid: str) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._get_session().post(f"{url}/abort_request", json={"rid": rid}, timeout=_limit(ABORT_TIMEOUT_S)):
+            async with self._get_session().post(
+                f"{url}/abort_request", json={"rid": rid}, timeout=_limit(ABORT_TIMEOUT_S)
+            ):
                 pass
 
 
@@ -269,10 +294,14 @@ def parse_generation(answer: Mapping[str, Any]) -> Generation:
     log_probs = tuple(math.nan if pair[0] is None else float(pair[0]) for pair in pairs)
     bad = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), None)
     if bad is not None:
-        raise EngineError(f"got log-prob {pairs[bad][0]} for token {bad} of {len(tokens)} (id {tokens[bad]}); it must be finite")
+        raise EngineError(
+            f"got log-prob {pairs[bad][0]} for token {bad} of {len(tokens)} (id {tokens[bad]}); it must be finite"
+        )
     output_ids = answer.get("output_ids")
     if output_ids is not None and tuple(output_ids) != tokens:
-        raise EngineError(f"got {len(output_ids)} output ids and log-probs of {len(tokens)} other ids; they must be the same ids")
+        raise EngineError(
+            f"got {len(output_ids)} output ids and log-probs of {len(tokens)} other ids; they must be the same ids"
+        )
     version = str(meta.get("weight_version", ""))
     if not version.isdecimal():
         raise EngineError(

@@ -26,8 +26,8 @@ def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
             raise DataError(f"got a sample without identity: group_index={sample.group_index}, index={sample.index}")
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
             raise DataError(
-                f"got sample {sample.index} of group {sample.group_index} with status {sample.status.value}; only finished "
-                "samples can be trained: put the others back into the data source"
+                f"got sample {sample.index} of group {sample.group_index} with status {sample.status.value}; "
+                "only finished samples can be trained: put the others back into the data source"
             )
     return sorted(samples, key=lambda s: (s.group_index or 0, s.index or 0))  # stable: siblings keep their order
 
@@ -44,15 +44,15 @@ def sample_rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
         result = post_process(args, list(samples))
         if not isinstance(result, tuple) or len(result) != 2 or len(result[1]) != len(samples):
             raise HookError(
-                f"got {type(result).__name__} from --custom-reward-post-process-path for {len(samples)} samples; it returns "
-                "(raw_rewards, rewards), each with one number per sample"
+                f"got {type(result).__name__} from --custom-reward-post-process-path for {len(samples)} samples; "
+                "it returns (raw_rewards, rewards), each with one number per sample"
             )
         rewards = [None if r is None else float(r) for r in result[1]]
     for sample, reward in zip(samples, rewards, strict=True):
         if reward is None or not math.isfinite(reward):
             raise DataError(
-                f"got reward {reward} for sample {sample.index} of group {sample.group_index}; every trained sample needs a "
-                "finite one: a failure is put back or dropped, never scored"
+                f"got reward {reward} for sample {sample.index} of group {sample.group_index}; every trained "
+                "sample needs a finite one: a failure is put back or dropped, never scored"
             )
     return [float(r) for r in rewards if r is not None]
 

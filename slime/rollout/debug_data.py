@@ -34,7 +34,9 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
             assert index is not None, f"a finished sample without group_index in step {rollout_id}"
             lines.append(json.dumps(Group(index, tuple(samples)).to_dict(), allow_nan=False))
     except (TypeError, ValueError) as problem:
-        raise DataError(f"got a sample that cannot be recorded ({problem}); keep metadata, label and reward plain JSON") from problem
+        raise DataError(
+            f"got a sample that cannot be recorded ({problem}); keep metadata, label and reward plain JSON"
+        ) from problem
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
@@ -51,7 +53,9 @@ def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
             lines = stream.read().decode().splitlines()
         header = json.loads(lines[0])
         if header.get("format") != FORMAT or header.get("version") != VERSION:
-            raise DataError(f"got {path} of format {header.get('format')} {header.get('version')}; expected {FORMAT} {VERSION}")
+            raise DataError(
+                f"got {path} of format {header.get('format')} {header.get('version')}; expected {FORMAT} {VERSION}"
+            )
         groups = [list(Group.from_dict(json.loads(line)).samples) for line in lines[1:]]
     except FileNotFoundError:
         raise DataError(f"got no recorded rollout at {path}; check --load-debug-rollout-data and the step") from None

@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 import statistics
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
-from slime.rollout.execute import Execution, Outcome, run_execution
+from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import spread
 from slime.rollout.types import RolloutFnEvalOutput
@@ -60,7 +59,7 @@ class EvalDataset:
 
 def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
     """Fresh samples, `num_samples` per row side by side; indices are negative so that no ledger knows them."""
-    samples = []
+    samples: list[Sample] = []
     for number, row in enumerate(dataset.rows):
         metadata = {**copy.deepcopy(dict(row.metadata)), **dataset.metadata}
         if dataset.rm_type is not None:
@@ -76,8 +75,10 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
     return samples
 
 
-async def _evaluate_one(context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks) -> list[Sample]:
-    """Generates and scores one execution; an unscored one comes back without a reward. Raises `EngineError` on failure."""
+async def _evaluate_one(
+    context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks
+) -> list[Sample]:
+    """Generates and scores one execution; an unscored one has no reward. Raises `EngineError` on failure."""
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
         original = copy.deepcopy(sample)
@@ -98,9 +99,7 @@ async def _evaluate_one(context: RolloutContext, sample: Sample, params: Mapping
         unscored = execution.samples[0]
         unscored.metadata["unscored"] = execution.reason
         return [unscored]
-    raise EngineError(
-        f"evaluation sample {sample.index} ended {execution.outcome.value} after {MAX_TRIES} tries at most: {execution.reason}"
-    )
+    raise EngineError(f"evaluation sample {sample.index} ended {execution.outcome.value}: {execution.reason}")
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -149,16 +148,14 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     first_index = 0
-    async with asyncio.TaskGroup() as tasks:
-        running = []
-        for dataset in datasets:
-            samples = make_samples(dataset, first_index)
-            first_index += len(samples)
-            running.append(
-                [tasks.create_task(_evaluate_one(context, s, dataset.sampling_params, hooks)) for s in samples]
-            )
-    for dataset, results in zip(datasets, running, strict=True):
-        samples = [s for task in results for s in task.result()]
+    work = []
+    for dataset in datasets:
+        samples = make_samples(dataset, first_index)
+        first_index += len(samples)
+        work.append(all_or_first_error([_evaluate_one(context, s, dataset.sampling_params, hooks) for s in samples]))
+    results = await all_or_first_error(work)
+    for dataset, executions in zip(datasets, results, strict=True):
+        samples = [s for execution in executions for s in execution]
         metrics |= dataset_metrics(dataset, samples, args.eval_reward_key)
         data[dataset.name] = {
             "rewards": [s.get_reward_value(args.eval_reward_key) for s in samples],
@@ -168,8 +165,8 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     versions = sorted({v for entry in data.values() for s in entry["samples"] for v in s.weight_versions})
     if len(versions) > 1:
         raise EngineError(
-            f"got evaluation samples of weight versions {versions}, because weights changed meanwhile or an engine missed a "
-            "sync; the score would belong to no model"
+            f"got evaluation samples of weight versions {versions}, because weights changed meanwhile or an engine "
+            "missed a sync; the score would belong to no model"
         )
     if versions:
         metrics["eval/weight_version"] = float(versions[0])

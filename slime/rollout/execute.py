@@ -16,10 +16,10 @@ import copy
 import dataclasses
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.core.errors import ConfigError, DataError, HookError, LedgerError, NumericsError, RequestRejected
 from slime.core.sample import Group, Sample, Status
@@ -27,6 +27,8 @@ from slime.rewards.types import Score, Unscored, reason_kind
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, load
 from slime.rollout.sampling import seeded
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,9 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
     if not missing:
         return ""
     if context.graders is None:
-        raise ConfigError(f"sample {missing[0].index} needs a reward and there is no grader; set --rm-type or --custom-rm-path")
+        raise ConfigError(
+            f"sample {missing[0].index} needs a reward and there is no grader; set --rm-type or --custom-rm-path"
+        )
     if group:
         scores = await context.graders.score_group(missing)
     else:
@@ -138,7 +142,9 @@ async def run_execution(
             result = [sample]
         statuses = {s.status for s in result}
         if Status.FAILED in statuses:
-            reason = next(str(s.metadata.get("failure", "no reason given")) for s in result if s.status is Status.FAILED)
+            reason = next(
+                str(s.metadata.get("failure", "no reason given")) for s in result if s.status is Status.FAILED
+            )
             return Execution([before], Outcome.FAILED, reason)
         if not statuses <= set(FINISHED):
             kept = result if args.partial_rollout and len(result) == 1 and not evaluation else [reset(before)]
@@ -146,7 +152,8 @@ async def run_execution(
         context.progress.tokens += sum(s.effective_response_length for s in result)
         if group_rm:
             return Execution(result, Outcome.FINISHED)
-        reason = await score_samples(context, result, group=False)
+        as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
+        reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
         return Execution([reset(before)], Outcome.UNSCORED, reason) if reason else Execution(result, Outcome.FINISHED)
     except FATAL:
         raise
@@ -155,6 +162,17 @@ async def run_execution(
     except Exception as problem:
         logger.warning("execution %s of group %s failed", sample.index, sample.group_index, exc_info=problem)
         return Execution([before], Outcome.FAILED, f"{type(problem).__name__}: {problem}")
+
+
+async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines concurrently, results in order. On an error the others are cancelled and awaited first."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def by_execution(group: Group) -> list[list[Sample]]:
@@ -167,9 +185,7 @@ def by_execution(group: Group) -> list[list[Sample]]:
 
 async def run_group(context: RolloutContext, group: Group, params: dict[str, Any], hook: Hook) -> GroupResult:
     """Runs what is left of a group. Raises `FATAL` errors only; the other executions are then cancelled."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(run_execution(context, e, params, hook)) for e in by_execution(group)]
-    executions = [task.result() for task in running]
+    executions = await all_or_first_error([run_execution(context, e, params, hook) for e in by_execution(group)])
     worst = max(executions, key=lambda e: SEVERITY.index(e.outcome))
     finished = group.with_samples([s for e in executions for s in e.samples])
     if worst.outcome is not Outcome.FINISHED or not context.args.group_rm:

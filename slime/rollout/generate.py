@@ -24,7 +24,11 @@ def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
         raise DataError(f"sample {sample.index} has neither ids nor a tokenizer to make them; set --hf-checkpoint")
     if not isinstance(sample.prompt, str):
         rendered = tokenizer.apply_chat_template(
-            sample.prompt, tools=sample.metadata.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=False
+            sample.prompt,
+            tools=sample.metadata.get("tools"),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
         return [int(i) for i in rendered]
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]

@@ -58,7 +58,9 @@ async def call_generate(
     samples = result if isinstance(result, list) else [result]
     if not samples or not all(isinstance(s, Sample) for s in samples):
         kinds = sorted({type(s).__name__ for s in samples}) or ["nothing"]
-        raise HookError(f"got {', '.join(kinds)} from {_name(hook)}; a generate function returns a Sample or a list of them")
+        raise HookError(
+            f"got {', '.join(kinds)} from {_name(hook)}; a generate function returns a Sample or a list of them"
+        )
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
         sibling.validate()
@@ -72,7 +74,9 @@ def keep_group(hook: Hook, args: Any, samples: list[Sample]) -> DynamicFilterOut
         return DynamicFilterOutput(keep=verdict)
     if hasattr(verdict, "keep"):
         return DynamicFilterOutput(keep=bool(verdict.keep), reason=getattr(verdict, "reason", None))
-    raise HookError(f"got {type(verdict).__name__} from {_name(hook)}; a filter returns a bool or a DynamicFilterOutput")
+    raise HookError(
+        f"got {type(verdict).__name__} from {_name(hook)}; a filter returns a bool or a DynamicFilterOutput"
+    )
 
 
 def _name(hook: Hook) -> str:

@@ -85,7 +85,9 @@ class StepLoop:
         try:
             while len(self.accepted) < self.target:
                 self._refill()
-                done, _ = await asyncio.wait(self.running, timeout=self._time_left_s(), return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    self.running, timeout=self._time_left_s(), return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in sorted(done, key=lambda t: self.running[t].group_index):
                     self._settle(task, self.running.pop(task))
             await self._stop_surplus()
@@ -100,7 +102,9 @@ class StepLoop:
 
     def metrics(self) -> dict[str, float]:
         """Counters of this step."""
-        counts = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.filtered.items()}
+        counts: dict[str, float] = {
+            f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.filtered.items()
+        }
         counts |= {f"rollout/failed/{reason}": count for reason, count in self.failed.items()}
         counts |= {f"rollout/retried/{reason}": count for reason, count in self.retried.items()}
         counts |= {
@@ -166,9 +170,9 @@ class StepLoop:
         dropped = sum(self.filtered.values())
         if dropped >= MAX_FILTERED_FACTOR * self.target:
             raise DataError(
-                f"got {dropped} groups dropped by the dynamic filter and {len(self.accepted)} of {self.target} kept in step "
-                f"{self.rollout_id}, because of {dict(self.filtered.most_common(3))}; the task is too easy, too hard or "
-                "its grader is broken: look at the rewards, or change the data or the filter"
+                f"got {dropped} groups dropped by the dynamic filter and {len(self.accepted)} of {self.target} kept "
+                f"in step {self.rollout_id}, because of {dict(self.filtered.most_common(3))}; the task is too easy or "
+                "too hard, or its grader is broken: look at the rewards, or change the data or the filter"
             )
 
     def _retry_or_drop(self, result: GroupResult) -> None:
@@ -258,7 +262,9 @@ def generate_rollout(
     except RuntimeError:
         running = None
     if running is context.loop:
-        raise HookError("got generate_rollout called on the rollout's event loop; make the calling function synchronous")
+        raise HookError(
+            "got generate_rollout called on the rollout's event loop; make the calling function synchronous"
+        )
     if evaluation:
         from slime.rollout.evaluate import evaluate
 
@@ -273,5 +279,7 @@ def generate_rollout(
         with use(context):
             return await work
 
-    result: RolloutFnTrainOutput | RolloutFnEvalOutput = asyncio.run_coroutine_threadsafe(in_context(), context.loop).result()
+    result: RolloutFnTrainOutput | RolloutFnEvalOutput = asyncio.run_coroutine_threadsafe(
+        in_context(), context.loop
+    ).result()
     return result

@@ -1,4 +1,4 @@
-"""`RolloutManager`: the rollout side of a run as one plain object: Data Buffer, engine client, graders, loop, evaluation.
+"""`RolloutManager`: the rollout side of a run: Data Buffer, engine client, graders, loop and evaluation in one object.
 
 Who produces, who consumes: the driver calls `generate` and `evaluate` (they may overlap) and gets a `TrainBatch`;
 after the optimizer step it calls `commit`, then perhaps `save`. All methods run on one event loop.
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.data_buffer import flatten
+from slime.buffer.groups import flatten
 from slime.core.batch import TrainBatch
 from slime.core.errors import HookError, LedgerError
 from slime.core.sample import Sample
@@ -95,7 +95,9 @@ class RolloutManager:
         batch = to_train_batch(self._args, rollout_id, output.samples)
         metrics = self._with_speed(output, time.monotonic() - started)
         log = load(self._args.custom_rollout_log_function_path, "rollout_log")
-        if log is not None and log(rollout_id, self._args, flatten(output.samples), metrics, metrics["perf/rollout_time"]):
+        if log is not None and log(
+            rollout_id, self._args, flatten(output.samples), metrics, metrics["perf/rollout_time"]
+        ):
             return batch, {}
         return batch, metrics
 
@@ -104,9 +106,13 @@ class RolloutManager:
         started = time.monotonic()
         path = self._args.eval_function_path
         with self._context() as context, use(context):
-            output = await (evaluate(context, rollout_id) if path is None else self._call(path, "eval", rollout_id, evaluation=True))
+            output = await (
+                evaluate(context, rollout_id) if path is None else self._call(path, "eval", rollout_id, evaluation=True)
+            )
         if not isinstance(output, RolloutFnEvalOutput):
-            raise HookError(f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput")
+            raise HookError(
+                f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput"
+            )
         metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
         log = load(self._args.custom_eval_rollout_log_function_path, "eval_log")
         return {} if log is not None and log(rollout_id, self._args, output.data, metrics) else metrics
@@ -143,8 +149,8 @@ class RolloutManager:
         return _ContextBlock(
             self._progress,
             RolloutContext(
-                args=self._args, client=self._client, tokenizer=self._tokenizer, graders=self._graders, progress=Progress(),
-                loop=asyncio.get_running_loop(), eval_datasets=self._eval_datasets,
+                args=self._args, client=self._client, tokenizer=self._tokenizer, graders=self._graders,
+                progress=Progress(), loop=asyncio.get_running_loop(), eval_datasets=self._eval_datasets,
             ),
         )  # fmt: skip
 
@@ -157,7 +163,9 @@ class RolloutManager:
         if isinstance(output, list):
             output = RolloutFnTrainOutput(output)
         if not hasattr(output, "samples"):
-            raise HookError(f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput")
+            raise HookError(
+                f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput"
+            )
         groups = [flatten(group) for group in output.samples]
         return RolloutFnTrainOutput(groups, {**sample_metrics(self._args, groups), **(output.metrics or {})})
 
@@ -173,7 +181,7 @@ class RolloutManager:
         return set(self._source.in_flight)
 
     def _account(self, rollout_id: int, groups: list[list[Sample]], before: set[int]) -> None:
-        """Remembers the groups of the batch; what a user's function took and neither returned nor put back is filtered."""
+        """Remembers the groups of the batch; what a user's function took and did not give back is filtered."""
         indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
         dropped = sorted(self._in_flight() - before - set(indices))
         if dropped:

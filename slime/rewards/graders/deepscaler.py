@@ -1,4 +1,4 @@
-"""Reasoning models: the text after `</think>` (or `###Response`) must box the answer; 1.0 if math-verify agrees, else 0.0."""
+"""Reasoning models: the text after `</think>` (or `###Response`) must box the answer; 1.0 if it is right, else 0.0."""
 
 from __future__ import annotations
 

@@ -1,0 +1,110 @@
+"""A fake inference server for pure tests of the client and the loop: speaks `/generate`, `/abort_request`, `/workers`.
+
+It answers as SGLang 0.5.16 does (ids with log-probs, version as a string, partial tokens after an abort), one token per
+tick, and misbehaves on demand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass
+class FakeEngine:
+    """Samples ids 10, 11, 12, ... until `max_new_tokens`; ends with id 1 (`stop`) after `stop_after` tokens if set."""
+
+    tick_s: float = 0.0
+    stop_after: int | None = None
+    weight_version: str = "1"
+    faults: deque[Any] = field(default_factory=deque)
+    """Popped by each /generate: None = answer, int = HTTP status, "drop" = close the connection, "hang" = never answer."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    most_running: int = 0
+    url: str = ""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if isinstance(fault, int):
+            return web.json_response({"error": {"message": "as told"}}, status=fault)
+        if fault == "drop":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        stop = self.running[body["rid"]] = asyncio.Event()
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            if fault == "hang":
+                await stop.wait()
+            return web.json_response(await self._sample(body, stop))
+        finally:
+            self.running.pop(body["rid"], None)
+
+    async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
+        limit = body["sampling_params"]["max_new_tokens"]
+        ids: list[int] = []
+        reason: dict[str, Any] = {"type": "length", "length": limit}
+        while len(ids) < limit:
+            if stop.is_set():
+                reason = {"type": "abort", "message": "Aborted"}
+                break
+            if self.stop_after is not None and len(ids) == self.stop_after:
+                ids.append(1)
+                reason = {"type": "stop", "matched": 1}
+                break
+            ids.append(10 + len(ids) % 50)
+            if self.tick_s:
+                await asyncio.sleep(self.tick_s)
+        text = "".join(chr(55 + i) for i in ids if i != 1)
+        return {
+            "text": text,
+            "output_ids": ids,
+            "meta_info": {
+                "finish_reason": reason,
+                "weight_version": self.weight_version,
+                "prompt_tokens": len(body["input_ids"]),
+                "cached_tokens": 0,
+                "output_token_logprobs": [[-0.5 - i / 1000, token, None] for i, token in enumerate(ids)],
+            },
+        }
+
+    async def abort(self, request: web.Request) -> web.Response:
+        rid = (await request.json())["rid"]
+        self.aborted.append(rid)
+        if rid in self.running:
+            self.running[rid].set()
+        return web.Response()
+
+    async def workers(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"url": self.url}], "total": 1})
+
+
+@contextlib.asynccontextmanager
+async def serve(engine: FakeEngine) -> AsyncIterator[FakeEngine]:
+    """Serves on a free port of the loopback for the block."""
+    app = web.Application()
+    app.router.add_post("/generate", engine.generate)
+    app.router.add_post("/abort_request", engine.abort)
+    app.router.add_get("/workers", engine.workers)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    engine.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    try:
+        yield engine
+    finally:
+        for stop in engine.running.values():
+            stop.set()
+        await runner.cleanup()

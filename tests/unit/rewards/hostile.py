@@ -1,0 +1,58 @@
+"""User graders that misbehave; named by path in the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from slime.core.sample import Sample
+
+
+def act(args: Any, sample: Sample) -> Any:
+    """Does what the response says."""
+    match sample.response:
+        case "hang":
+            while True:
+                time.sleep(1)
+        case "raise":
+            raise RuntimeError("as told")
+        case "none":
+            return None
+        case "nan":
+            return float("nan")
+        case "huge":
+            return {"x": "a" * 10_000_000}
+        case "memory":
+            return float(len("a" * (8 << 30)))
+        case "exit":
+            os._exit(3)
+        case "print":
+            print("x" * 100_000, flush=True)
+        case "garbage":
+            for descriptor in range(3, 20):
+                try:
+                    os.write(descriptor, b"garbage" * 1000)
+                except OSError:
+                    pass
+            time.sleep(1)
+        case "args":
+            return float(args["seven"])
+    return 1.0
+
+
+async def act_async(args: Any, sample: Sample) -> Any:
+    """The same, waiting on the event loop."""
+    if sample.response == "hang":
+        await asyncio.sleep(3600)
+    if sample.response == "block":
+        time.sleep(3600)
+    await asyncio.sleep(0.2)
+    return {"score": 0.5}
+
+
+def group(args: Any, samples: list[Sample]) -> list[float]:
+    """Rank of the response length; one too few for a group of three."""
+    lengths = [float(len(s.response)) for s in samples]
+    return lengths[:-1] if len(lengths) == 3 else lengths

@@ -1,0 +1,140 @@
+"""The grader pool: whatever a grader does, the answer is a score or a reason, and the next sample is graded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import ConfigError
+from slime.core.sample import Sample
+from slime.rewards.pool import GraderPool
+from slime.rewards.types import Scored, Unscored
+
+HOSTILE = str(Path(__file__).with_name("hostile.py"))
+
+
+def with_pool(work: Callable[[GraderPool], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        pool = GraderPool(**{"num_workers": 2, "timeout_s": 5.0, "memory_limit_bytes": 2 << 30, **settings})
+        try:
+            return await work(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def test_hostile_graders_cost_their_sample_only() -> None:
+    acts = ["raise", "none", "nan", "huge", "memory", "exit", "garbage"]
+
+    async def work(pool: GraderPool) -> None:
+        for act in acts:
+            bad, good = await asyncio.gather(pool.score(Sample(response=act)), pool.score(Sample(response="ok")))
+            assert isinstance(bad, Unscored) and bad.reason, act
+            assert good == Scored(1.0), act
+        assert await pool.score(Sample(response="print")) == Scored(1.0)
+        assert await pool.score(Sample(response="args")) == Scored(7.0)
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", args={"seven": 7})
+
+
+def test_a_hang_is_unscored_after_the_limit_and_others_go_on() -> None:
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="ok"))
+        started = time.monotonic()
+        hang = asyncio.create_task(pool.score(Sample(response="hang")))
+        assert all([await pool.score(Sample(response="ok")) == Scored(1.0) for _ in range(20)])
+        assert not hang.done()
+        assert await hang == Unscored("timeout after 2 s")
+        assert time.monotonic() - started < 6
+        assert await pool.score(Sample(response="ok")) == Scored(1.0)
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", timeout_s=2.0)
+
+
+def test_async_graders_run_side_by_side_and_hang_alone() -> None:
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="ok"))
+        started = time.monotonic()
+        scores = await asyncio.gather(*(pool.score(Sample(response=r)) for r in ["ok"] * 50 + ["hang"]))
+        assert scores == [Scored({"score": 0.5})] * 50 + [Unscored("timeout after 2 s")]
+        assert time.monotonic() - started < 5
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act_async", timeout_s=2.0, num_workers=1)
+
+
+@pytest.mark.parametrize("answer", ["9**9**9", "9999999!", "2**2**2**2**2**2", "(" * 5000, "\\frac" * 3000])
+def test_a_monstrous_answer_stalls_nothing(answer: str) -> None:
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="\\boxed{4}", label="5"))
+        monster = asyncio.create_task(pool.score(Sample(response=f"\\boxed{{{answer}}}", label="x+1")))
+        for _ in range(10):
+            started = time.monotonic()
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - started < 0.5, "the event loop stalled"
+            assert await pool.score(Sample(response="so \\boxed{\\frac{1}{2}}", label="0.5")) == Scored(1.0)
+        assert await monster in (Scored(0.0), Unscored("timeout after 3 s"))
+
+    with_pool(work, rm_type="math", timeout_s=3.0)
+
+
+def test_group_graders_return_one_reward_per_sample() -> None:
+    async def work(pool: GraderPool) -> None:
+        pair = [Sample(response="a"), Sample(response="abc")]
+        assert await pool.score_group(pair) == [Scored(1.0), Scored(3.0)]
+        short = await pool.score_group([*pair, Sample(response="")])
+        assert all(isinstance(s, Unscored) and "expected 3" in s.reason for s in short) and len(short) == 3
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:group")
+
+
+def test_the_row_chooses_its_grader() -> None:
+    async def work(pool: GraderPool) -> None:
+        sample = Sample(response="yes", label="yes", metadata={"rm_type": "exact_match"})
+        assert await pool.score(sample) == Scored(1.0)
+        with pytest.raises(ConfigError, match="names no grader"):
+            await pool.score(Sample(metadata={"rm_type": "exact_mach"}))
+        with pytest.raises(ConfigError, match="has no grader"):
+            await pool.score(Sample())
+
+    with_pool(work)
+
+
+def test_close_leaves_no_process() -> None:
+    pids: list[int] = []
+
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="x", label="x"))
+        pids.extend(p.pid for p in pool._serial.processes)
+
+    with_pool(work, rm_type="exact_match")
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_workers_die_with_their_parent() -> None:
+    code = (
+        "import asyncio, time\nfrom slime.core.sample import Sample\nfrom slime.rewards.pool import GraderPool\n"
+        "async def main():\n    pool = GraderPool(num_workers=1, timeout_s=600, custom_rm_path=PATH)\n"
+        "    await pool.score(Sample(response='ok'))\n    print(pool._serial.processes[0].pid, flush=True)\n"
+        "    await pool.score(Sample(response='hang'))\nasyncio.run(main())\n"
+    ).replace("PATH", repr(f"{HOSTILE}:act"))
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ})
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()

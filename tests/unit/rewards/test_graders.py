@@ -1,0 +1,142 @@
+"""The built-in graders: right answers score, wrong ones and cheats do not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.core.errors import ConfigError, DataError, EngineError
+from slime.core.sample import Sample
+from slime.rewards.graders import REGISTRY, GraderOptions, load_grader
+from slime.rewards.graders.answers import last_boxed
+from slime.rewards.types import Scored, Unscored, check_reward, reason_kind
+
+OPTIONS = GraderOptions()
+
+
+def grade(rm_type: str, response: str, label: Any = None, **metadata: Any) -> Any:
+    return load_grader(rm_type)(Sample(index=1, response=response, label=label, metadata=metadata), OPTIONS)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_every_name_loads(name: str) -> None:
+    assert callable(load_grader(name))
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="exact_match"):
+        load_grader("maths")
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("so \\boxed{1/3}", "0.5", 0.0),
+        ("first \\boxed{4}, then \\boxed{5}", "4", 0.0),
+        ("The answer is $12$.", "12", 1.0),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        ("", "4", 0.0),
+        ("\\boxed{}", "4", 0.0),
+        ("\\boxed{" + " ".join(str(i) for i in range(1000)) + "}", "4", 0.0),
+    ],
+)
+def test_mathematics(response: str, label: str, score: float) -> None:
+    assert grade("math", response, label) == score
+
+
+def test_a_reference_that_cannot_be_read_is_an_error_not_a_zero() -> None:
+    with pytest.raises(DataError):
+        grade("math", "\\boxed{4}", None)
+
+
+def test_last_boxed_balances_braces() -> None:
+    assert last_boxed("a \\boxed{1} b \\boxed{\\frac{1}{2}} c \\boxed{open") == "\\frac{1}{2}"
+    assert last_boxed("none") is None
+    assert last_boxed("\\boxed{" * 20_000) is None
+
+
+def test_exact_match() -> None:
+    assert grade("exact_match", " 7\n", 7) == 1.0
+    assert grade("exact_match", "I say <answer>7</answer>", "7") == 1.0
+    assert grade("exact_match", "77", "7") == 0.0
+    assert grade("boxed_exact_match", "7 \\boxed{8}", "8") == 1.0
+    assert grade("boxed_exact_match", "8", "8") == 0.0
+
+
+def test_reasoning_gym_uses_the_tasks_own_verifier() -> None:
+    entry = {"question": "Calculate 5 - 3 - 6.", "answer": "-4", "metadata": {"source_dataset": "basic_arithmetic"}}
+    for metadata in (
+        {"reasoning_gym": {"dataset": "basic_arithmetic", "entry": entry}},
+        {"source_dataset": "basic_arithmetic", "entry": entry},
+        {"source_dataset": "basic_arithmetic", **entry},
+    ):
+        assert grade("reasoning_gym", "5 - 3 - 6 = -4", **metadata) == 1.0
+        assert grade("reasoning_gym", "it is 4", **metadata) == 0.0
+        assert grade("reasoning_gym", "", **metadata) == 0.0
+    with pytest.raises(DataError, match="source_dataset"):
+        grade("reasoning_gym", "4")
+
+
+def test_f1_dapo_deepscaler() -> None:
+    assert grade("f1", "The Eiffel tower", "eiffel tower") == 1.0
+    assert grade("f1", "a b", "b c") == pytest.approx(2 / 3)
+    assert grade("dapo", "Answer: 4", "4") == {"score": 1.0, "acc": 1.0, "pred": "4"}
+    assert grade("dapo", "no", "4")["score"] == -1.0
+    assert grade("deepscaler", "<think>\\boxed{4}</think> \\boxed{5}", "5") == 1.0
+    assert grade("deepscaler", "<think>\\boxed{5}", "5") == 0.0
+
+
+def test_random_is_a_repeatable_coin() -> None:
+    scores = [grade("random", f"response {i}") for i in range(64)]
+    assert set(scores) == {0.0, 1.0} and scores == [grade("random", f"response {i}") for i in range(64)]
+
+
+def test_the_remote_grader_retries_what_can_succeed() -> None:
+    seen: list[dict[str, Any]] = []
+    statuses = [503, 200, 400]
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"reward": 0.25}, status=statuses.pop(0))
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/rm", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]
+        options = GraderOptions(rm_url=f"http://127.0.0.1:{port}/rm")
+        remote = load_grader("remote_rm")
+        result = remote(Sample(prompt="p", response="r", label="l"), options)
+        assert not isinstance(result, float | dict) and await result == 0.25
+        assert seen[1]["response"] == "r" and seen[1]["label"] == "l"
+        with pytest.raises(EngineError, match="400"):
+            await remote(Sample(), options)  # type: ignore[misc]
+        await runner.cleanup()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "value", [None, float("nan"), float("inf"), "1", [1.0], {}, {"a": float("nan")}, {1: 2.0}, 10**400]
+)
+def test_what_is_no_score_is_a_reason(value: Any) -> None:
+    assert isinstance(check_reward(value), Unscored)
+
+
+def test_what_is_a_score() -> None:
+    assert check_reward(True) == Scored(1.0)
+    assert check_reward(2) == Scored(2.0)
+    assert check_reward({"score": -1.0, "pred": "x"}) == Scored({"score": -1.0, "pred": "x"})
+
+
+def test_reasons_become_metric_names() -> None:
+    assert reason_kind("timeout after 30 s") == "timeout_after_s"
+    assert reason_kind("") == "unknown"

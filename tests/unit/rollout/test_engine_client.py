@@ -1,0 +1,164 @@
+"""The engine client: what is retried, what is refused, what an abandoned request leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope, parse_generation
+from tests.support.fake_engine import FakeEngine, serve
+
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
+
+
+def ask(engine: FakeEngine, **settings: Any) -> Any:
+    """One request against a served fake; returns (generation or exception, engine)."""
+
+    async def main() -> Any:
+        async with serve(engine):
+            client = EngineClient(engine.url, **settings)
+            try:
+                return await client.generate([5, 6], PARAMS)
+            except Exception as problem:
+                return problem
+            finally:
+                await client.close()
+
+    return asyncio.run(main())
+
+
+def test_ids_log_probs_and_version_come_back_and_the_end_token_is_trained() -> None:
+    generation = ask(FakeEngine(stop_after=3, weight_version="7"))
+    assert generation.tokens == (10, 11, 12, 1)
+    assert len(generation.log_probs) == 4 and generation.weight_version == 7
+    assert generation.finish_reason == "stop" and generation.text == "ABC"
+
+
+@pytest.mark.parametrize("fault", [503, 429, 502, "drop", 500])
+def test_what_can_succeed_is_tried_again(fault: Any) -> None:
+    engine = FakeEngine()
+    engine.faults.extend([fault])
+    assert ask(engine).finish_reason == "length"
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_refusal_is_never_retried(status: int) -> None:
+    engine = FakeEngine()
+    engine.faults.extend([status])
+    problem = ask(engine)
+    assert isinstance(problem, RequestRejected) and "as told" in str(problem)
+    assert len(engine.requests) == 1
+
+
+def test_retries_are_bounded() -> None:
+    engine = FakeEngine()
+    engine.faults.extend([500] * 99)
+    assert isinstance(ask(engine), EngineError)
+    assert len(engine.requests) == 2  # an internal error is tried once more, no oftener
+
+
+def test_a_dead_server_is_an_error_within_seconds() -> None:
+    async def main() -> None:
+        with pytest.raises(EngineError, match="after 5 tries"):
+            await EngineClient("http://127.0.0.1:9").generate([5], PARAMS)
+
+    started = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - started < 10
+
+
+def test_an_expired_request_is_aborted_in_the_engine() -> None:
+    engine = FakeEngine()
+    engine.faults.append("hang")
+    problem = ask(engine, request_timeout_s=0.2)
+    assert isinstance(problem, DeadlineExceeded)
+    assert engine.aborted == [engine.requests[0]["rid"]]
+
+
+def test_a_cancelled_request_is_aborted_in_the_engine() -> None:
+    async def main(engine: FakeEngine) -> None:
+        async with serve(engine):
+            client = EngineClient(engine.url)
+            task = asyncio.create_task(client.generate([5], {**PARAMS, "max_new_tokens": 100_000}))
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await client.drain()
+            assert engine.aborted == [engine.requests[0]["rid"]]
+            await client.close()
+
+    asyncio.run(main(FakeEngine(tick_s=0.01)))
+
+
+def test_aborting_a_scope_returns_partial_tokens_and_sends_no_more() -> None:
+    async def main(engine: FakeEngine) -> None:
+        async with serve(engine):
+            client = EngineClient(engine.url, max_concurrency=2)
+            scope = RequestScope()
+            REQUEST_SCOPE.set(scope)
+            long = {**PARAMS, "max_new_tokens": 100_000}
+            tasks = [asyncio.create_task(client.generate([5], long)) for _ in range(4)]
+            while len(engine.running) < 2:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            await client.abort_scope(scope)
+            results = await asyncio.gather(*tasks)
+            assert [r.finish_reason for r in results] == ["abort"] * 4
+            assert sorted(len(r.tokens) > 0 for r in results) == [False, False, True, True]
+            assert len(engine.requests) == 2 and engine.most_running == 2
+            await client.close()
+
+    asyncio.run(main(FakeEngine(tick_s=0.01)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "message"),
+    [
+        ([], {}, "empty prompt"),
+        ([3, 200], {}, "belong together"),
+        ([3], {"logit_bias": {"3": 1.0}}, "would drop"),
+    ],
+)
+def test_what_an_engine_mishandles_is_refused_before_it_is_sent(ids: list[int], params: Any, message: str) -> None:
+    async def main() -> None:
+        with pytest.raises(RequestRejected, match=message):
+            await EngineClient("http://127.0.0.1:9", vocab_size=128).generate(ids, {**PARAMS, **params})
+
+    asyncio.run(main())
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    base = {
+        "finish_reason": {"type": "stop", "matched": 1},
+        "weight_version": "3",
+        "output_token_logprobs": [[-1.0, 4, None]],
+    }
+    return {"text": "x", "output_ids": [4], "meta_info": {**base, **meta}}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"weight_version": "default"},
+        {"weight_version": None},
+        {"output_token_logprobs": None},
+        {"output_token_logprobs": [[None, 4, None]]},
+        {"output_token_logprobs": [[float("nan"), 4, None]]},
+        {"output_token_logprobs": [[-1.0, 5, None]]},
+        {"finish_reason": {"type": "magic"}},
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_an_error(bad: dict[str, Any]) -> None:
+    with pytest.raises(EngineError):
+        parse_generation(answer(**bad))
+
+
+def test_a_matched_stop_string_stays_in_the_text() -> None:
+    assert parse_generation(answer(finish_reason={"type": "stop", "matched": "</a>"})).text == "x</a>"
+    assert parse_generation(answer()).text == "x"
