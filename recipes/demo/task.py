@@ -24,8 +24,10 @@ from slime.core.errors import DataError
 
 TASK = "chain_sum"
 SETTINGS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-MAX_TERM = 25
-NUM_HELD_OUT = 240
+MAX_TERM = 20
+NUM_HELD_OUT = 200
+MIN_TRAIN = 96
+"""Prompts of one run of the demo: none is asked twice."""
 DRAWS = 60_000
 """Entries drawn; most are too hard or repeat an earlier one."""
 
@@ -41,7 +43,7 @@ def draw_entries(seed: int) -> list[dict[str, Any]]:
             found.setdefault(entry["question"], entry)
     entries = [found[question] for question in sorted(found)]
     random.Random(seed).shuffle(entries)
-    if len(entries) < 2 * NUM_HELD_OUT:
+    if len(entries) < NUM_HELD_OUT + MIN_TRAIN:
         raise DataError(
             f"got {len(entries)} distinct problems of {TASK}, because this version of reasoning-gym draws others; "
             "do: raise MAX_TERM"

@@ -105,6 +105,7 @@ def _step_times(rows: Sequence[Mapping[str, float]]) -> list[float]:
 def _parts(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[float, float]]:
     """Part -> rollout -> seconds, without the parts that this run does not have."""
     out: dict[str, dict[float, float]] = {}
+    rows = [row for row in rows if AXES["perf"] in row]  # the evaluation before step 0 has an axis of its own
     for label, keys in STEP_PARTS.items():
         for key in keys:
             for step, value in zip(*curve(rows, key), strict=True):

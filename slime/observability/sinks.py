@@ -22,7 +22,9 @@ AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "
 """What a kind of step is counted by. Evaluations carry the rollout that they follow (-1: none yet)."""
 KINDS = tuple(AXES)
 
-EVAL_SCORE = re.compile(r"eval/((?!step$)[^/]+?)(?<!-truncated_ratio)(?<!-pass@\d)(?<!-pass@\d\d)(?<!-pass@\d\d\d)")
+EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_prompts|num_unscored|pass@\d+)$")
+EVAL_FACTS = ("eval/step", "eval/weight_version")
+"""What `eval/<dataset>...` metrics hold beside the score of the dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,9 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
 
 def eval_name(key: str) -> str | None:
     """The dataset whose score `key` holds (`eval/<dataset>`); None for any other metric."""
-    match = EVAL_SCORE.fullmatch(key)
-    return None if match is None else match[1]
+    if not key.startswith("eval/") or key.count("/") != 1 or key in EVAL_FACTS or EVAL_DETAIL.search(key):
+        return None
+    return key.removeprefix("eval/")
 
 
 class TensorBoardSink:

@@ -135,7 +135,13 @@ def test_console_shows_the_headlines_and_the_time_left() -> None:
     [("eval/gsm8k-test", "gsm8k-test"), ("eval/sums", "sums")]
     + [
         (k, None)
-        for k in ("eval/step", "eval/sums-pass@16", "eval/sums-truncated_ratio", "eval/sums/response_len/mean")
+        for k in (
+            "eval/step",
+            "eval/weight_version",
+            "eval/sums-pass@16",
+            "eval/sums-num_prompts",
+            "eval/sums/response_len/mean",
+        )
     ],
 )
 def test_eval_scores_are_told_from_their_details(key: str, name: str | None) -> None:
