@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 def group_advantages(
     rewards_S: Sequence[float], group_index_S: Sequence[int], execution_S: Sequence[int], *, normalize_std: bool
 ) -> Array:
-    """Advantage of each sample [S]: reward minus group mean, divided by the group's standard deviation if `normalize_std`."""
+    """Reward minus group mean for each sample [S], over the group's standard deviation if `normalize_std`."""
     rewards = np.asarray(rewards_S, np.float64)
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
     assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
@@ -43,7 +43,7 @@ def group_advantages(
 
 
 def whiten(advantages_S: Array, num_trained_tokens_S: Sequence[int]) -> Array:
-    """Zero mean and unit variance over all trained tokens, where each sample's advantage holds for all its tokens [S]."""
+    """Zero mean and unit variance over all trained tokens; [S], an advantage holds for all tokens of its sample."""
     counts = np.asarray(num_trained_tokens_S, np.float64)
     total = counts.sum()
     if total < 2:

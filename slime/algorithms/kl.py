@@ -16,7 +16,7 @@ LOW_VAR_LIMIT = 10.0
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """Per-token estimate [T], zero where masked, differentiable in `log_probs`. Raises `ConfigError` on an unknown kind."""
+    """Estimate [T], zero where masked, differentiable in `log_probs`. Raises `ConfigError` on an unknown kind."""
     d, _ = clamped_log_ratio(log_probs, ref_log_probs, mask)
     if kind == "k1":
         return d

@@ -13,7 +13,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def clamped_log_ratio(log_probs: Tensor, reference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """log_probs - reference [T], zero where `mask` is 0, clamped to +-`LOG_RATIO_LIMIT`; and where it was clamped [T] bool.
+    """(log_probs - reference [T], clamped to +-`LOG_RATIO_LIMIT`, zero where masked; where it was clamped [T] bool).
 
     Differentiable in `log_probs` (a clamped token has zero gradient). Values at masked positions cannot matter, NaN
     included.

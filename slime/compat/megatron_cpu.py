@@ -38,8 +38,9 @@ _USED_MODULES = (
 )
 """Imported before patching, so that every module that the trainer reaches is loaded and gets the facade."""
 
-_FACTORIES = frozenset(
-    ["tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like"]
+_FACTORIES = (
+    *("tensor", "as_tensor", "arange", "rand", "randn", "randint"),
+    *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
 )
 """Functions of torch that take a `device=`."""
 
@@ -81,7 +82,7 @@ def _require(condition: bool, patch: str) -> None:
 
 
 class _Inert:
-    """A stand-in for a CUDA stream or event: work on a CPU is done when the call returns, so there is nothing to wait for."""
+    """A stand-in for a CUDA stream or event: work on a CPU is done when the call returns; nothing to wait for."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -171,7 +172,7 @@ def _patch_rng() -> PatchReport:
     """Megatron's RNG tracker forks the generator of the GPU; on a CPU there is one generator."""
     import torch
 
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not getattr(random, "_slime_cpu_rng", False):
         random._get_cuda_rng_state = lambda *_a, **_k: torch.get_rng_state()
         random._set_cuda_rng_state = lambda state, *_a, **_k: torch.set_rng_state(state)
@@ -188,7 +189,7 @@ def _patch_rng() -> PatchReport:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Inside, `Tensor.type()` of a CPU tensor answers `torch.cuda.FloatTensor`, the name that the optimizer compares with."""
+    """Inside, `Tensor.type()` of a CPU tensor answers with the CUDA name, which the optimizer compares with."""
     import torch
 
     original = torch.Tensor.type
@@ -199,7 +200,7 @@ def _cuda_type_names() -> Iterator[None]:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = type_name  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -245,7 +246,7 @@ def _patch_type_names() -> PatchReport:
 
 def _patch_moe_name() -> PatchReport:
     """`moe_utils` uses a name that it only defines when Transformer Engine is installed."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     _require(hasattr(moe_utils, "te_general_gemm"), "te_general_gemm")

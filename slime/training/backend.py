@@ -31,7 +31,7 @@ from slime.training.model import build_model
 from slime.training.model_config import training_dtype
 from slime.training.optimizer import build_trainable
 from slime.training.parallel import ParallelInfo, destroy_process_groups, init_process_groups, seed_everything
-from slime.training.step import LogProbs, StepContext, forward_log_probs, train_on
+from slime.training.step import LogProbs, StepContext, first_step_gradients, forward_log_probs, train_on
 from slime.weights.tables import table_for
 
 DEFAULT_TIMEOUT_MINUTES = 30
@@ -118,6 +118,13 @@ class MegatronBackend:
         merged = {position: values for part in gathered for position, values in part.items()}
         return [merged[position] for position in range(len(batch.samples))]
 
+    def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:
+        """HF name -> full float32 gradient of a batch's first optimizer step; nothing changes. Collective."""
+        self._require_awake("gradients")
+        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size)
+        local = first_step_gradients(self._context, self._trainable, prepared)
+        return dict(hf_weights.iter_hf_tensors(local, self.table, tp_group=mpu.get_tensor_model_parallel_group()))
+
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -130,7 +137,7 @@ class MegatronBackend:
         return hf_weights.iter_hf_tensors(self._parameters, self.table, tp_group=group, dtype=dtype)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Writes the weights with config and tokenizer in Hugging Face format, under its name only when complete. Collective."""
+        """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective."""
         tensors = self.iter_hf_tensors(dtype)
         if self.parallel_info.rank == 0:
             partial = directory.with_name(directory.name + ".writing")
@@ -200,7 +207,10 @@ class MegatronBackend:
         """This rank's shard of the reference weights, on the host."""
         directory = Path(self.args.ref_load or self.args.hf_checkpoint)
         if self.args.ref_load and table_for(read_hf_config(directory)).shape != self.table.shape:
-            raise ConfigError(f"got --ref-load {directory} of another shape than {self.args.hf_checkpoint}; use the same family and size")
+            raise ConfigError(
+                f"got --ref-load {directory} of another shape than {self.args.hf_checkpoint}; use the same "
+                f"family and size"
+            )
         host = {name: torch.empty_like(p, device="cpu") for name, p in self._parameters.items()}
         info = self.parallel_info
         hf_weights.load_weights(host, self.table, directory, tp_rank=info.tp_rank, tp_size=info.tp_size)

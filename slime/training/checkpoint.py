@@ -5,7 +5,8 @@
     path = commit(parts, rollout_id)     manifest with hashes, flush to disk, rename, then the name in `latest`
 
 Invariants
-1. `latest` names only folders that were complete when they got their name; a crash at any point leaves the previous one.
+1. `latest` names only folders that were complete when they got their name; a crash at any point leaves the previous
+   one.
 2. `verify` finds every missing, added, shortened or altered file.
 """
 
@@ -96,12 +97,14 @@ def latest(root: Path) -> Checkpoint | None:
     if complete:
         return max(complete, key=lambda c: c.rollout_id)
     if named.is_file():
-        raise CheckpointError(f"got {named} naming {record['path']}, which does not exist; restore it or remove {named}")
+        raise CheckpointError(
+            f"got {named} naming {record['path']}, which does not exist; restore it or remove {named}"
+        )
     return None
 
 
 def verify(path: Path) -> None:
-    """Compares every file of a checkpoint with its manifest. Raises `CheckpointError` that names the files that differ."""
+    """Compares every file with the manifest. Raises `CheckpointError` that names the files that differ."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise CheckpointError(f"got no {MANIFEST} in {path}; it is no committed checkpoint")

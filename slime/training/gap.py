@@ -67,13 +67,17 @@ class GapMeter:
         stale = sampled & ~current
         own = torch.where(current, gap, zero)
         self._sums += torch.stack([own.double().sum(), current.sum(), gap.double().sum(), sampled.sum(), stale.sum()])
-        bins = torch.clamp(((own.clamp_min(1e-9).log10() - _LOW) / (_HIGH - _LOW) * _BINS).nan_to_num(_BINS - 1.0), 0, _BINS - 1)
+        bins = torch.clamp(
+            ((own.clamp_min(1e-9).log10() - _LOW) / (_HIGH - _LOW) * _BINS).nan_to_num(_BINS - 1.0), 0, _BINS - 1
+        )
         self._histogram.scatter_add_(0, bins.long(), current.double())
         # A NaN is the worst gap of all; argmax treats it so.
         worst = torch.where(current, gap, zero - 1).argmax()
         self._pending.append((batch, log_probs, gap[worst], worst))
 
-    def finish(self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup) -> dict[str, float]:
+    def finish(
+        self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup
+    ) -> dict[str, float]:
         """Metrics of the whole step. Raises `NumericsError` on every rank if the limit is exceeded.
 
         A collective over the data-parallel `group`.
@@ -136,8 +140,9 @@ def _check_limit(
     sample = batch.samples[worst.position]
     token = int(sample.tokens[sample.num_tokens - sample.response_length + worst.offset])
     raise NumericsError(
-        f"got a {figure} log-prob gap of {value:.3g} between trainer and engine (limit {bound:.3g} for {dtype}), because they "
-        f"do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group {sample.group_index}, "
-        f"response token {worst.offset} (id {token}), trainer {worst.trainer:.6f}, engine {worst.engine:.6f}, both version "
-        f"{version}. Look at --sglang-dtype, --rollout-temperature and the weight sync; --logprob-gap-limit moves the limit"
+        f"got a {figure} log-prob gap of {value:.3g} between trainer and engine (limit {bound:.3g} for {dtype}), "
+        f"because they do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group "
+        f"{sample.group_index}, response token {worst.offset} (id {token}), trainer {worst.trainer:.6f}, engine "
+        f"{worst.engine:.6f}, both version {version}. Look at --sglang-dtype, --rollout-temperature and the weight "
+        f"sync; --logprob-gap-limit moves the limit"
     )

@@ -34,7 +34,9 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"got {error} from {path}; --hf-checkpoint must be a directory in Hugging Face format") from error
+        raise CheckpointError(
+            f"got {error} from {path}; --hf-checkpoint must be a directory in Hugging Face format"
+        ) from error
     return config
 
 
@@ -58,7 +60,9 @@ class HfReader:
             raise CheckpointError(f"got no tensor {name!r} in {self._directory}; it holds {len(self._location)} others")
         file = self._location[name]
         if file not in self._files:
-            self._files[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt", device="cpu"))
+            self._files[file] = self._stack.enter_context(
+                safe_open(self._directory / file, framework="pt", device="cpu")
+            )
         tensor: Tensor = self._files[file].get_tensor(name)
         return tensor
 
@@ -66,7 +70,9 @@ class HfReader:
         self._stack.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._files.clear()
         self._stack.__exit__(kind, error, trace)
 
@@ -92,8 +98,8 @@ def write_hf(
 ) -> None:
     """Writes safetensors of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
-    `tensors`: (HF name, tensor) in any order; converted to `dtype` unless None. Consumes the iterable once, and holds at
-    most one file. `config.json` gets the written dtype.
+    `tensors`: (HF name, tensor) in any order; converted to `dtype` unless None. Consumes the iterable once, and holds
+    at most one file. `config.json` gets the written dtype.
     """
     directory.mkdir(parents=True, exist_ok=True)
     copy_assets(assets_from, directory)

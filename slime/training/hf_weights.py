@@ -1,4 +1,4 @@
-"""Between this rank's Megatron parameters and full HF tensors: load on start, export for the weight sync and `--save-hf`."""
+"""This rank's Megatron parameters and full HF tensors: load on start, export for weight sync and `--save-hf`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ ParameterMap = Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def load_weights(
-    parameters: ParameterMap, table: FamilyTable, directory: Path, *, tp_rank: int, tp_size: int
-) -> None:
-    """Copies this rank's shard of every tensor from an HF checkpoint, one tensor at a time, cast to the parameter's dtype.
+def load_weights(parameters: ParameterMap, table: FamilyTable, directory: Path, *, tp_rank: int, tp_size: int) -> None:
+    """Copies this rank's shard of every tensor of an HF checkpoint, one at a time, cast to the parameter's dtype.
 
-    Raises `ConfigError` if table, model and checkpoint do not name the same tensors, `CheckpointError` on a wrong shape.
+    Raises `ConfigError` if table, model and checkpoint do not name the same tensors, `CheckpointError` on a
+    wrong shape.
     """
     with HfReader(directory) as read:
         table.check(megatron_names=parameters, hf_names=read.names)
         for name, parameter in parameters.items():
             shard = load_shard(table, name, read, tp_rank=tp_rank, tp_size=tp_size)
-            assert shard.shape == parameter.shape, f"{name}: shard {list(shard.shape)}, parameter {list(parameter.shape)}"
+            assert shard.shape == parameter.shape, (
+                f"{name}: shard {list(shard.shape)}, parameter {list(parameter.shape)}"
+            )
             parameter.copy_(shard)
 
 

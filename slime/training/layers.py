@@ -7,6 +7,7 @@ a packed row, with grouped queries: `scaled_dot_product_attention` per sequence 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +82,8 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         if config.attention_dropout:
             raise ConfigError(
-                f"got attention_dropout={config.attention_dropout}, because a policy must be evaluated twice with the same "
-                "result; set --attention-dropout 0"
+                f"got attention_dropout={config.attention_dropout}, because a policy must be evaluated twice with "
+                "the same result; set --attention-dropout 0"
             )
         assert attention_type == "self", f"attention of type {attention_type} in layer {layer_number}"
         self.softmax_scale = softmax_scale
@@ -117,7 +118,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1).reshape(query.size(0), -1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
+        varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
         # torch 2.10 calls causality `is_causal`; later it is a window of (-1, 0). Grouped queries came later still.
         names = inspect.signature(varlen_attn).parameters
@@ -132,7 +133,8 @@ class PackedAttention(torch.nn.Module):
             options["scale"] = self.softmax_scale
         cu, longest = packed.cu_seqlens_device, packed.max_seqlen_q
         out = varlen_attn(query.contiguous(), key.contiguous(), value.contiguous(), cu, cu, longest, longest, **options)
-        return out.reshape(query.size(0), -1)
+        result: Tensor = out.reshape(query.size(0), -1)
+        return result
 
 
 def _current_device() -> torch.device:

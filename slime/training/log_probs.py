@@ -48,11 +48,13 @@ def token_log_probs(
     """Natural log-probs of `targets` under softmax(hidden @ weight.T / temperature).
 
     hidden [T, H]; weight [V_local, H]; targets [T] int64, global ids. Returns float32 [T], and the entropy [T] or None;
-    the log-probs can be differentiated, the entropy if `entropy_grad`. The matrix product runs in the dtype of the model,
-    the softmax in float32.
+    the log-probs can be differentiated, the entropy if `entropy_grad`. The matrix product runs in the dtype of the
+    model, the softmax in float32.
     """
-    settings = _Settings(shard, float(temperature), with_entropy, entropy_grad, chunk_tokens if chunk_tokens > 0 else 1 << 30)
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, targets, settings)  # type: ignore[no-untyped-call]
+    settings = _Settings(
+        shard, float(temperature), with_entropy, entropy_grad, chunk_tokens if chunk_tokens > 0 else 1 << 30
+    )
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, targets, settings)
     return log_probs, (entropy if with_entropy else None)
 
 

@@ -59,7 +59,8 @@ def _policy(
         eps_clip_high=args.eps_clip_high,
         eps_clip_c=args.eps_clip_c,
     )
-    policy_loss, sums = result.loss, {}
+    policy_loss = result.loss
+    sums: Sums = {}
     if args.use_tis:
         tis = truncated_weights(
             recomputed, batch.rollout_log_probs, batch.sampled, clip=args.tis_clip, clip_low=args.tis_clip_low
@@ -74,7 +75,9 @@ def _policy(
     if entropy is not None:
         sums["entropy_loss"] = _sum(entropy, batch)
         if args.entropy_coef:
-            token_loss = token_loss - args.entropy_coef * torch.where(batch.mask > 0, entropy, torch.zeros_like(entropy))
+            token_loss = token_loss - args.entropy_coef * torch.where(
+                batch.mask > 0, entropy, torch.zeros_like(entropy)
+            )
     if ref_log_probs is not None:
         kl = kl_estimate(log_probs, ref_log_probs, batch.mask, args.kl_loss_type)
         token_loss = token_loss + args.kl_loss_coef * kl

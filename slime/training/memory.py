@@ -7,6 +7,7 @@ parameter) stays valid: the storage is emptied under it and filled again. No eff
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,9 @@ class HostStash:
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    view: Tensor = empty.set_(storage, 0, (storage.nbytes(),))
+    return view
 
 
 def _to_host(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -113,7 +113,10 @@ def _advantages(samples: Sequence[TrainSample], args: Any) -> npt.NDArray[np.flo
     if args.loss_type != "policy_loss" or not args.compute_advantages_and_returns:
         return np.zeros_like(rewards)
     if args.kl_coef:
-        raise ConfigError(f"got --kl-coef {args.kl_coef}, because {args.advantage_estimator} does not put KL in rewards; use --use-kl-loss")
+        raise ConfigError(
+            f"got --kl-coef {args.kl_coef}, because {args.advantage_estimator} does not put KL in rewards; use "
+            f"--use-kl-loss"
+        )
     if args.rewards_normalization:
         by_std = args.advantage_estimator == "grpo" and bool(args.grpo_std_normalization)
         rewards = group_advantages(
@@ -133,14 +136,19 @@ def to_device(
     mask = _join([s.loss_mask for s in samples], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)
     missing = np.zeros(0, np.float32)
-    rollout = [np.zeros(s.response_length, np.float32) if s.rollout_log_probs is None else s.rollout_log_probs for s in samples]
+    rollout = [
+        np.zeros(s.response_length, np.float32) if s.rollout_log_probs is None else s.rollout_log_probs for s in samples
+    ]
     has_log_prob = [np.full(s.response_length, s.rollout_log_probs is not None) for s in samples]
     sampled = (mask > 0) & (versions != NOT_SAMPLED) & _join(has_log_prob, np.bool_)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
-    advantages = [np.full(s.response_length, prepared.advantages_S[p], np.float32) for p, s in zip(positions, samples, strict=True)]
+    advantages = [
+        np.full(s.response_length, prepared.advantages_S[p], np.float32)
+        for p, s in zip(positions, samples, strict=True)
+    ]
     return MicroBatch(
         positions=tuple(positions),
         lengths=tuple(s.response_length for s in samples),

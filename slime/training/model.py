@@ -17,6 +17,12 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor
 
 from slime.core.errors import ConfigError
@@ -46,7 +52,10 @@ class PolicyModel(GPTModel):
         The backward pass of the returned tensor sums what the tensor-parallel ranks add to it.
         """
         out = super().forward(
-            input_ids=tokens.unsqueeze(0), position_ids=position_ids.unsqueeze(0), attention_mask=None, packed_seq_params=packed
+            input_ids=tokens.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            attention_mask=None,
+            packed_seq_params=packed,
         )
         if self.config.sequence_parallel:
             out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=True)
@@ -67,7 +76,7 @@ class PolicyModel(GPTModel):
         entropy_grad: bool = False,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs of `targets` [R] predicted at `positions` [R] of a packed row of T tokens; float32 [R], entropy [R]."""
+        """Log-probs (and entropy) float32 [R] of `targets` [R] predicted at `positions` [R] of a row of T tokens."""
         hidden = self.hidden(tokens, position_ids, packed)
         return token_log_probs(
             hidden.index_select(0, positions),
@@ -105,7 +114,7 @@ def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any], devic
         vocab_size=padded,
         max_sequence_length=int(hf_config.get("max_position_embeddings") or 1 << 20),
         position_embedding_type="rope",
-        rotary_base=theta,  # type: ignore[arg-type]
+        rotary_base=theta,
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")),
     )
     local = padded // tp_size
@@ -113,7 +122,26 @@ def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any], devic
     group = mpu.get_tensor_model_parallel_group() if tp_size > 1 else None
     model.shard = VocabShard(start=start, num_valid=max(0, min(local, vocab_size - start)), group=group)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, config.kv_channels).to(device)
+    _mark_sharded_parameters(model)
     return model.to(device)
+
+
+def _mark_sharded_parameters(model: PolicyModel) -> None:
+    """Tells the optimizer which parameters each tensor-parallel rank holds a part of.
+
+    Megatron sets these marks while it initialises weights, which we skip. Without them the gradient norm counts only
+    the first rank's part, and clipping is wrong under tensor parallelism.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            parts = [(module.weight, 0), (getattr(module, "bias", None), 0)]
+        elif isinstance(module, RowParallelLinear):
+            parts = [(module.weight, 1)]
+        else:
+            continue
+        for parameter, dim in parts:
+            if parameter is not None and not getattr(parameter, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
 def inverse_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:

@@ -88,19 +88,27 @@ def _refuse(megatron: Mapping[str, Any], hf: Mapping[str, Any]) -> None:
         raise ConfigError(f"got a checkpoint of family {family!r}; this release trains llama, qwen2 and qwen3 (dense)")
     for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
         if int(megatron.get(name) or 1) != 1:
-            raise ConfigError(f"got {name}={megatron[name]}, because this release splits models by tensor parallelism only; set 1")
+            raise ConfigError(
+                f"got {name}={megatron[name]}, because this release splits models by tensor parallelism only; set 1"
+            )
     if hf.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"got hidden_act={hf['hidden_act']!r}; only silu is supported")
     if hf.get("mlp_bias") or (hf.get("attention_bias") and family != "qwen2"):
-        raise ConfigError("got a checkpoint with biases in its linear layers; only q, k, v biases of qwen2 are supported")
+        raise ConfigError(
+            "got a checkpoint with biases in its linear layers; only q, k, v biases of qwen2 are supported"
+        )
     if hf.get("use_sliding_window"):
         raise ConfigError("got use_sliding_window=true; sliding windows are not supported by the trainer")
     if megatron.get("overlap_param_gather"):
-        raise ConfigError("got --overlap-param-gather, because weights are read between steps by the weight sync; leave it out")
+        raise ConfigError(
+            "got --overlap-param-gather, because weights are read between steps by the weight sync; leave it out"
+        )
 
 
 def rotary_parameters(hf: Mapping[str, Any]) -> tuple[str, float]:
-    """(rope type, theta) of an HF config, in the spelling of transformers 4 and 5. Raises `ConfigError` if unsupported."""
+    """(rope type, theta) of an HF config, in the spelling of transformers 4 and 5. Raises `ConfigError` if
+    unsupported.
+    """
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in SUPPORTED_ROPE:

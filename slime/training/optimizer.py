@@ -1,7 +1,8 @@
 """Megatron's data-parallel wrapper, distributed optimizer and schedule, and one careful optimizer step.
 
 Invariants
-1. Gradients are sums over the data-parallel ranks: Megatron's own division is switched off (`model_config`), because the
+1. Gradients are sums over the data-parallel ranks: Megatron's own division is switched off (`model_config`), because
+   the
    loss carries the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
@@ -93,9 +94,13 @@ def zero_grad(trainable: Trainable) -> None:
     trainable.optimizer.zero_grad()
 
 
-def reduce_grads(trainable: Trainable) -> None:
-    """After the last backward pass of a step: sums over data-parallel ranks, and over tensor-parallel ones where needed."""
-    finalize_model_grads([trainable.ddp])
+def reduce_grads(trainable: Trainable, *, whole: bool = False) -> None:
+    """After the last backward pass of a step: sums over data-parallel ranks, and over tensor-parallel ones where
+    needed.
+
+    Each data-parallel rank ends with its shard of the sum, or with all of it if `whole`.
+    """
+    finalize_model_grads([trainable.ddp], force_all_reduce=whole)
 
 
 @torch.no_grad()

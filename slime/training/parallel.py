@@ -1,4 +1,6 @@
-"""Process groups of the trainer: tensor parallel and data parallel, gloo on a CPU and NCCL on a GPU, with a deadline."""
+"""Process groups of the trainer: tensor parallel and data parallel, gloo on a CPU and NCCL on a GPU, with a
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,23 @@ class ParallelInfo:
 
 
 def init_process_groups(
-    device: torch.device, *, rank: int, world_size: int, master_address: str, master_port: int, tp_size: int, timeout_s: float
+    device: torch.device,
+    *,
+    rank: int,
+    world_size: int,
+    master_address: str,
+    master_port: int,
+    tp_size: int,
+    timeout_s: float,
 ) -> ParallelInfo:
     """Joins the world and cuts it: neighbouring ranks share a model (TP), the rest is data parallel.
 
     Every collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not fit.
     """
     if world_size % tp_size:
-        raise ConfigError(f"got --tensor-model-parallel-size {tp_size} and {world_size} training ranks; it must divide them")
+        raise ConfigError(
+            f"got --tensor-model-parallel-size {tp_size} and {world_size} training ranks; it must divide them"
+        )
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -46,7 +57,9 @@ def init_process_groups(
         timeout=datetime.timedelta(seconds=timeout_s),
         **options,
     )
-    mpu.initialize_model_parallel(tensor_model_parallel_size=tp_size, distributed_timeout_minutes=max(1, int(timeout_s / 60)))
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=tp_size, distributed_timeout_minutes=max(1, int(timeout_s / 60))
+    )
     return ParallelInfo(
         rank=rank,
         world_size=world_size,

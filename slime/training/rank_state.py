@@ -59,7 +59,8 @@ def load_rank(
     meta, tensors = _read(directory, info)
     if meta["layout"] != _layout(info):
         raise CheckpointError(
-            f"got a checkpoint of layout {meta['layout']} for a run of {_layout(info)}, because optimizer state is sharded by "
+            f"got a checkpoint of layout {meta['layout']} for a run of {_layout(info)}, because optimizer state "
+            f"is sharded by "
             "rank; resume with the same sizes, or start from its Hugging Face export (--save-hf) with --hf-checkpoint"
         )
     _copy_all({MODEL + n: p for n, p in trainable.model.named_parameters()}, tensors, MODEL, directory)
@@ -84,9 +85,13 @@ def _read(directory: Path, info: ParallelInfo) -> tuple[dict[str, Any], dict[str
         meta: dict[str, Any] = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
         tensors = load_file(stem.with_suffix(".safetensors"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"got {error} from {stem}.*; the checkpoint is damaged or of fewer ranks than {info.world_size}") from error
+        raise CheckpointError(
+            f"got {error} from {stem}.*; the checkpoint is damaged or of fewer ranks than {info.world_size}"
+        ) from error
     if meta.get("format") != FORMAT:
-        raise CheckpointError(f"got checkpoint format {meta.get('format')} in {stem}.json; this release reads format {FORMAT}")
+        raise CheckpointError(
+            f"got checkpoint format {meta.get('format')} in {stem}.json; this release reads format {FORMAT}"
+        )
     return meta, tensors
 
 
@@ -94,7 +99,9 @@ def _copy_all(targets: dict[str, Tensor], tensors: dict[str, Tensor], prefix: st
     found = {k for k in tensors if k.startswith(prefix)}
     if found != set(targets):
         odd = sorted(found ^ set(targets))[:4]
-        raise CheckpointError(f"got other {prefix} tensors in {directory} than the model has, for example {odd}; wrong checkpoint")
+        raise CheckpointError(
+            f"got other {prefix} tensors in {directory} than the model has, for example {odd}; wrong checkpoint"
+        )
     for name, target in targets.items():
         source = tensors[name]
         if source.shape != target.shape or source.dtype != target.dtype:
@@ -111,12 +118,18 @@ def _optimizer_state(trainable: Trainable) -> tuple[dict[str, Tensor], dict[str,
     tensors: dict[str, Tensor] = {}
     groups = []
     for g, group in enumerate(inner.optimizer.param_groups):
-        groups.append({k: v for k, v in group.items() if isinstance(v, int | float | bool | str | list | tuple) and k != "params"})
+        groups.append(
+            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | list | tuple) and k != "params"}
+        )
         for i, parameter in enumerate(group["params"]):
             tensors[f"{MASTER}{g}.{i}"] = parameter
             for key, value in inner.optimizer.state.get(parameter, {}).items():
                 tensors[f"{MOMENT}{g}.{i}.{key}"] = torch.as_tensor(value)
-    scaler = {k: torch.as_tensor(v).tolist() for k, v in inner.grad_scaler.state_dict().items()} if inner.grad_scaler else None
+    scaler = (
+        {k: torch.as_tensor(v).tolist() for k, v in inner.grad_scaler.state_dict().items()}
+        if inner.grad_scaler
+        else None
+    )
     return tensors, {"groups": groups, "grad_scaler": scaler}
 
 
@@ -139,7 +152,9 @@ def _load_optimizer(trainable: Trainable, tensors: dict[str, Tensor], meta: dict
     for group, saved in zip(inner.optimizer.param_groups, meta["groups"], strict=True):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
     if inner.grad_scaler and meta["grad_scaler"]:
-        inner.grad_scaler.load_state_dict({k: torch.tensor(v) if k == "scale" else v for k, v in meta["grad_scaler"].items()})
+        inner.grad_scaler.load_state_dict(
+            {k: torch.tensor(v) if k == "scale" else v for k, v in meta["grad_scaler"].items()}
+        )
 
 
 def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -62,8 +62,8 @@ def train_on(
     """Runs every optimizer step of the batch; returns metrics averaged over them.
 
     `old`: log-probs under the weights before the first step, or None if there is only one step, whose own forward pass
-    gives them. Raises `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and for
-    a log-prob gap over its limit.
+    gives them. Raises `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and
+    for a log-prob gap over its limit.
     """
     results = []
     first_gap = {}
@@ -87,6 +87,22 @@ def train_on(
     return {**_average(results), **first_gap, "train/num_updates": float(len(results))}
 
 
+def first_step_gradients(context: StepContext, trainable: Trainable, prepared: PreparedBatch) -> dict[str, Tensor]:
+    """Megatron name -> gradient [shard shape] float32 of the first optimizer step, summed over all ranks; nothing
+    changes.
+
+    For checks: a training step leaves each data-parallel rank with its own shard of the gradients only.
+    """
+    zero_grad(trainable)
+    _run_micro_batches(
+        context, trainable, prepared, prepared.schedule.steps[0].micro_batches[context.dp_rank], None, None, None
+    )
+    reduce_grads(trainable, whole=True)
+    out = {name: p.main_grad.detach().clone() for name, p in trainable.model.named_parameters()}
+    zero_grad(trainable)
+    return out
+
+
 def _run_micro_batches(
     context: StepContext,
     trainable: Trainable,
@@ -103,7 +119,9 @@ def _run_micro_batches(
         batch = to_device(prepared, positions, context.device, pad_to_multiple=context.pad_to_multiple)
         last = i == len(mine) - 1
         with contextlib.nullcontext() if last else trainable.ddp.no_sync():
-            log_probs, entropy = _evaluate(context, trainable.ddp, batch, with_entropy=context.args.loss_type == "policy_loss")
+            log_probs, entropy = _evaluate(
+                context, trainable.ddp, batch, with_entropy=context.args.loss_type == "policy_loss"
+            )
             loss, token_loss, sums = micro_batch_loss(
                 context.args,
                 batch,
@@ -174,13 +192,16 @@ def _raise_if_not_finite(
     dist.all_gather_object(gathered, own, group=context.dp_group)
     names = [name for part in gathered for name in part]
     raise NumericsError(
-        f"got a non-finite loss at {'; '.join(names[:8])} ({len(names)} shown at most 4 per micro-batch), because a log-prob, "
+        f"got a non-finite loss at {'; '.join(names[:8])} ({len(names)} shown at most 4 per micro-batch), "
+        f"because a log-prob, "
         "an old log-prob or an advantage there is not finite; the weights are unchanged; look at this sample"
     )
 
 
 def _reduce_sums(context: StepContext, sums: Sums) -> dict[str, float]:
-    """Sums over the data-parallel ranks, in one all-reduce. Every rank has the same names: they depend on settings only."""
+    """Sums over the data-parallel ranks, in one all-reduce. Every rank has the same names: they depend on
+    settings only.
+    """
     names = sorted(sums)
     values = torch.stack([sums[n].double() for n in names])
     dist.all_reduce(values, group=context.dp_group)

@@ -1,4 +1,6 @@
-"""Settings and batches for tests of the trainer: what `parse_args` would give, and random batches of unequal samples."""
+"""Settings and batches for tests of the trainer: what `parse_args` would give, and random batches of unequal
+samples.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,61 @@
+"""One training rank in a process of its own, driven by a JSON file: `python -m tests.support.training_worker SPEC
+RANK`.
+
+SPEC: checkpoint, world_size, port, out (folder), megatron (settings), scenarios ({name: {order, args}}), seed of the
+batch, and rounds (training steps after the scenarios). Rank 0 writes `<name>.safetensors` with the gradients of each
+scenario, `weights.safetensors` after training and `result.json` with metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(spec_path: str, rank: int) -> None:
+    """Runs one rank."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    import torch
+    from safetensors.torch import save_file
+
+    from slime.training.backend import MegatronBackend
+    from tests.support.training import random_batch, training_args, with_samples
+
+    torch.set_num_threads(1)
+    spec: dict[str, Any] = json.loads(Path(spec_path).read_text())
+    out = Path(spec["out"])
+    args = training_args(Path(spec["checkpoint"]), megatron=spec["megatron"])
+    backend = MegatronBackend(
+        args,
+        rank=rank,
+        world_size=spec["world_size"],
+        local_rank=0,
+        master_address="127.0.0.1",
+        master_port=spec["port"],
+    )
+    backend.weight_version = 1
+    batch = random_batch(seed=spec.get("seed", 0))
+    defaults = dict(vars(args))
+    results: dict[str, Any] = {}
+    for name, scenario in spec["scenarios"].items():
+        vars(args).update(defaults | scenario.get("args", {}))
+        order = scenario.get("order") or range(len(batch.samples))
+        gradients = backend.gradients(with_samples(batch, [batch.samples[i] for i in order]))
+        if rank == 0:
+            save_file({k: v.contiguous().clone() for k, v in gradients.items()}, out / f"{name}.safetensors")
+    vars(args).update(defaults)
+    results["log_probs"] = [x.tolist() for x in backend.log_probs(batch)]
+    results["metrics"] = [backend.train(batch) for _ in range(spec.get("rounds", 0))]
+    weights = {k: v.contiguous().clone() for k, v in backend.iter_hf_tensors()}
+    if rank == 0:
+        save_file(weights, out / "weights.safetensors")
+        (out / "result.json").write_text(json.dumps(results))
+    backend.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
