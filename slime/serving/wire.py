@@ -85,20 +85,26 @@ class _CudaHandle:
         return rebuild, arguments
 
 
-def digest(tensor: Tensor) -> str:
-    """The digest that `/weights_checker` reports for a tensor with these bytes on this kind of device: 16 hex digits.
+def digest(tensor: Tensor | Sequence[Tensor]) -> str:
+    """The digest that `/weights_checker` reports for a tensor on this kind of device: 16 hex digits.
 
-    CPU: the first 8 bytes of SHA-256. CUDA: SGLang's own kernel, `gpu_tensor_hash`.
+    A tensor may come in pieces, which the engine holds stacked along dim 0. CPU: the first 8 bytes of SHA-256 of the
+    bytes in order. CUDA: SGLang's own kernel, `gpu_tensor_hash`.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.is_cuda:
+    pieces = [tensor] if isinstance(tensor, Tensor) else list(tensor)
+    flat = [piece.detach().contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
+    if flat[0].is_cuda:
         return _cuda_digest(flat)
-    return hashlib.sha256(flat.numpy().data).digest()[:8].hex()
+    hasher = hashlib.sha256()
+    for piece in flat:
+        hasher.update(piece.numpy().data)
+    return hasher.digest()[:8].hex()
 
 
-def _cuda_digest(flat: Tensor) -> str:
+def _cuda_digest(pieces: Sequence[Tensor]) -> str:
     from sglang.srt.managers.mm_utils import tensor_hash
 
+    flat = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
     if flat.storage_offset() % 4:  # the kernel reads 32-bit words
         flat = flat.clone()
     return f"{tensor_hash(flat):016x}"

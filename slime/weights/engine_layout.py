@@ -3,66 +3,108 @@
 The trainer computes these digests on its own tensors before they travel, so that equality with what the engine reports
 afterwards covers names, fusing, sharding, padding, dtype and every bit on the way.
 
-Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`): q, k, v are stacked per rank; with
-fewer KV heads than ranks each KV head is replicated; gate and up are stacked per rank; the vocabulary is padded with
-zero rows to a multiple of 64 (times the ranks, on a CPU, where 64 does not divide evenly); a tied head is not resident.
+Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
+- q, k, v are stacked within each rank's shard, and so are gate and up; a tied head is not resident;
+- the vocabulary is padded with zero rows to a multiple of 64 (times the ranks, where 64 does not divide evenly);
+- on a GPU, fewer KV heads than ranks are replicated;
+- on a CPU, KV heads are padded with zero heads to a multiple of the ranks (and query heads with them), the MLP with
+  zero features to a multiple of 32 times the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest
-from slime.weights.tables import Entry, FamilyTable, Kind
+from slime.weights.tables import Entry, FamilyTable, Kind, ModelShape
 
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this."""
+CPU_MLP_PADDING = 32
+"""On a CPU, SGLang pads each rank's share of MLP features to a multiple of this."""
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     """Rows of the embedding over all ranks of an engine."""
     multiple = VOCAB_PADDING
-    if (vocab_size + -vocab_size % multiple) % tp_size:
+    if _up(vocab_size, multiple) % tp_size:
         multiple *= tp_size
-    return vocab_size + -vocab_size % multiple
+    return _up(vocab_size, multiple)
 
 
-def engine_shard(table: FamilyTable, entry: Entry, parts: Sequence[Tensor], *, tp_rank: int, tp_size: int) -> Tensor:
-    """What engine rank `tp_rank` holds of `entry`, contiguous; `parts` are its full HF tensors in the order of the row.
+def engine_pieces(
+    table: FamilyTable, entry: Entry, parts: Sequence[Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
+) -> list[Tensor]:
+    """What engine rank `tp_rank` holds of `entry`, as pieces to be stacked along dim 0 (mostly views: joining them
+    would cost more than their digest). `parts` are the full HF tensors in the order of the row.
 
     Raises `ConfigError` if the engine cannot cut the tensor evenly.
     """
     if entry.kind is Kind.COPY:
-        return parts[0].contiguous()
-    if entry.kind is Kind.VOCAB:
-        per_rank = padded_vocab_size(parts[0].shape[0], tp_size) // tp_size
-        rows = parts[0][tp_rank * per_rank : (tp_rank + 1) * per_rank]
-        padding = per_rank - rows.shape[0]
-        return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])]) if padding else rows.contiguous()
+        return [parts[0]]
     if entry.kind is Kind.QKV:
-        heads, kv_heads = table.shape.num_heads, table.shape.num_kv_heads
-        if heads % tp_size or max(kv_heads, tp_size) % min(kv_heads, tp_size):
-            raise ConfigError(f"got an engine of {tp_size} ranks for {heads} heads and {kv_heads} KV heads; uneven cut")
-        kv_cuts = min(kv_heads, tp_size)
-        kv_rank = tp_rank * kv_cuts // tp_size
-        cuts = [(parts[0], tp_size, tp_rank), (parts[1], kv_cuts, kv_rank), (parts[2], kv_cuts, kv_rank)]
-        return torch.cat([part.chunk(n)[r] for part, n, r in cuts])
+        return _qkv_pieces(table.shape, parts, tp_rank, tp_size, on_cpu)
     dim = 1 if entry.kind is Kind.ROW else 0
-    if parts[0].shape[dim] % tp_size:
-        raise ConfigError(
-            f"got an engine of {tp_size} ranks for {entry.engine} of shape {list(parts[0].shape)}; uneven cut"
-        )
-    pieces = [part.chunk(tp_size, dim)[tp_rank] for part in parts]
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+    size = _padded_size(table.shape, entry, parts[0].shape[dim], tp_size, on_cpu)
+    return [piece for part in parts for piece in _piece(part, dim, size, tp_rank, tp_size)]
+
+
+def _qkv_pieces(shape: ModelShape, parts: Sequence[Tensor], tp_rank: int, tp_size: int, on_cpu: bool) -> list[Tensor]:
+    kv_heads, d = shape.num_kv_heads, shape.head_dim
+    if on_cpu:
+        kv_heads = _up(kv_heads, tp_size)
+    heads = kv_heads * shape.heads_per_group
+    if heads % tp_size or max(kv_heads, tp_size) % min(kv_heads, tp_size):
+        raise ConfigError(f"got an engine of {tp_size} ranks for {heads} heads and {kv_heads} KV heads; uneven cut")
+    kv_cuts = min(kv_heads, tp_size)  # fewer than ranks: neighbours hold the same head
+    kv_rank = tp_rank * kv_cuts // tp_size
+    cuts = (
+        (parts[0], heads, tp_rank, tp_size),
+        (parts[1], kv_heads, kv_rank, kv_cuts),
+        (parts[2], kv_heads, kv_rank, kv_cuts),
+    )
+    return [piece for part, n, rank, num_ranks in cuts for piece in _piece(part, 0, n * d, rank, num_ranks)]
+
+
+def _padded_size(shape: ModelShape, entry: Entry, size: int, tp_size: int, on_cpu: bool) -> int:
+    """Length of the cut dimension over all ranks."""
+    if entry.kind is Kind.VOCAB:
+        return padded_vocab_size(size, tp_size)
+    if on_cpu and entry.engine.endswith("o_proj.weight"):
+        return _up(shape.num_kv_heads, tp_size) * shape.heads_per_group * shape.head_dim
+    if on_cpu:
+        return _up(size, CPU_MLP_PADDING * tp_size)
+    if size % tp_size:
+        raise ConfigError(f"got an engine of {tp_size} ranks for {entry.engine} with {size} features; uneven cut")
+    return size
+
+
+def _piece(tensor: Tensor, dim: int, padded_size: int, rank: int, num_ranks: int) -> list[Tensor]:
+    """Rank's equal share of `tensor` along `dim` after padding with zeros to `padded_size`."""
+    share = padded_size // num_ranks
+    start = min(rank * share, tensor.shape[dim])
+    real = tensor.narrow(dim, start, min(share, tensor.shape[dim] - start))
+    zeros = list(real.shape)
+    zeros[dim] = share - real.shape[dim]
+    if not zeros[dim]:
+        return [real]
+    both = [real, real.new_zeros(zeros)]
+    return both if dim == 0 else [torch.cat(both, dim)]
+
+
+def _up(size: int, multiple: int) -> int:
+    return size + -size % multiple
 
 
 class ExpectedDigests:
-    """Digests of every resident tensor, built while HF tensors stream by; holds at most one incomplete row at a time
-    when tensors come in table order, and never a second copy of the model."""
+    """Digests of every resident tensor, on engines of the same kind of device, built while HF tensors stream by.
+
+    Holds at most one incomplete row when tensors come in table order: never a second copy of the model.
+    """
 
     def __init__(self, table: FamilyTable, tp_sizes: Sequence[int], digest: Digest) -> None:
         self._table, self._digest = table, digest
@@ -85,11 +127,13 @@ class ExpectedDigests:
             self._complete(entry, [waiting[name] for name in entry.hf])
 
     def _complete(self, entry: Entry, parts: Sequence[Tensor]) -> None:
+        on_cpu = not parts[0].is_cuda
         for tp_size, ranks in self._digests.items():
-            whole = self._digest(parts[0].contiguous()) if entry.kind is Kind.COPY else None
+            same = self._digest(parts) if entry.kind is Kind.COPY else None
             for rank, digests in enumerate(ranks):
-                shard = None if whole else engine_shard(self._table, entry, parts, tp_rank=rank, tp_size=tp_size)
-                digests[entry.engine] = whole or self._digest(shard)
+                digests[entry.engine] = same or self._digest(
+                    engine_pieces(self._table, entry, parts, tp_rank=rank, tp_size=tp_size, on_cpu=on_cpu)
+                )
 
     def finish(self) -> dict[int, list[dict[str, str]]]:
         """tp_size -> per rank, resident name -> digest. Raises `WeightSyncError` if tensors are missing."""
@@ -102,8 +146,10 @@ class ExpectedDigests:
 
 
 def engine_tensors(
-    table: FamilyTable, parts: dict[str, Tensor], *, tp_rank: int, tp_size: int
+    table: FamilyTable, state: Mapping[str, Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """All resident tensors of one rank from a whole state dict (for tests and tools)."""
+    """All resident tensors of one rank from a whole HF state dict (for tests and tools)."""
     for entry in table.entries:
-        yield entry.engine, engine_shard(table, entry, [parts[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size)
+        parts = [state[name] for name in entry.hf]
+        pieces = engine_pieces(table, entry, parts, tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu)
+        yield entry.engine, torch.cat(pieces)

@@ -196,7 +196,7 @@ def test_a_publication_under_load_drains_first(rig: Rig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family, overrides", [("llama", {"tied": True, "vocab_size": 131}), ("qwen3", {})])
 def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    """Fusing, sharding, the replicated KV head and the vocabulary padding are as declared, over every transport."""
+    """Fusing, sharding, the padding of heads, MLP and vocabulary are as declared, over every transport."""
     kv_heads = 1 if family == "qwen3" else 2
     path = write_tiny_model(tmp_path / "model", family, seed=3, num_key_value_heads=kv_heads, **overrides)
     server = SGLangServer(ServerSpec(str(path), dtype="float32", tp_size=2), log_path=tmp_path / "engine.log")
