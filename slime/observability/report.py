@@ -18,7 +18,7 @@ from slime.observability.sinks import AXES, eval_name, read_jsonl
 Curve = tuple[list[float], list[float]]
 """Steps and values."""
 
-REWARD_KEYS = ("rollout/raw_reward", "rollout/rewards")
+REWARD_KEY = "rollout/raw_reward"
 GAP_KEYS = {
     "train/logprob_gap_max": "worst token",
     "train/logprob_gap_p99": "99 % of tokens",
@@ -76,7 +76,7 @@ def summarize(metrics_jsonl: Path) -> RunSummary:
     rows = read_jsonl(metrics_jsonl)
     if not rows:
         raise DataError(f"got no step in {metrics_jsonl}, so there is nothing to report")
-    reward = next((c for c in (curve(rows, k)[1] for k in REWARD_KEYS) if c), [])
+    reward = curve(rows, REWARD_KEY)[1]
     evals = {name: curve(rows, f"eval/{name}")[1] for name in eval_names(rows)}
     gaps = next((c for c in (curve(rows, k)[1] for k in GAP_KEYS) if c), [])
     times = [t for t in _step_times(rows) if t > 0]
@@ -172,10 +172,9 @@ def _empty(axes: Any) -> None:
 
 def _draw_reward(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
     _style(axes, "Reward of the samples trained on", "rollout", "mean reward")
-    key = next((k for k in REWARD_KEYS if curve(rows, k)[0]), None)
-    if key is None:
+    steps, values = curve(rows, REWARD_KEY)
+    if not steps:
         return _empty(axes)
-    steps, values = curve(rows, key)
     axes.plot([s + 1 for s in steps], values, "o-", color=REWARD, markersize=4)
     if min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(0, 1.02)
