@@ -20,7 +20,16 @@ STAMP = "task.json"
 def prepare(out: Path, model: Path, *, seed: int = 0, dtype: str = "float32") -> None:
     """Model and data, each only where it is missing or was made otherwise."""
     print(f"model: {unpack(model, dtype=dtype)}")
-    stamp, wanted = out / STAMP, {"task": task.TASK, "max_term": task.MAX_TERM, "settings": task.SETTINGS, "seed": seed}
+    stamp, wanted = (
+        out / STAMP,
+        {
+            "task": task.TASK,
+            "max_term": task.MAX_TERM,
+            "settings": task.SETTINGS,
+            "num_held_out": task.NUM_HELD_OUT,
+            "seed": seed,
+        },
+    )
     if not stamp.is_file() or json.loads(stamp.read_text()) != wanted:
         task.write_task(out, seed=seed)
         stamp.write_text(json.dumps(wanted))
