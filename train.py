@@ -5,7 +5,7 @@ Every sample is trained by the weights that sampled it. `train_async.py` overlap
 
 from __future__ import annotations
 
-from slime.config import Args, parse_args, run_or_exit
+from slime.config import Args, run_or_exit
 
 
 def train(args: Args) -> None:
@@ -30,4 +30,4 @@ def train(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run_or_exit(lambda: train(parse_args()))
+    run_or_exit(train)

@@ -6,7 +6,7 @@ weight version, exactly one behind the trainer (`--update-weights-interval` more
 
 from __future__ import annotations
 
-from slime.config import Args, parse_args, run_or_exit
+from slime.config import Args, run_or_exit
 
 
 def train_async(args: Args) -> None:
@@ -36,4 +36,4 @@ def train_async(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run_or_exit(lambda: train_async(parse_args(asynchronous=True)))
+    run_or_exit(train_async, synchronous=False)

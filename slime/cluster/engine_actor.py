@@ -20,7 +20,7 @@ class EngineActor:
     """Shell around `SGLangServer`."""
 
     def __init__(self, index: int, spec: ServerSpec, log_dir: str, control_timeout_s: float) -> None:
-        setup_logging(f"engine_actor_{index}", Path(log_dir))
+        setup_logging(Path(log_dir) / f"engine_actor_{index}.log")
         self._server = SGLangServer(spec, log_path=Path(log_dir) / f"engine_{index}.log")
         self._server.start()
         self._tp_size, self._timeout_s = spec.tp_size, control_timeout_s

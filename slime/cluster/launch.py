@@ -1,7 +1,8 @@
-"""From settings to running processes, and back to none.
+"""From settings to a running run, and back to nothing.
 
-Order: run folder -> reaper and Ray -> placement group -> engines and trainers (side by side, both are slow) -> router
-and Data Buffer -> connect. The `with` block ends them in the opposite order, whatever ends the block.
+Order: run folder -> reaper and Ray -> placement group, engines, trainers, router (`start`). The `with` block ends them
+in the opposite order, whatever ends the block. This module imports no Ray: Ray reads its environment when it is
+imported, and the environment is made here.
 """
 
 from __future__ import annotations
@@ -9,27 +10,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from slime.cluster.placement import PlacementPlan, plan_placement
-from slime.cluster.records import leave_report, make_sinks
-from slime.cluster.run import EngineInfo, Run
-from slime.cluster.session import RaySession
-from slime.cluster.waiting import wait_for
+from slime.cluster.environment import prepare_environment
+from slime.cluster.placement import plan_placement
 from slime.config.hooks import check_hooks
 from slime.core.errors import SlimeError
 from slime.core.ids import new_run_id
 from slime.observability.logs import setup_logging
-from slime.observability.progress import Progress
 from slime.observability.run_folder import RunFolder
 from slime.observability.tracker import Tracker
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from slime.cluster.run import Run
 
-TRAIN_SHARE, ENGINE_SHARE = 0.4, 0.2
-"""Parts of a slot's GPU (or CPU) that a training rank and an engine reserve, so that both fit one colocated slot."""
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -44,14 +40,18 @@ def launch(args: Any) -> Iterator[Run]:
         num_cores=len(os.sched_getaffinity(0)),
     )
     run_id = new_run_id()
-    folder = RunFolder.create(Path(args.run_dir), run_id=run_id, settings=args.to_json_dict())
-    setup_logging("driver", folder.logs)
+    folder = RunFolder.create(args.run_dir, run_id=run_id, args=args.to_json_dict())
+    setup_logging(folder.logs / "driver.log")
+    prepare_environment(run_id)
+    from slime.cluster.session import RaySession
+    from slime.cluster.start import start
+
     num_gpus = plan.num_slots if args.device == "cuda" else 0
     with (
-        closing(Tracker(folder, make_sinks(args, folder))) as tracker,
-        RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus),
+        Tracker.from_args(args, folder) as tracker,
+        RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "reaper.log"),
     ):
-        run = _start(args, plan, folder, tracker)
+        run = start(args, plan, folder, tracker)
         try:
             yield run
         finally:
@@ -59,85 +59,4 @@ def launch(args: Any) -> Iterator[Run]:
                 run.close()
             except SlimeError as error:  # the cluster's end below ends what did not stop by itself
                 logger.warning("an actor did not stop in time: %s", error)
-            leave_report(args, folder)
-
-
-def _start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -> Run:
-    import ray
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    unit = "GPU" if args.device == "cuda" else "CPU"
-    bundle = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
-    group = placement_group([bundle] * max(plan.num_slots, 1), strategy="PACK")
-    wait_for(
-        [group.ready()], for_what=f"{plan.num_slots} slots with one {unit} each", limit_s=args.engine_start_timeout_s
-    )
-
-    def on_slot(slot: int, share: float) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=slot)
-        resources = {"num_cpus": share} if unit == "CPU" else {"num_cpus": share, "num_gpus": share}
-        return {**resources, "scheduling_strategy": strategy}
-
-    with Progress("starting engines and trainers", limit_s=args.engine_start_timeout_s):
-        engines = _create_engines(args, plan, folder, on_slot)
-        trainers = _create_trainers(args, plan, folder, on_slot)
-        rollout = _create_rollout(args, len(engines), folder)
-        building = _build_trainers(args, trainers)
-        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
-        waits = [*ready, rollout.ready.remote(), *building]
-        results = wait_for(
-            waits,
-            for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
-            limit_s=args.engine_start_timeout_s + 60,
-        )
-    infos = [
-        EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots)
-        for placed, url in zip(plan.engines, results[: len(engines)], strict=True)
-    ]
-    if infos and trainers:
-        wait_for(
-            [trainer.connect_engines.remote(infos) for trainer in trainers],
-            for_what="the weight sync to connect",
-            limit_s=args.weight_sync_timeout_s,
-        )
-    assert ray.is_initialized(), "Ray ended while the run was starting"
-    return Run(args, tracker=tracker, trainers=trainers, rollout=rollout, engines=engines, engine_infos=infos)
-
-
-def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
-    from slime.cluster.engine_actor import EngineActor
-    from slime.serving.server import ServerSpec
-
-    engines = []
-    for placed in plan.engines:
-        spec = ServerSpec.from_args(args, index=placed.index, num_threads=placed.num_threads)
-        options = on_slot(placed.slots[0], ENGINE_SHARE)
-        engines.append(
-            EngineActor.options(**options).remote(placed.index, spec, str(folder.logs), args.weight_sync_timeout_s)
-        )
-    return engines
-
-
-def _create_trainers(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
-    from slime.cluster.train_actor import TrainActor
-
-    return [
-        TrainActor.options(**on_slot(slot, TRAIN_SHARE)).remote(
-            args, rank, plan.train_slots, plan.train_threads, str(folder.logs)
-        )
-        for rank, slot in enumerate(plan.train_slots)
-    ]
-
-
-def _build_trainers(args: Any, trainers: list[Any]) -> list[Any]:
-    if not trainers:
-        return []
-    host, port = wait_for([trainers[0].free_address.remote()], for_what="training rank 0", limit_s=120)[0]
-    return [trainer.build.remote(host, port) for trainer in trainers]
-
-
-def _create_rollout(args: Any, num_engines: int, folder: RunFolder) -> Any:
-    from slime.cluster.rollout_actor import RolloutActor
-
-    return RolloutActor.options(num_cpus=0, max_concurrency=16).remote(args, num_engines, str(folder.logs))
+            folder.write_report()

@@ -22,7 +22,7 @@ class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
     def __init__(self, args: Any, num_engines: int, log_dir: str) -> None:
-        setup_logging("rollout", Path(log_dir))
+        setup_logging(Path(log_dir) / "rollout.log")
         self._router: Router | None = None
         if num_engines:
             self._router = Router(log_path=Path(log_dir) / "router.log", extra_args=args.router)

@@ -19,8 +19,7 @@ from typing import Any
 
 from slime.cluster.waiting import wait_for
 from slime.core.errors import ConfigError
-from slime.observability.progress import Progress
-from slime.observability.spans import drain_times, span
+from slime.observability.spans import collect, span
 from slime.observability.tracker import Tracker
 from slime.training import checkpoint
 
@@ -66,7 +65,6 @@ class Run:
         self._tracker, self._trainers, self._rollout = tracker, list(trainers), rollout
         self._engines, self._engine_infos = list(engines), list(engine_infos)
         self._admitted = False
-        self._perf: dict[str, float] = {}
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     # --- generation -------------------------------------------------------------------------------------------------
@@ -115,7 +113,7 @@ class Run:
 
     def train(self, rollout_id: int, batch: Any) -> None:
         """Trains one step on every rank, then commits it in the Data Buffer."""
-        with span("train"), Progress(f"train {rollout_id}"):
+        with span("train"), self._tracker.progress(f"train {rollout_id}"):
             metrics = wait_for(
                 [trainer.train.remote(batch) for trainer in self._trainers],
                 for_what=f"training step {rollout_id}",
@@ -157,7 +155,7 @@ class Run:
                 limit_s=self.args.engine_start_timeout_s,
             )
             self._admitted = True
-        self._perf.update(metrics)
+        self._tracker.add(metrics)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -207,8 +205,7 @@ class Run:
 
     def end_step(self, rollout_id: int) -> None:
         """Logs the times of the step's parts."""
-        self._tracker.log("perf", rollout_id, {**self._perf, **drain_times()})
-        self._perf.clear()
+        self._tracker.log("perf", rollout_id, collect())
 
     def close(self) -> None:
         """Ends every process in order; a failure here never hides the error that ended the run."""
@@ -228,11 +225,5 @@ class Run:
     @contextmanager
     def _watching(self, what: str) -> Iterator[Callable[[], str]]:
         """Shows the rollout side's own progress while the driver waits for it."""
-        with Progress(what) as progress:
-
-            def on_poll() -> str:
-                text = str(wait_for([self._rollout.progress.remote()], for_what="progress", limit_s=60)[0])
-                progress.note(text)
-                return text
-
-            yield on_poll
+        with self._tracker.progress(what) as note:
+            yield lambda: note(str(wait_for([self._rollout.progress.remote()], for_what="progress", limit_s=60)[0]))

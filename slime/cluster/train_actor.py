@@ -20,7 +20,7 @@ class TrainActor:
 
     def __init__(self, args: Any, rank: int, slots: Sequence[int], num_threads: int, log_dir: str) -> None:
         """`slots`: placement slot of every training rank."""
-        setup_logging(f"train_{rank}", Path(log_dir))
+        setup_logging(Path(log_dir) / f"train_{rank}.log")
         self._args, self._rank, self._slots = args, rank, tuple(slots)
         os.environ.update(args.train_env_vars)
         if args.device == "cpu":  # read by OpenMP and MKL when torch is first imported
@@ -51,6 +51,7 @@ class TrainActor:
             master_address=master_address,
             master_port=master_port,
         )
+        self._backend.weight_version = 1
 
     def connect_engines(self, engines: Sequence[Any]) -> None:
         """Prepares the weight sync to these engines (`EngineInfo`)."""
@@ -70,7 +71,10 @@ class TrainActor:
         return self._publisher.publish()
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        return self._backend.train(batch)
+        """Trains one batch; the weights that it leaves are the next version."""
+        metrics: dict[str, float] = self._backend.train(batch)
+        self._backend.weight_version += 1
+        return metrics
 
     def save_parts(self, directory: str) -> None:
         """Writes this rank's files of a checkpoint."""

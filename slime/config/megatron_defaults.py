@@ -28,6 +28,5 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "min_lr": (0.0, "Megatron's launch default"),
     "lr_decay_style": ("constant", "RL has no natural end to decay to"),
     "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
-    "variable_seq_lengths": (True, "samples differ in length and are packed"),
     **FIXED,
 }

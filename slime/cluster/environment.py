@@ -1,0 +1,34 @@
+"""The environment that every process of a run inherits. Made before Ray is imported, which reads it once, then.
+
+On one machine Ray listens on loopback only and asks for a token that is made for the run. To use a cluster that runs
+already, set RAY_ADDRESS; its own settings are then left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+
+from slime.core.ids import RUN_ID_ENV
+
+LOCAL_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would start one idle worker per core at once; a laptop needs exactly the actors of the plan.
+    "RAY_prestart_worker_first_driver": "0",
+    # Ray binds to the host's address unless it is told that this is no cluster; then it stays on 127.0.0.1.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+}
+"""Variables of a Ray cluster that serves one run on one machine."""
+
+
+def prepare_environment(run_id: str) -> None:
+    """Marks this process and all that it starts with `run_id`, and sets up Ray for one machine."""
+    os.environ[RUN_ID_ENV] = run_id
+    if "RAY_ADDRESS" in os.environ:
+        return
+    assert "ray" not in sys.modules, "Ray was imported before its environment was made; it would ignore it"
+    for name, value in LOCAL_RAY.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -1,0 +1,93 @@
+"""Starts the processes of a run on the slots of its plan, side by side: engines, training ranks, router, data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.cluster.engine_actor import EngineActor
+from slime.cluster.placement import PlacementPlan
+from slime.cluster.rollout_actor import RolloutActor
+from slime.cluster.run import EngineInfo, Run
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.waiting import wait_for
+from slime.observability.run_folder import RunFolder
+from slime.observability.tracker import Tracker
+from slime.serving.server import ServerSpec
+
+TRAIN_SHARE, ENGINE_SHARE = 0.4, 0.2
+"""Parts of a slot's GPU (or CPU) that a training rank and an engine reserve, so that both fit one colocated slot."""
+
+
+def start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -> Run:
+    """Starts everything and returns the verbs. Raises what the first process that failed raised."""
+    unit = "GPU" if args.device == "cuda" else "CPU"
+    bundle = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
+    group = placement_group([bundle] * max(plan.num_slots, 1), strategy="PACK")
+    wait_for(
+        [group.ready()], for_what=f"{plan.num_slots} slots with one {unit} each", limit_s=args.engine_start_timeout_s
+    )
+
+    def on_slot(slot: int, share: float) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=slot)
+        resources = {"num_cpus": share} if unit == "CPU" else {"num_cpus": share, "num_gpus": share}
+        return {**resources, "scheduling_strategy": strategy}
+
+    with tracker.progress("starting engines and trainers", limit_s=args.engine_start_timeout_s):
+        engines = _create_engines(args, plan, folder, on_slot)
+        trainers = _create_trainers(args, plan, folder, on_slot)
+        rollout = _create_rollout(args, len(engines), folder)
+        building = _build_trainers(args, trainers)
+        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
+        waits = [*ready, rollout.ready.remote(), *building]
+        results = wait_for(
+            waits,
+            for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
+            limit_s=args.engine_start_timeout_s + 60,
+        )
+    infos = [
+        EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots)
+        for placed, url in zip(plan.engines, results[: len(engines)], strict=True)
+    ]
+    if infos and trainers:
+        wait_for(
+            [trainer.connect_engines.remote(infos) for trainer in trainers],
+            for_what="the weight sync to connect",
+            limit_s=args.weight_sync_timeout_s,
+        )
+    assert ray.is_initialized(), "Ray ended while the run was starting"
+    return Run(args, tracker=tracker, trainers=trainers, rollout=rollout, engines=engines, engine_infos=infos)
+
+
+def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
+    engines = []
+    for placed in plan.engines:
+        spec = ServerSpec.from_args(args, index=placed.index, num_threads=placed.num_threads)
+        options = on_slot(placed.slots[0], ENGINE_SHARE)
+        engines.append(
+            EngineActor.options(**options).remote(placed.index, spec, str(folder.logs), args.weight_sync_timeout_s)
+        )
+    return engines
+
+
+def _create_trainers(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
+    return [
+        TrainActor.options(**on_slot(slot, TRAIN_SHARE)).remote(
+            args, rank, plan.train_slots, plan.train_threads, str(folder.logs)
+        )
+        for rank, slot in enumerate(plan.train_slots)
+    ]
+
+
+def _build_trainers(args: Any, trainers: list[Any]) -> list[Any]:
+    if not trainers:
+        return []
+    host, port = wait_for([trainers[0].free_address.remote()], for_what="training rank 0", limit_s=120)[0]
+    return [trainer.build.remote(host, port) for trainer in trainers]
+
+
+def _create_rollout(args: Any, num_engines: int, folder: RunFolder) -> Any:
+    return RolloutActor.options(num_cpus=0, max_concurrency=16).remote(args, num_engines, str(folder.logs))
