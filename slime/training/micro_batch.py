@@ -7,6 +7,7 @@ depend on the cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ class MicroBatch:
 def prepare(batch: TrainBatch, args: Any, *, dp_size: int) -> PreparedBatch:
     """Schedule, advantages and token weights of a batch. Deterministic; every rank computes the same."""
     samples = batch.samples
-    _check_log_probs(samples, args)
+    _check_samples(samples, args)
     executions = [s.index for s in samples]
     schedule = build_schedule(
         [s.num_tokens for s in samples],
@@ -97,8 +98,15 @@ def prepare(batch: TrainBatch, args: Any, *, dp_size: int) -> PreparedBatch:
     return PreparedBatch(batch, schedule, _advantages(samples, args), tuple(weights))
 
 
-def _check_log_probs(samples: Sequence[TrainSample], args: Any) -> None:
-    if args.loss_type != "policy_loss" or not (args.use_rollout_logprobs or args.use_tis):
+def _check_samples(samples: Sequence[TrainSample], args: Any) -> None:
+    if args.loss_type != "policy_loss":
+        return
+    for s in samples:
+        if not math.isfinite(s.reward):
+            raise DataError(
+                f"sample {s.index} of group {s.group_index}: got reward {s.reward}; graders must return numbers"
+            )
+    if not (args.use_rollout_logprobs or args.use_tis):
         return
     for s in samples:
         if s.rollout_log_probs is None and (s.loss_mask > 0).any():

@@ -152,9 +152,10 @@ def _load_optimizer(trainable: Trainable, tensors: dict[str, Tensor], meta: dict
     for group, saved in zip(inner.optimizer.param_groups, meta["groups"], strict=True):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
     if inner.grad_scaler and meta["grad_scaler"]:
-        inner.grad_scaler.load_state_dict(
-            {k: torch.tensor(v) if k == "scale" else v for k, v in meta["grad_scaler"].items()}
-        )
+        # Megatron's own load_state_dict moves the scale to a GPU by name.
+        inner.grad_scaler._scale.fill_(meta["grad_scaler"]["scale"][0])
+        inner.grad_scaler._growth_tracker = meta["grad_scaler"]["growth_tracker"]
+        inner.grad_scaler._hysteresis_tracker = meta["grad_scaler"]["hysteresis_tracker"]
 
 
 def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -184,17 +184,16 @@ def _raise_if_not_finite(
         return
     own = []
     for batch, bad in suspects:
-        for index in torch.nonzero(bad).flatten()[:4].tolist():
-            position, offset = locate(batch, index)
+        first = dict(reversed([locate(batch, index) for index in torch.nonzero(bad).flatten().tolist()]))
+        for position, offset in sorted(first.items()):
             sample = prepared.batch.samples[position]
-            own.append(f"sample {sample.index} of group {sample.group_index} at response token {offset}")
+            own.append(f"sample {sample.index} of group {sample.group_index} from response token {offset} on")
     gathered: list[Any] = [None] * context.dp_group.size()
     dist.all_gather_object(gathered, own, group=context.dp_group)
     names = [name for part in gathered for name in part]
     raise NumericsError(
-        f"got a non-finite loss at {'; '.join(names[:8])} ({len(names)} shown at most 4 per micro-batch), "
-        f"because a log-prob, "
-        "an old log-prob or an advantage there is not finite; the weights are unchanged; look at this sample"
+        f"got a non-finite loss in {len(names)} samples: {'; '.join(names[:8])}; because a log-prob, old log-prob or "
+        "advantage there is not finite; the weights are unchanged; look at these samples"
     )
 
 

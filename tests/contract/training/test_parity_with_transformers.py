@@ -1,0 +1,126 @@
+"""The Megatron model is the Hugging Face model: log-probs, entropy and gradients, float32, packed unequal lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from slime.core.batch import TrainBatch
+from tests.support.tiny import SHAPE, write_tiny_model, write_tokenizer
+from tests.support.training import random_batch
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_tied": ("llama", {"tied": True}),
+    "llama3_rope": ("llama", {"rope_parameters": LLAMA3}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied_wide_heads": ("qwen3", {"tied": True, "head_dim": 32, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {}),
+}
+
+
+def _write(directory: Path, name: str) -> Path:
+    family, options = MODELS[name]
+    if family != "qwen2":
+        return write_tiny_model(directory, family, **options)
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def _reference_log_probs(model: Any, batch: TrainBatch, temperature: float) -> list[torch.Tensor]:
+    out = []
+    for sample in batch.samples:
+        tokens = torch.from_numpy(sample.tokens)
+        log_probs = torch.log_softmax(model(tokens[None]).logits[0].float() / temperature, -1)
+        first = sample.num_tokens - sample.response_length
+        out.append(log_probs[first - 1 : -1].gather(1, tokens[first:, None]).squeeze(1))
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_and_gradient_equal_transformers(name: str, tmp_path: Path, make_backend: Callable[..., Any]) -> None:
+    checkpoint = _write(tmp_path / name, name)
+    batch = random_batch(seed=3)
+    backend = make_backend(checkpoint, loss_type="sft_loss", calculate_per_token_loss=True, micro_batch_size=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    want = _reference_log_probs(model, batch, 1.0)
+    for got, reference in zip(backend.log_probs(batch), want, strict=True):
+        assert np.abs(got - reference.detach().numpy()).max() < 1e-5
+
+    masks = [torch.from_numpy(s.loss_mask) for s in batch.samples]
+    loss = -sum((lp * m).sum() for lp, m in zip(want, masks, strict=True)) / sum(m.sum() for m in masks)
+    loss.backward()
+    gradients = backend.gradients(batch)
+    named = dict(model.named_parameters())
+    assert gradients.keys() == named.keys()
+    for parameter, gradient in gradients.items():
+        exact = named[parameter].grad
+        # Relative to the tensor's largest entry; tiny gradients (large biases saturate qwen2's attention) to 1e-3.
+        assert float((gradient - exact).abs().max() / exact.abs().max().clamp_min(1e-3)) < 1e-5, parameter
+
+    metrics = backend.train(batch)
+    assert metrics["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    norm = torch.sqrt(sum(p.grad.square().sum() for p in named.values()))
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_temperature_divides_the_logits(tmp_path: Path, make_backend: Callable[..., Any]) -> None:
+    checkpoint = write_tiny_model(tmp_path / "m", "qwen3")
+    batch = random_batch(seed=4)
+    backend = make_backend(checkpoint, rollout_temperature=0.6, use_dynamic_batch_size=True, max_tokens_per_gpu=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for got, want in zip(backend.log_probs(batch), _reference_log_probs(model, batch, 0.6), strict=True):
+        assert np.abs(got - want.detach().numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_save_hf_is_a_checkpoint_that_transformers_loads(
+    dtype: torch.dtype | None, tmp_path: Path, make_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.training import hf_files
+
+    monkeypatch.setattr(hf_files, "MAX_SHARD_BYTES", 100_000)  # several files and an index
+    checkpoint = write_tiny_model(tmp_path / "m", "qwen3")
+    backend = make_backend(checkpoint)
+    batch = random_batch()
+    backend.train(batch)
+    backend.save_hf(tmp_path / "out", dtype)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == (dtype or torch.float32)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("a+b")
+    for name, tensor in backend.iter_hf_tensors(dtype):
+        assert torch.equal(model.state_dict()[name], tensor), name
+    if dtype is None:
+        for got, want in zip(backend.log_probs(batch), _reference_log_probs(model, batch, 1.0), strict=True):
+            assert np.abs(got - want.detach().numpy()).max() < 1e-5
+
+
+def test_load_and_export_are_bitwise(tmp_path: Path, make_backend: Callable[..., Any]) -> None:
+    checkpoint = write_tiny_model(tmp_path / "m", "llama", tied=True)
+    exported = dict(make_backend(checkpoint).iter_hf_tensors())
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(exported)
+        for name in file.keys():  # noqa: SIM118
+            assert torch.equal(file.get_tensor(name), exported[name]), name

@@ -1,0 +1,203 @@
+"""One rank: masked values cannot matter, the gap alarm, non-finite numbers, resume, reference model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.errors import CheckpointError, ConfigError, DataError, NumericsError
+from tests.support.training import random_batch, with_samples
+
+
+def _change(batch: TrainBatch, index: int, **changes: Any) -> TrainBatch:
+    samples = list(batch.samples)
+    samples[index] = dataclasses.replace(samples[index], **changes)
+    return with_samples(batch, samples)
+
+
+def _weights(backend: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.iter_hf_tensors()}
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _on_policy(backend: Any, batch: TrainBatch) -> TrainBatch:
+    own = backend.log_probs(batch)
+    return with_samples(
+        batch, [dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(batch.samples, own, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e6, float("-inf")])
+def test_masked_values_change_no_bit(poison: float, tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    settings: dict[str, Any] = {
+        "use_tis": True,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "entropy_coef": 0.01,
+        "eps_clip_c": 3.0,
+        "global_batch_size": 4,
+    }
+    batch = random_batch(seed=1)
+    assert any((s.loss_mask == 0).any() for s in batch.samples)
+
+    def poisoned(sample: TrainSample) -> TrainSample:
+        assert sample.rollout_log_probs is not None
+        values = np.where(sample.loss_mask > 0, sample.rollout_log_probs, np.float32(poison))
+        return dataclasses.replace(sample, rollout_log_probs=values)
+
+    clean_backend = make_backend(tiny_qwen3, **settings)
+    clean_metrics, clean = clean_backend.train(batch), _weights(clean_backend)
+    backend = make_backend(tiny_qwen3, **settings)
+    assert backend.train(with_samples(batch, [poisoned(s) for s in batch.samples])) == clean_metrics
+    assert _same(_weights(backend), clean)
+
+
+def test_resume_equals_not_stopping(tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]) -> None:
+    megatron = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-5}
+    batches = [random_batch(seed=s) for s in range(4)]
+    whole = make_backend(tiny_qwen3, megatron=megatron)
+    metrics = [whole.train(b) for b in batches[:2]]
+    whole.weight_version = 17
+    whole.save(tmp_path / "mid")
+    metrics += [whole.train(b) for b in batches[2:]]
+    whole.save(tmp_path / "end")
+
+    resumed = make_backend(tiny_qwen3, megatron=megatron)
+    resumed.load(tmp_path / "mid")
+    assert resumed.weight_version == 17
+    assert [resumed.train(b) for b in batches[2:]] == metrics[2:]
+    resumed.save(tmp_path / "again")
+    for file in (tmp_path / "end").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+    assert len({m["train/lr-pg_0"] for m in metrics}) == 4
+
+
+@pytest.mark.parametrize("flags", [{"bf16": True}, {"fp16": True, "initial_loss_scale": 1024.0}])
+def test_half_precision_trains_and_resumes(
+    flags: dict[str, Any], tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    first = make_backend(tiny_qwen3, megatron=flags)
+    before = _weights(first)
+    assert np.isfinite(first.train(random_batch())["train/loss"])
+    assert not _same(before, _weights(first))
+    first.save(tmp_path / "mid")
+    want = first.train(random_batch(seed=5))
+    second = make_backend(tiny_qwen3, megatron=flags)
+    second.load(tmp_path / "mid")
+    assert second.train(random_batch(seed=5)) == want
+    assert _same(_weights(first), _weights(second))
+
+
+def test_same_state_and_batch_give_the_same_bits(tiny_llama: Path, make_backend: Callable[..., Any]) -> None:
+    results = []
+    for _ in range(2):
+        backend = make_backend(tiny_llama, global_batch_size=4)
+        results.append((backend.train(random_batch()), _weights(backend)))
+    assert results[0][0] == results[1][0]
+    assert _same(results[0][1], results[1][1])
+
+
+def test_the_gap_alarm_names_the_token_and_spares_the_weights(
+    tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    for steps in (8, 4):  # one optimizer step, and two
+        backend = make_backend(tiny_qwen3, logprob_gap_limit=None, global_batch_size=steps)
+        batch = _on_policy(backend, random_batch())
+        wrong = np.array(batch.samples[5].rollout_log_probs)
+        wrong[0] -= 0.5
+        before = _weights(backend)
+        with pytest.raises(NumericsError, match=r"gap of 0\.5.*sample 5 of group 2.*response token 0 "):
+            backend.train(_change(batch, 5, rollout_log_probs=wrong))
+        assert _same(_weights(backend), before)
+        metrics = backend.train(batch)
+        assert metrics["train/logprob_gap_max"] < 1e-5
+        assert metrics["train/stale_tokens"] == 0
+
+
+def test_stale_tokens_are_counted_and_not_limited(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    backend = make_backend(tiny_qwen3, logprob_gap_limit=None)
+    batch = _on_policy(backend, random_batch())
+    old = batch.samples[2]
+    assert old.rollout_log_probs is not None
+    stale = _change(
+        batch,
+        2,
+        rollout_log_probs=old.rollout_log_probs + 1.0,
+        token_versions=np.where(old.token_versions == 1, 0, old.token_versions).astype(np.int32),
+    )
+    metrics = backend.train(stale)
+    assert metrics["train/stale_tokens"] == (old.loss_mask > 0).sum()
+    assert metrics["train/logprob_gap_stale_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["train/logprob_gap_max"] < 1e-5
+
+
+def test_a_non_finite_value_names_the_sample_and_spares_the_weights(
+    tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    backend = make_backend(tiny_qwen3, use_rollout_logprobs=True)
+    before = _weights(backend)
+    batch = random_batch()
+    broken = np.array(batch.samples[3].rollout_log_probs)
+    broken[0] = np.nan
+    with pytest.raises(NumericsError, match="in 1 samples: sample 3 of group 1 from response token 0"):
+        backend.train(_change(batch, 3, rollout_log_probs=broken))
+    with pytest.raises(DataError, match="sample 3 of group 1: got reward nan"):
+        backend.train(_change(batch, 3, reward=float("nan")))
+    assert _same(_weights(backend), before)
+
+
+def test_the_kl_loss_measures_the_distance_to_the_first_weights(
+    tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    backend = make_backend(tiny_qwen3, use_kl_loss=True, kl_loss_coef=0.0)
+    first, second = backend.train(random_batch()), backend.train(random_batch())
+    assert first["train/kl_loss"] == 0.0
+    assert second["train/kl_loss"] > 0.0
+
+
+def test_equal_rewards_leave_no_gradient(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    backend = make_backend(tiny_qwen3)
+    batch = random_batch()
+    same = with_samples(batch, [dataclasses.replace(s, reward=0.3) for s in batch.samples])
+    metrics = backend.train(same)
+    assert metrics["train/pg_loss"] == 0.0
+    assert metrics["train/grad_norm"] == 0.0
+
+
+def test_supervised_training_learns(tiny_llama: Path, make_backend: Callable[..., Any]) -> None:
+    backend = make_backend(tiny_llama, loss_type="sft_loss")
+    plain = [dataclasses.replace(s, rollout_log_probs=None) for s in random_batch().samples]
+    batch = with_samples(random_batch(), plain)
+    losses = [backend.train(batch)["train/loss"] for _ in range(15)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    tiny_qwen3: Path, tiny_llama: Path, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    make_backend(tiny_qwen3).save(tmp_path / "q")
+    backend = make_backend(tiny_llama)
+    with pytest.raises(CheckpointError, match="other model/ tensors"):
+        backend.load(tmp_path / "q")
+    with pytest.raises(CheckpointError, match="damaged"):
+        backend.load(tmp_path / "absent")
+
+
+def test_settings_that_cannot_work_are_refused(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="pipeline_model_parallel_size"):
+        make_backend(tiny_qwen3, megatron={"pipeline_model_parallel_size": 2})
+    with pytest.raises(ConfigError, match="lr-decay-iters"):
+        make_backend(tiny_qwen3, megatron={"lr_decay_style": "linear"})
+    backend = make_backend(tiny_qwen3, use_tis=True)
+    with pytest.raises(DataError, match="without rollout log-probs"):
+        backend.train(_change(random_batch(), 0, rollout_log_probs=None))
