@@ -18,6 +18,8 @@ import signal
 import sys
 
 ROUTER_FLAG = "--router"
+API_KEY_ENV = "SLIME_ENGINE_API_KEY"
+"""Holds the server's bearer token: a command line is for everybody on the host to read, an environment is not."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,7 +85,8 @@ def main() -> None:
         route(arguments[1:])
         return
     prepare_process(arguments, int(owner) if owner else None)
-    serve(arguments)
+    api_key = os.environ.pop(API_KEY_ENV, None)
+    serve([*arguments, "--api-key", api_key] if api_key else arguments)
 
 
 if __name__ == "__mp_main__":

@@ -114,7 +114,8 @@ class ChildProcess:
         # run id in it lets the reaper remove the folder if this process is killed.
         self._scratch = Path(tempfile.mkdtemp(prefix=f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-"))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
-        with self.log_path.open("ab") as log:
+        # For our eyes only: SGLang writes all its arguments to its log, the token included.
+        with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._log_start = log.tell()
             log.write(f"$ {' '.join(self.command)}\n".encode())
             log.flush()
@@ -162,6 +163,7 @@ class ChildProcess:
         line if `timeout_s` passes.
         """
         deadline = time.monotonic() + timeout_s
+        next_look = 0.0
         while True:
             if not self.alive:
                 raise EngineError(
@@ -178,8 +180,9 @@ class ChildProcess:
                     limit_s=timeout_s,
                     last_progress=last[-1] if last else "none",
                 )
-            if self._family is not None:
+            if self._family is not None and time.monotonic() > next_look:
                 self._family.refresh()  # remembers children that would be hard to recognise later
+                next_look = time.monotonic() + 1.0
             time.sleep(_POLL_S)
 
     def stop(self, timeout_s: float = 10.0) -> None:

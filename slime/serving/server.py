@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, EngineError
+from slime.serving.launch import API_KEY_ENV
 from slime.serving.plain_http import request
 from slime.serving.ports import PortLease, lease_ports
 from slime.serving.process import ChildProcess, python_module
@@ -132,18 +133,14 @@ class ServerSpec:
         }
         if self.device == "cuda" and self.gpu_ids is None:
             args["base_gpu_id"] = self.base_gpu_id
-        if self.api_key is not None:
-            args["api_key"] = self.api_key
         return args
 
     def environment(self) -> dict[str, str | None]:
         """Additions to the environment of the server's processes only; None removes a variable."""
+        env: dict[str, str | None] = {API_KEY_ENV: self.api_key}
         if self.device == "cuda":
-            return {} if self.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
-        env: dict[str, str | None] = {
-            "OMP_NUM_THREADS": str(self.num_threads),
-            "MKL_NUM_THREADS": str(self.num_threads),
-        }
+            return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
+        env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads)}
         if self.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless told their cores
             cores = self.cpu_ids or tuple((rank,) for rank in range(self.tp_size))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores)
@@ -247,7 +244,7 @@ class SGLangServer:
         status, _ = request("GET", f"{self.url}/health", timeout_s=timeout_s)
         return status == 200 and self.alive
 
-    def stop(self, timeout_s: float = 5.0) -> None:
+    def stop(self, timeout_s: float = 2.0) -> None:
         """Ends the server and everything below it: SIGTERM, after `timeout_s` SIGKILL. May be called again.
 
         Raises `EngineError` if a process survives SIGKILL.

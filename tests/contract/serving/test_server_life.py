@@ -18,6 +18,7 @@ from slime.serving.plain_http import request
 from slime.serving.ports import PortLease, is_bindable, lease_ports
 from slime.serving.process import FAMILY_ENV
 from slime.serving.proctree import all_processes, has_mark, read_stat
+from slime.serving.router import Router
 from slime.serving.server import ServerSpec, SGLangServer
 
 OWNER = """
@@ -112,18 +113,25 @@ def _shm_names(pids: set[int]) -> set[str]:
 @pytest.mark.slow
 def test_server_and_router_end_with_an_owner_that_is_killed(tiny_model_path: Path, tmp_path: Path) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tiny_model_path), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(tiny_model_path), str(tmp_path)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
+    left_behind: set[str] = set()
     try:
         assert owner.stdout is not None
         server_pid, router_pid = (int(p) for p in owner.stdout.readline().split())
         family = session_of(server_pid) | session_of(router_pid)
         assert len(family) >= 4
+        left_behind = _shm_names(family)
         os.kill(owner.pid, signal.SIGKILL)
         assert gone(family, limit_s=15)
     finally:
         owner.kill()
         owner.wait()
+        for name in left_behind:  # nobody was left to remove them: that is the reaper's duty, and no reaper ran here
+            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @pytest.mark.slow
@@ -179,3 +187,30 @@ def test_the_mark_of_a_server_survives_in_all_its_processes(engine_server: SGLan
     }
     assert len(marks) == 1
     assert all(has_mark(pid, next(iter(marks))) for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_server_with_a_token_serves_its_router_and_refuses_others(tiny_model_path: Path, tmp_path: Path) -> None:
+    spec = ServerSpec(model_path=str(tiny_model_path), dtype="float32", api_key="secret-of-the-run")
+    server = SGLangServer(spec, log_path=tmp_path / "engine.log")
+    front = Router(log_path=tmp_path / "router.log", worker_api_key="secret-of-the-run")
+    try:
+        server.start()
+        front.start()
+        front.wait_ready()
+        server.wait_ready(timeout_s=240)
+        front.add_worker(server.url)
+        body = {"action": "checksum"}
+        assert request("POST", f"{server.url}/weights_checker", body)[0] == 401
+        assert request("POST", f"{server.url}/weights_checker", body, api_key=spec.api_key, timeout_s=60)[0] == 200
+        assert request("POST", f"{server.url}/generate", GENERATE)[0] == 401
+        status, text = request("POST", f"{front.url}/generate", GENERATE, timeout_s=60)
+        assert status == 200, f"the router shows the server its token: {text}"
+        command_line = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        assert b"slime.serving.launch" in command_line and b"secret-of-the-run" not in command_line
+    finally:
+        front.stop()
+        server.stop()
+    assert (tmp_path / "engine.log").stat().st_mode & 0o077 == 0, (
+        "SGLang writes its arguments, the token too, to its log"
+    )

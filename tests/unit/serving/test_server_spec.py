@@ -26,7 +26,7 @@ def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
     args = args_of(spec)
     assert "attention_backend" not in args and "disable_cuda_graph" not in args and "base_gpu_id" not in args
     assert args["enable_memory_saver"] is True
-    assert spec.environment() == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert {k: v for k, v in spec.environment().items() if v is not None} == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
 def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
@@ -58,3 +58,9 @@ def test_flags_are_written_as_sglang_reads_them() -> None:
 def test_the_launcher_patches_only_where_the_device_is_a_cpu() -> None:
     assert device_of(["--model-path", "m"]) == "cuda"
     assert device_of(["--device", "cpu"]) == device_of(["--device=cpu"]) == "cpu"
+
+
+def test_a_token_never_stands_on_a_command_line() -> None:
+    spec = ServerSpec(model_path="m", dtype="float32", api_key="secret")
+    assert "secret" not in command_line_flags(args_of(spec))
+    assert "secret" in spec.environment().values()
