@@ -51,8 +51,9 @@ def publish(
 
     Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time`,
     `update_weights_verify_time` (engines' digests and the comparison), `update_weights_digest_time` (the trainer's
-    digests; overlaps sending on a CPU), `update_weights_bytes`. Raises on every rank: `WeightSyncError` if an engine
-    does not hold what was meant, `EngineError` or `DeadlineExceeded` if one cannot be reached.
+    digests; overlaps sending on a CPU), `update_weights_bytes`. The rest of the total is iterating the tensors.
+    Raises on every rank: `WeightSyncError` if an engine does not hold what was meant, `EngineError` or
+    `DeadlineExceeded` if one cannot be reached.
     """
     peers = peers or Peers()
     run = _Publication(table, targets, transport, digest, version, peers)
@@ -60,7 +61,8 @@ def publish(
     if peers.is_sender:
         run.guarded(run.pause, pause_mode)
     for bucket in buckets:
-        prepared = transport.prepare(bucket, targets)
+        with run.timed("send"):
+            prepared = transport.prepare(bucket, targets)
         if peers.is_sender:
             run.guarded(run.send, bucket, prepared)
     if peers.is_sender:
@@ -108,9 +110,13 @@ class _Publication:
             self._failure = WeightSyncError(f"publication of version {self._version} failed with {kind}: {error}")
             self._failure.__cause__ = error
 
+    def timed(self, name: str) -> _Timer:
+        """Adds the seconds of a block to the cost of `name`."""
+        return _Timer(self._times, name)
+
     def pause(self, mode: str) -> None:
         """Stops every engine and sees that nothing runs any more."""
-        with _Timer(self._times, "pause"):
+        with self.timed("pause"):
             on_all(self._targets, lambda c: c.pause(mode), "pause")
             on_all(self._targets, lambda c: c.flush_cache(), "flush the cache")
             self._transport.begin(self._targets, version=self._version)
@@ -120,25 +126,25 @@ class _Publication:
         self._num_bytes += bucket.num_bytes
         if bucket.tensors[0][1].is_cuda:  # digests queue on the same device: no gain from a thread
             self._take_digests(bucket)
-            with _Timer(self._times, "send"):
+            with self.timed("send"):
                 self._transport.deliver(prepared, self._targets, version=self._version)
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as pool, _Timer(self._times, "send"):
+        with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as pool, self.timed("send"):
             digests: Future[None] = pool.submit(self._take_digests, bucket)
             self._transport.deliver(prepared, self._targets, version=self._version)
             digests.result()
 
     def _take_digests(self, bucket: Bucket) -> None:
-        with _Timer(self._times, "digest"):
+        with self.timed("digest"):
             for name, tensor in bucket.tensors:
                 self._expected.add(name, tensor)
 
     def complete(self) -> None:
         """Ends the transfer, then verifies every tensor of every rank of every engine."""
         expected = self._expected.finish()
-        with _Timer(self._times, "send"):
+        with self.timed("send"):
             self._transport.finish(self._targets, version=self._version)
-        with _Timer(self._times, "verify"):
+        with self.timed("verify"):
             reports = on_all(self._targets, lambda c: c.weight_checksums(), "report weight checksums")
             named = {t.control.url: (t.control.tp_size, r) for t, r in zip(self._targets, reports, strict=True)}
             require_equal(self._table, expected, named, version=self._version, transport=self._transport.name)

@@ -8,8 +8,9 @@ the same prefix. An engine that refuses while broadcasts are under way is seen a
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -138,24 +139,36 @@ class DistributedTransport:
         del targets, version
 
     def abandon(self) -> None:
-        """The group may hold unmatched broadcasts: leave it; the next publication makes another."""
-        self.close()
+        """The group may hold unmatched broadcasts: leave it; the next publication makes another.
+
+        Leaving waits for such broadcasts until they expire or their receiver dies, so it happens beside the caller.
+        """
+        leaving = self._detach()
+        threading.Thread(target=leaving, name="weights-leave", daemon=True).start()
 
     def settle(self) -> None:
         if torch.cuda.is_available() and self._group is not None:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is None:
-            return
+        self._detach()()
+
+    def _detach(self) -> Callable[[], None]:
+        """Forgets the group and returns what leaves it, holding the last references to it."""
+        held = [self._group, self._store]
         name, members = self._group_name, self._members
-        self._members = ()
-        with ThreadPoolExecutor(1) as pool:
-            left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
-            dist.destroy_process_group(group)
-            left.exception()  # an engine that is gone has left, too
-        self._store = None
+        self._group, self._store, self._members = None, None, ()
+
+        def leave() -> None:
+            if held[0] is None:
+                return
+            with ThreadPoolExecutor(1) as pool:
+                left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
+                dist.destroy_process_group(held[0])
+                held.clear()
+                left.exception()  # an engine that is gone has left, too
+
+        return leave
 
 
 def join_group(backend: str, store: Any, world_size: int, group_name: str, limit: timedelta) -> Any:

@@ -4,7 +4,7 @@ altered float is refused by name, and the engine stays paused."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from slime.weights.buckets import Tamper
 from slime.weights.publish import publish
 from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
+from slime.weights.transports import Transport, make_transport
 from tests.support.tiny import write_tiny_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,7 +30,6 @@ TRANSPORTS = ["tensor", "distributed", "disk"]
 PROMPT = [2, 40, 41, 42, 43, 44, 45, 46]
 TAMPERED = "model.layers.1.self_attn.k_proj.weight"
 StateDict = dict[str, torch.Tensor]
-Make = Callable[[str, Tamper | None], Transport]
 
 
 def read_model(path: Path) -> tuple[FamilyTable, StateDict]:
@@ -93,11 +92,16 @@ class Rig:
         self.targets = [EngineTarget(self.control)]
 
     def transport(self, name: str, tamper: Tamper | None = None) -> Transport:
-        if name == "tensor":
-            return TensorTransport(serialize_bucket, Peers(), tamper=tamper)
-        if name == "distributed":
-            return DistributedTransport(Peers(), backend="gloo", timeout_s=60, tamper=tamper)
-        return DiskTransport(self.tmp_path / "disk", self.path, Peers(), tamper=tamper)
+        return make_transport(
+            name,
+            peers=Peers(),
+            device="cpu",
+            serialize=serialize_bucket,
+            timeout_s=60,
+            hf_checkpoint=self.path,
+            disk_dir=self.tmp_path / "disk",
+            tamper=tamper,
+        )
 
     def publish(self, state: StateDict, transport: Transport, version: int, **kwargs: Any) -> dict[str, float]:
         return publish(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +20,7 @@ from slime.weights.engine_layout import ExpectedDigests, engine_pieces, engine_t
 from slime.weights.publish import publish
 from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import TensorTransport
+from slime.weights.transports import DistributedTransport, TensorTransport
 from slime.weights.verify import compare
 
 CONFIG: dict[str, Any] = {
@@ -353,3 +356,53 @@ def test_errors_of_several_engines_are_told_together() -> None:
 
     with pytest.raises(DeadlineExceeded, match=r"(?s)http://a.*http://b"):
         on_all(targets, silent, "answer")
+
+
+REFUSING_ENGINE = """
+import sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+port, name = int(sys.argv[1]), sys.argv[2]
+limit = timedelta(seconds=60)
+store = c10d.PrefixStore(name, dist.TCPStore("127.0.0.1", port, 2, False, timeout=limit))
+c10d._new_process_group_helper(2, 1, [], c10d.Backend("gloo"), store, group_name=name, timeout=limit)
+threading.Event().wait(60)
+"""
+
+
+class RefusingEngine(FakeEngine):
+    """Joins the group (a process of its own, which never receives), then refuses the broadcast."""
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def init_weights_update_group(self, *, master_port: int, group_name: str, **rest: Any) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", REFUSING_ENGINE, str(master_port), group_name])
+
+    def destroy_weights_update_group(self, *, group_name: str) -> None:
+        raise EngineError("gone")
+
+    def update_weights_from_distributed(self, **update: Any) -> None:
+        raise EngineError("no room for these weights")
+
+
+def test_a_refusal_during_broadcasts_is_reported_at_once() -> None:
+    table, state = model(vocab_size=200_000)  # large enough that gloo cannot buffer it
+    engine = RefusingEngine("http://a", table, FakeWire())
+    started = time.monotonic()
+    try:
+        with pytest.raises(EngineError, match="no room"):
+            publish(
+                iter(state.items()),
+                table=table,
+                targets=[EngineTarget(engine)],  # type: ignore[arg-type]
+                transport=DistributedTransport(Peers(), backend="gloo", timeout_s=50),
+                digest=digest,
+                version=1,
+                buffer_bytes=1 << 30,
+            )
+        assert time.monotonic() - started < 30
+    finally:
+        if engine.process is not None:
+            engine.process.kill()
+            engine.process.wait()
