@@ -161,7 +161,8 @@ class GraderPool:
     async def _process(self, lane: _Lane) -> GraderProcess:
         """A living process with a free place; starts one if all are taken and more are allowed."""
         async with lane.lock:
-            lane.processes[:] = [p for p in lane.processes if not p.dead]
+            for dead in [p for p in lane.processes if p.dead]:
+                await self._drop(lane, dead)
             process = min(lane.processes, key=lambda p: p.num_reserved, default=None)
             if process is None or (process.num_reserved > 0 and len(lane.processes) < lane.max_processes):
                 process = await GraderProcess.start(self._settings)

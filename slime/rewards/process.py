@@ -120,8 +120,8 @@ class GraderProcess:
         await self._process.wait()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        # Without this the pipes are closed by the garbage collector, perhaps after the event loop; no public way.
+        self._process._transport.close()  # type: ignore[attr-defined]
 
     async def _read(self) -> None:
         """Resolves waiting requests until the pipe ends or carries nonsense."""

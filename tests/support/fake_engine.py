@@ -23,8 +23,10 @@ class FakeEngine:
     tick_s: float = 0.0
     stop_after: int | None = None
     weight_version: str = "1"
+    stops: deque[int] = field(default_factory=deque)
+    """Popped by each /generate before `stop_after` applies."""
     faults: deque[Any] = field(default_factory=deque)
-    """Popped by each /generate: None = answer, int = HTTP status, "drop" = close the connection, "hang" = never answer."""
+    """Popped by each /generate: None = answer, int = HTTP status, "drop" = close the connection, "hang" = no answer."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -52,13 +54,14 @@ class FakeEngine:
 
     async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
         limit = body["sampling_params"]["max_new_tokens"]
+        stop_after = self.stops.popleft() if self.stops else self.stop_after
         ids: list[int] = []
         reason: dict[str, Any] = {"type": "length", "length": limit}
         while len(ids) < limit:
             if stop.is_set():
                 reason = {"type": "abort", "message": "Aborted"}
                 break
-            if self.stop_after is not None and len(ids) == self.stop_after:
+            if stop_after is not None and len(ids) == stop_after:
                 ids.append(1)
                 reason = {"type": "stop", "matched": 1}
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
@@ -32,10 +33,8 @@ def act(args: Any, sample: Sample) -> Any:
             print("x" * 100_000, flush=True)
         case "garbage":
             for descriptor in range(3, 20):
-                try:
+                with contextlib.suppress(OSError):
                     os.write(descriptor, b"garbage" * 1000)
-                except OSError:
-                    pass
             time.sleep(1)
         case "args":
             return float(args["seven"])

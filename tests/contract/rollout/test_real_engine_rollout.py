@@ -1,0 +1,149 @@
+"""The rollout against the real engine and router: what they answer is what the client and the loop rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import RequestRejected
+from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.manager import RolloutManager
+from tests.support.rollout import rollout_args, write_prompts
+
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 64, "skip_special_tokens": False}
+PROMPT = [2, 40, 41, 42]
+EOS = 1
+
+
+def http(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        text = response.read()
+    return json.loads(text) if text else None
+
+
+@pytest.fixture
+def front(engine_server: Any, router: Any) -> Any:
+    """The router, before an engine that serves as version 1."""
+    http(f"{engine_server.url}/update_weight_version", {"new_version": "1", "abort_all_requests": False})
+    return router
+
+
+def num_running(engine_server: Any) -> int:
+    loads = http(f"{engine_server.url}/v1/loads?include=core")["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+def with_client(url: str, work: Callable[[EngineClient], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        client = EngineClient(url, request_timeout_s=60, **settings)
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def test_trained_ids_are_the_sampled_ones_and_hold_the_end_token(front: Any) -> None:
+    async def work(client: EngineClient) -> Any:
+        return await asyncio.gather(*(client.generate(PROMPT, PARAMS) for _ in range(40)))
+
+    results = with_client(front.url, work)
+    ended = [r for r in results if r.finish_reason == "stop"]
+    assert ended, "no sample of 40 ended by itself"
+    for r in results:
+        assert len(r.tokens) == len(r.log_probs) and r.weight_version == 1 and r.prompt_tokens == len(PROMPT)
+        assert (r.tokens[-1] == EOS) == (r.finish_reason == "stop") and EOS not in r.tokens[:-1]
+        assert not r.text.endswith("<eos>")
+        assert len(r.tokens) == 64 or r.finish_reason == "stop"
+
+
+def test_stop_strings_and_stop_tokens_are_in_the_ids(front: Any) -> None:
+    async def work(client: EngineClient) -> Any:
+        tokens = client.generate(PROMPT, {**PARAMS, "stop_token_ids": list(range(60, 90))})
+        strings = client.generate(PROMPT, {**PARAMS, "stop": list("abcdefghijklm")})
+        return await asyncio.gather(tokens, strings)
+
+    by_token, by_string = with_client(front.url, work)
+    assert by_token.finish_reason == "stop" and (60 <= by_token.tokens[-1] < 90 or by_token.tokens[-1] == EOS)
+    assert by_string.finish_reason == "stop"
+    assert by_string.text[-1:] in "abcdefghijklm" or by_string.tokens[-1] == EOS
+
+
+def test_a_prompt_beyond_the_context_is_refused_at_once(front: Any) -> None:
+    async def work(client: EngineClient) -> None:
+        with pytest.raises(RequestRejected, match="context length"):
+            await client.generate([2] * 2000, PARAMS)
+
+    with_client(front.url, work)
+
+
+def test_a_cancelled_request_leaves_the_engine(front: Any, engine_server: Any) -> None:
+    async def work(client: EngineClient) -> None:
+        long = {**PARAMS, "max_new_tokens": 900, "ignore_eos": True}
+        tasks = [asyncio.create_task(client.generate(PROMPT, long)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.drain()
+
+    with_client(front.url, work)
+    deadline = time.monotonic() + 1.5
+    while num_running(engine_server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert num_running(engine_server) == 0
+
+
+def test_an_aborted_scope_returns_partial_tokens_that_can_be_continued(front: Any) -> None:
+    async def work(client: EngineClient) -> None:
+        scope = RequestScope()
+        REQUEST_SCOPE.set(scope)
+        long = {**PARAMS, "max_new_tokens": 900, "ignore_eos": True}
+        task = asyncio.create_task(client.generate(PROMPT, long))
+        await asyncio.sleep(0.5)
+        await client.abort_scope(scope)
+        partial = await asyncio.wait_for(task, 5)
+        assert partial.finish_reason == "abort" and 0 < len(partial.tokens) == len(partial.log_probs) < 900
+        REQUEST_SCOPE.set(None)
+        rest = await client.generate([*PROMPT, *partial.tokens], {**long, "max_new_tokens": 5})
+        assert len(rest.tokens) == 5 and rest.prompt_tokens == len(PROMPT) + len(partial.tokens)
+
+    with_client(front.url, work)
+
+
+def test_steps_and_evaluation_through_the_router(front: Any, engine_server: Any, tmp_path: Path) -> None:
+    held_out = write_prompts(tmp_path / "held.jsonl", 40)
+    flags = ("--hf-checkpoint", str(engine_server.model_path), "--over-sampling-batch-size", "8", "--partial-rollout",
+             "--rollout-max-response-len", "48", "--eval-interval", "1", "--eval-temperature", "0",
+             "--eval-prompt-data", "held", str(held_out))  # fmt: skip
+    args = rollout_args(tmp_path, *flags)
+
+    async def work() -> None:
+        manager = RolloutManager(args, router_url=front.url, num_engines=1)
+        try:
+            seen: set[int] = set()
+            for step in range(3):
+                batch, metrics = await manager.generate(step)
+                assert num_running(engine_server) == 0, "a request outlived its rollout"
+                groups = {s.group_index for s in batch.samples}
+                assert len(groups) == 4 and not groups & seen
+                seen |= groups
+                assert all(s.response_length <= 48 for s in batch.samples)
+                assert metrics["rollout/weight_version/max"] == 1.0
+                manager.commit(step)
+            metrics = await manager.evaluate(3)
+            assert metrics["eval/held-num_prompts"] == 40 and metrics["eval/weight_version"] == 1.0
+        finally:
+            await manager.close()
+
+    asyncio.run(work())

@@ -1,0 +1,81 @@
+"""User functions of the loop tests, named by path."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from typing import Any
+
+from slime.core.sample import Sample
+from slime.rollout.context import current
+from slime.rollout.generate import generate
+from slime.rollout.types import RolloutFnTrainOutput
+
+TRIES: Counter[int | None] = Counter()
+"""How often each execution was tried."""
+
+
+def reward(args: Any, sample: Sample) -> float:
+    """Differs between the executions of a prompt."""
+    return float((sample.index or 0) % 2)
+
+
+def nan_reward(args: Any, sample: Sample) -> float:
+    return float("nan")
+
+
+def group_reward(args: Any, samples: list[Sample]) -> list[float]:
+    return [float(len(samples))] * len(samples)
+
+
+async def flaky(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Raises on the first try of every third execution, then generates."""
+    TRIES[sample.index] += 1
+    if (sample.index or 0) % 3 == 0 and TRIES[sample.index] == 1:
+        raise ConnectionError("as told")
+    return await generate(args, sample, sampling_params)
+
+
+async def broken(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    raise ConnectionError("the sandbox is down")
+
+
+async def wrong(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    return "text"
+
+
+async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two samples per execution."""
+    other = copy.deepcopy(sample)
+    return list(await asyncio.gather(*(generate(args, s, sampling_params) for s in (sample, other))))
+
+
+def drop_odd(args: Any, samples: list[Sample]) -> bool:
+    return (samples[0].group_index or 0) % 2 == 0
+
+
+def drop_all(args: Any, samples: list[Sample]) -> bool:
+    return False
+
+
+def own_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A synchronous user rollout on the public contract: takes three groups, keeps two, loses one."""
+    groups = data_source.get_samples(3)
+
+    async def run() -> None:
+        for group in groups[:2]:
+            for sample in group:
+                await generate(args, sample, {"temperature": 1.0, "max_new_tokens": 4})
+                sample.reward = 1.0
+
+    async def in_context() -> None:
+        await run()
+
+    asyncio.run_coroutine_threadsafe(in_context(), current().loop).result()
+    return RolloutFnTrainOutput(groups[:2], {"rollout/own": 1.0})
+
+
+def halve(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    raw = [float(s.get_reward_value() or 0.0) for s in samples]
+    return raw, [r / 2 for r in raw]

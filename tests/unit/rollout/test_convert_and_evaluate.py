@@ -1,0 +1,144 @@
+"""Conversion and evaluation: canonical order, no unscored sample, one weight version."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import ConfigError, DataError, EngineError
+from slime.core.sample import Sample, Status
+from slime.rollout.convert import to_train_batch
+from slime.rollout.debug_data import load_rollout, save_rollout
+from slime.rollout.evaluate import pass_at_k
+from slime.rollout.manager import RolloutManager
+from slime.rollout.types import Progress
+from tests.support.fake_engine import FakeEngine
+from tests.support.rollout import rollout_args, with_manager, write_prompts
+
+
+def finished(group_index: int, index: int, reward: Any = 1.0) -> Sample:
+    sample = Sample(group_index=group_index, index=index, tokens=[5, 6], reward=reward)
+    sample.append_response_tokens([7, 8], log_probs=[-0.1, -1 / 3], weight_version=2, finish_reason="stop")
+    return sample
+
+
+def test_the_batch_does_not_depend_on_the_order_of_completion(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path)
+    groups = [[finished(g, 2 * g + i) for i in range(2)] for g in range(6)]
+    random.Random(0).shuffle(groups)
+    for group in groups:
+        random.Random(1).shuffle(group)
+    batch = to_train_batch(args, 3, groups)
+    assert [s.index for s in batch.samples] == list(range(12)) and batch.rollout_id == 3
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_missing_reward_is_an_error_never_a_zero(tmp_path: Path, reward: Any) -> None:
+    with pytest.raises(DataError, match="finite"):
+        to_train_batch(rollout_args(tmp_path), 0, [[finished(0, 0, reward)]])
+
+
+def test_an_unfinished_sample_is_not_trained(tmp_path: Path) -> None:
+    sample = finished(0, 0)
+    sample.status = Status.ABORTED
+    with pytest.raises(DataError, match="aborted"):
+        to_train_batch(rollout_args(tmp_path), 0, [[sample]])
+
+
+def test_the_reward_key_picks_from_a_dict(tmp_path: Path) -> None:
+    batch = to_train_batch(
+        rollout_args(tmp_path, "--reward-key", "acc"), 0, [[finished(0, 0, {"acc": 0.25, "pred": "x"})]]
+    )
+    assert batch.samples[0].reward == 0.25
+
+
+def test_a_record_restores_every_bit(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "0.jsonl.zst"
+    groups = [[finished(g, g, reward=1 / 3 + g)] for g in range(3)]
+    save_rollout(path, 7, groups)
+    assert load_rollout(path) == (7, groups)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(DataError):
+        load_rollout(path)
+    with pytest.raises(DataError, match="no recorded rollout"):
+        load_rollout(tmp_path / "none")
+
+
+def test_pass_at_k() -> None:
+    assert pass_at_k(4, 0, 2) == 0.0 and pass_at_k(4, 4, 2) == 1.0
+    assert pass_at_k(4, 1, 1) == pytest.approx(0.25) and pass_at_k(4, 1, 2) == pytest.approx(0.5)
+
+
+def evaluate(tmp_path: Path, engine: FakeEngine, *flags: str) -> dict[str, float]:
+    held_out = write_prompts(tmp_path / "held.jsonl", 5)
+    more = write_prompts(tmp_path / "more.jsonl", 3)
+    base = (
+        "--eval-interval",
+        "1",
+        "--eval-prompt-data",
+        "held",
+        str(held_out),
+        "more",
+        str(more),
+        "--rm-type",
+        "exact_match",
+    )
+    args = rollout_args(tmp_path, *base, *flags)
+
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.evaluate(0)
+
+    return dict(asyncio.run(with_manager(args, engine, work)))
+
+
+def test_evaluation_uses_its_own_sampling(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    metrics = evaluate(
+        tmp_path, engine, "--eval-temperature", "0", "--eval-max-response-len", "3", "--n-samples-per-eval-prompt", "2"
+    )
+    assert len(engine.requests) == 16
+    assert all(r["sampling_params"]["temperature"] == 0 for r in engine.requests)
+    assert metrics["eval/held"] == 0.0 and metrics["eval/held-num_prompts"] == 5
+    assert metrics["eval/more-pass@2"] == 0.0 and metrics["eval/held-truncated_ratio"] == 1.0
+    assert metrics["eval/held/response_len/max"] == 3 and metrics["eval/weight_version"] == 1
+
+
+def test_an_evaluation_over_two_weight_versions_is_refused(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    class Moving(FakeEngine):
+        async def _sample(self, body: Any, stop: Any) -> Any:
+            self.weight_version = str(1 + len(self.requests) % 2)
+            return await super()._sample(body, stop)
+
+    engine = Moving()
+    with pytest.raises(EngineError, match=r"versions \[1, 2\]"):
+        evaluate(tmp_path, engine)
+
+
+def test_a_failing_engine_fails_the_evaluation(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.faults.extend([400] * 99)
+    with pytest.raises(EngineError, match="rejected"):
+        evaluate(tmp_path, engine)
+
+
+def test_no_grader_is_a_configuration_mistake(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path).replace(rm_type=None)
+
+    async def work(manager: RolloutManager) -> None:
+        with pytest.raises(ConfigError, match="no grader"):
+            await manager.generate(0)
+
+    asyncio.run(with_manager(args, FakeEngine(), work))
+
+
+def test_progress_says_what_runs() -> None:
+    progress = Progress()
+    progress.begin("rollout 3", 8)
+    progress.done = 2
+    assert str(progress).startswith("rollout 3 2/8, ")

@@ -1,0 +1,225 @@
+"""The rollout of a step: exactly the wanted groups, and an account of every other one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import DataError, DeadlineExceeded, EngineError, HookError, LedgerError
+from slime.rollout.manager import RolloutManager
+from tests.support.fake_engine import FakeEngine
+from tests.support.rollout import rollout_args, with_manager
+
+HOOKS = str(Path(__file__).with_name("rollout_hooks.py"))
+REWARD = ("--custom-rm-path", f"{HOOKS}:reward")
+
+
+def run(tmp_path: Path, *flags: str, steps: int = 1, engine: FakeEngine | None = None) -> Any:
+    """Runs steps with commits; returns (batches, metrics of the last, buffer metrics of the last, engine)."""
+    engine = engine or FakeEngine()
+
+    async def work(manager: RolloutManager) -> Any:
+        batches = []
+        for step in range(steps):
+            batch, metrics = await manager.generate(step)
+            batches.append(batch)
+            assert not engine.running, "a request outlived its rollout"
+            ledger = manager.commit(step)
+        return batches, metrics, ledger, engine
+
+    return asyncio.run(with_manager(rollout_args(tmp_path, *flags), engine, work))
+
+
+def test_a_step_trains_each_prompt_once_with_what_the_engine_sampled(tmp_path: Path) -> None:
+    batches, metrics, ledger, _ = run(tmp_path, *REWARD, steps=3, engine=FakeEngine(stop_after=4))
+    assert [sorted({s.group_index for s in b.samples}) for b in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [s.index for b in batches for s in b.samples] == list(range(24))
+    for sample in batches[0].samples:
+        assert sample.tokens[-5:].tolist() == [10, 11, 12, 13, 1] and sample.response_length == 5
+        assert sample.rollout_log_probs is not None and sample.rollout_log_probs[0] == pytest.approx(-0.5)
+        assert sample.token_versions.tolist() == [1] * 5
+        assert sample.reward == sample.index % 2 and not sample.truncated
+    assert ledger["data/trained"] == 12 and ledger["data/issued"] == 12
+    assert metrics["rollout/raw_reward"] == 0.5 and metrics["rollout/response_len/max"] == 5
+
+
+def test_surplus_is_kept_finished_or_started_over_and_nothing_is_lost(tmp_path: Path) -> None:
+    engine = FakeEngine(tick_s=0.004)
+    batches, _, ledger, engine = run(
+        tmp_path,
+        *REWARD,
+        "--over-sampling-batch-size",
+        "10",
+        "--sglang-server-concurrency",
+        "6",
+        steps=4,
+        engine=engine,
+    )
+    groups = [s.group_index for b in batches for s in b.samples[::2]]
+    assert len(set(groups)) == 16
+    assert all(s.response_length == 8 for b in batches for s in b.samples)
+    assert ledger["data/trained"] == 16 and ledger["data/in_flight"] == 0
+    assert ledger["data/issued"] == 16 + ledger["data/buffered"]
+    assert engine.most_running <= 6
+
+
+def test_partial_rollout_continues_the_tokens_within_the_budget(tmp_path: Path) -> None:
+    engine = FakeEngine(tick_s=0.02)
+    engine.stops.extend([2] * 8)
+    flags = ("--over-sampling-batch-size", "8", "--rollout-max-response-len", "60", "--partial-rollout")
+    batches, _, ledger, engine = run(tmp_path, *REWARD, *flags, steps=2, engine=engine)
+    continued = [r for r in engine.requests if r["sampling_params"]["max_new_tokens"] < 60]
+    assert len(continued) >= 8, "partial samples were not continued"
+    assert [s.response_length for b in batches for s in b.samples] == [3] * 8 + [60] * 8
+    for request in continued:  # the prompt of a continuation ends with the tokens sampled before
+        assert request["input_ids"][-1] >= 10
+    assert ledger["data/trained"] == 8
+
+
+def test_failures_are_retried_and_never_scored_zero(tmp_path: Path) -> None:
+    batches, metrics, ledger, _ = run(tmp_path, *REWARD, "--custom-generate-function-path", f"{HOOKS}:flaky")
+    assert len(batches[0].samples) == 8 and metrics["rollout/num_retried_groups"] >= 2
+    assert ledger["data/trained"] == 4 and ledger["data/failed"] == 0
+    assert [s.reward for s in batches[0].samples] == [0.0, 1.0] * 4
+
+
+def test_a_step_that_only_fails_ends_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="the sandbox is down"):
+        run(tmp_path, "--custom-generate-function-path", f"{HOOKS}:broken")
+
+
+def test_an_unscored_group_is_no_zero(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="nan"):
+        run(tmp_path, "--custom-rm-path", f"{HOOKS}:nan_reward")
+
+
+def test_a_refused_prompt_is_dropped_without_a_retry(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.faults.append(400)
+    batches, metrics, ledger, engine = run(tmp_path, *REWARD, engine=engine)
+    assert len({s.group_index for s in batches[0].samples}) == 4
+    assert ledger["data/failed"] == 1 and metrics["rollout/num_failed_groups"] == 1
+
+
+def test_the_filter_drops_and_is_bounded(tmp_path: Path) -> None:
+    batches, metrics, ledger, _ = run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:drop_odd")
+    assert [s.group_index for s in batches[0].samples[::2]] == [0, 2, 4, 6]
+    assert metrics["rollout/dynamic_filter/drop_filter"] == ledger["data/filtered"] >= 3
+    with pytest.raises(DataError, match="dropped by the dynamic filter"):
+        run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:drop_all")
+
+
+def test_the_zero_std_filter_compares_exactly(tmp_path: Path) -> None:
+    path = "slime.rollout.filters.check_reward_nonzero_std"
+    batches, *_ = run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", path)
+    assert len(batches[0].samples) == 8
+    with pytest.raises(DataError, match="zero_std_2"):
+        flags = ("--custom-rm-path", f"{HOOKS}:group_reward", "--group-rm")
+        run(tmp_path, *flags, "--dynamic-sampling-filter-path", path)
+
+
+def test_fan_out_siblings_share_their_execution(tmp_path: Path) -> None:
+    batches, *_ = run(tmp_path, *REWARD, "--custom-generate-function-path", f"{HOOKS}:fan_out")
+    assert len(batches[0].samples) == 16 and batches[0].num_executions == 8
+    assert [s.index for s in batches[0].samples] == [i for i in range(8) for _ in range(2)]
+
+
+def test_a_hook_that_breaks_its_contract_ends_the_run_and_returns_the_groups(tmp_path: Path) -> None:
+    async def work(manager: RolloutManager) -> None:
+        with pytest.raises(HookError, match="returns a Sample"):
+            await manager.generate(0)
+        ledger = manager._source.ledger()
+        ledger.check()
+        assert ledger.in_flight == 0 and ledger.buffered == ledger.issued
+
+    args = rollout_args(tmp_path, "--custom-generate-function-path", f"{HOOKS}:wrong")
+    asyncio.run(with_manager(args, FakeEngine(), work))
+
+
+def test_a_step_has_a_limit(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.faults.extend(["hang"] * 99)
+    with pytest.raises(DeadlineExceeded, match="rollout of step 0"):
+        run(tmp_path, *REWARD, "--rollout-global-timeout-s", "0.5", engine=engine)
+    assert len(engine.aborted) >= 1
+
+
+def test_cancelling_a_rollout_aborts_its_requests_and_returns_its_groups(tmp_path: Path) -> None:
+    engine = FakeEngine(tick_s=0.01)
+
+    async def work(manager: RolloutManager) -> None:
+        task = asyncio.create_task(manager.generate(0))
+        while len(engine.running) < 8:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while engine.running:
+            await asyncio.sleep(0.01)
+        assert manager._source.ledger().in_flight == 0
+        batch, _ = await manager.generate(0)
+        assert len(batch.samples) == 8
+
+    args = rollout_args(tmp_path, *REWARD, "--rollout-max-response-len", "100")
+    asyncio.run(with_manager(args, engine, work))
+
+
+def test_a_step_is_committed_once(tmp_path: Path) -> None:
+    async def work(manager: RolloutManager) -> None:
+        await manager.generate(0)
+        manager.commit(0)
+        with pytest.raises(LedgerError):
+            manager.commit(0)
+
+    asyncio.run(with_manager(rollout_args(tmp_path, *REWARD), FakeEngine(), work))
+
+
+def test_a_save_between_generation_and_commit_issues_the_batch_again(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, *REWARD)
+
+    async def first(manager: RolloutManager) -> None:
+        await manager.generate(0)
+        manager.commit(0)
+        await manager.generate(1)
+        manager.save(tmp_path)
+
+    async def resumed(manager: RolloutManager) -> Any:
+        manager.load(tmp_path)
+        return (await manager.generate(1))[0]
+
+    asyncio.run(with_manager(args, FakeEngine(), first))
+    batch = asyncio.run(with_manager(args, FakeEngine(), resumed))
+    assert sorted({s.group_index for s in batch.samples}) == [4, 5, 6, 7]
+
+
+def test_a_users_rollout_function_keeps_the_ledger(tmp_path: Path) -> None:
+    batches, metrics, ledger, _ = run(tmp_path, "--rollout-function-path", f"{HOOKS}:own_rollout")
+    assert metrics["rollout/own"] == 1.0 and len(batches[0].samples) == 4
+    assert ledger["data/trained"] == 2 and ledger["data/filtered"] == 1
+
+
+def test_rewards_can_be_post_processed(tmp_path: Path) -> None:
+    batches, *_ = run(tmp_path, *REWARD, "--custom-reward-post-process-path", f"{HOOKS}:halve")
+    assert {s.reward for s in batches[0].samples} == {0.0, 0.5}
+
+
+def test_recorded_rollouts_replay_exactly(tmp_path: Path) -> None:
+    template = str(tmp_path / "dump" / "{rollout_id}.jsonl.zst")
+    batches, *_ = run(tmp_path, *REWARD, "--save-debug-rollout-data", template, steps=2)
+    args = rollout_args(tmp_path, *REWARD, "--load-debug-rollout-data", template)
+
+    async def replay() -> Any:
+        manager = RolloutManager(args, router_url=None, num_engines=0)
+        try:
+            return [(await manager.generate(i))[0] for i in range(2)]
+        finally:
+            await manager.close()
+
+    for recorded, again in zip(batches, asyncio.run(replay()), strict=True):
+        for a, b in zip(recorded.samples, again.samples, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist() and a.reward == b.reward
+            assert a.rollout_log_probs is not None and b.rollout_log_probs is not None
+            assert a.rollout_log_probs.tobytes() == b.rollout_log_probs.tobytes()
