@@ -105,9 +105,10 @@ def test_two_servers_at_once_serve_and_stop_without_a_trace(tiny_model_path: Pat
 
 
 def _shm_names(pids: set[int]) -> set[str]:
-    from slime.serving.shm import shm_files_of
+    from slime.serving.shm import library_files, shm_inodes_of
 
-    return {Path(p).name for pid in pids for p in shm_files_of(pid)}
+    inodes = set().union(*(shm_inodes_of(pid) for pid in pids))
+    return {name for name, inode in library_files().items() if inode in inodes}
 
 
 @pytest.mark.slow
@@ -173,8 +174,13 @@ def test_two_tensor_parallel_ranks_serve(tiny_model_path: Path, tmp_path: Path) 
         assert request("POST", f"{server.url}/generate", GENERATE, timeout_s=60)[0] == 200
         status, text = request("POST", f"{server.url}/weights_checker", {"action": "checksum"}, timeout_s=60)
         assert status == 200 and text.count("tp_rank") == 2, text
+        mine = _shm_names(session_of(server.pid))
+        assert any(name.startswith("sgl_shm_mq_") for name in mine) and any(name.startswith("sem.") for name in mine), (
+            mine
+        )
     finally:
         server.stop()
+    assert not mine & set(os.listdir("/dev/shm"))
 
 
 def test_the_mark_of_a_server_survives_in_all_its_processes(engine_server: SGLangServer) -> None:
