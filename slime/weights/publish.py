@@ -9,7 +9,7 @@ Invariants
 2. After a failure the engines stay paused; another publication may start from any such state.
 3. Digests are taken of the trainer's own tensors, not of what travels; at most two buckets are alive beside the model.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
-   and seen to be empty, once after the pause and once after the update.
+   and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
 """
 
 from __future__ import annotations
@@ -148,7 +148,6 @@ class _Publication:
             reports = on_all(self._targets, lambda c: c.weight_checksums(), "report weight checksums")
             named = {t.control.url: (t.control.tp_size, r) for t, r in zip(self._targets, reports, strict=True)}
             require_equal(self._table, expected, named, version=self._version, transport=self._transport.name)
-        on_all(self._targets, lambda c: c.flush_cache(), "flush the cache")
 
     def resume(self) -> None:
         """Lets every engine serve the verified version."""

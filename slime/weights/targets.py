@@ -43,28 +43,6 @@ class Peers:
     """Collective: the sender gets every rank's (picklable) object in rank order, the others None."""
 
 
-def peers_over(group: Any) -> Peers:
-    """Peers of a trainer whose ranks share `group`, a torch process group that can carry objects (gloo).
-
-    Rank 0 of the group is the sender; waits are limited by the group's own timeout.
-    """
-    import torch.distributed as dist
-
-    rank, size, root = dist.get_rank(group), dist.get_world_size(group), dist.get_global_rank(group, 0)
-
-    def broadcast(value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=root, group=group)
-        return box[0]
-
-    def gather(value: Any) -> list[Any] | None:
-        boxes: list[Any] | None = [None] * size if rank == 0 else None
-        dist.gather_object(value, boxes, dst=root, group=group)
-        return boxes
-
-    return Peers(is_sender=rank == 0, broadcast=broadcast, gather=gather)
-
-
 def on_all(targets: Sequence[EngineTarget], call: Callable[[EngineControl], T], what: str) -> list[T]:
     """Calls every engine at the same time and returns their answers in order.
 

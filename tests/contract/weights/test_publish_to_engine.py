@@ -21,7 +21,7 @@ from slime.weights.buckets import Tamper
 from slime.weights.publish import publish
 from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import Transport, make_transport
+from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
 from tests.support.tiny import write_tiny_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -92,16 +92,11 @@ class Rig:
         self.targets = [EngineTarget(self.control)]
 
     def transport(self, name: str, tamper: Tamper | None = None) -> Transport:
-        return make_transport(
-            name,
-            peers=Peers(),
-            device="cpu",
-            serialize=serialize_bucket,
-            timeout_s=60,
-            hf_checkpoint=self.path,
-            disk_dir=self.tmp_path / "disk",
-            tamper=tamper,
-        )
+        if name == "tensor":
+            return TensorTransport(serialize_bucket, Peers(), tamper=tamper)
+        if name == "distributed":
+            return DistributedTransport(Peers(), backend="gloo", timeout_s=60, tamper=tamper)
+        return DiskTransport(self.tmp_path / "disk", self.path, Peers(), tamper=tamper)
 
     def publish(self, state: StateDict, transport: Transport, version: int, **kwargs: Any) -> dict[str, float]:
         return publish(
