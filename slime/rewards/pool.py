@@ -7,7 +7,7 @@ the `concurrent` lane runs many per process (async graders that wait on the netw
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.
 2. A request beyond its time limit costs its process, which is killed and replaced; requests that shared the process
-   are asked again elsewhere, at most `MAX_TRIES` times.
+   are asked again, each in a process of its own, because which of them blocked it cannot be seen.
 3. Processes start on first use and are all gone after `close`.
 """
 
@@ -34,6 +34,9 @@ MAX_TRIES = 2
 CONCURRENT_PER_PROCESS = 64
 ASYNC_GRACE_S = 5.0
 """How much longer than the worker's own limit the pool waits for an async grader before it kills the process."""
+BUILT_IN_LIMIT_S = 10.0
+"""Longest grading by a built-in that only computes: such a grader needs milliseconds, or it hangs."""
+START_POLL_S = 0.02
 MAX_RESPONSE_CHARS = 16_000_000
 """A longer response is not sent to a grader."""
 
@@ -46,7 +49,7 @@ class _Lane:
     per_process: int
     slots: asyncio.Semaphore
     processes: list[GraderProcess] = field(default_factory=list)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_starting: int = 0
 
 
 class GraderPool:
@@ -122,21 +125,29 @@ class GraderPool:
         message = {"grader": grader, "custom": custom, "group": group, "concurrent": is_async}
         message["samples"] = [_wire(s) for s in samples]
         lane = self._concurrent if is_async else self._serial
-        limit_s = self._timeout_s + (ASYNC_GRACE_S if is_async else 0.0)
+        limit_s = self._timeout_s
+        if is_async:
+            limit_s += ASYNC_GRACE_S  # the worker's own limit comes first
+        elif not custom:
+            limit_s = min(limit_s, BUILT_IN_LIMIT_S)
         reason = "never asked"
-        async with lane.slots:
-            for _ in range(MAX_TRIES):
+        for _ in range(MAX_TRIES):
+            async with lane.slots:
                 reply = await self._ask(lane, message, limit_s)
-                if not isinstance(reply, str):
-                    return _scores(reply, len(samples))
-                reason = reply
-                if reason.startswith("timeout"):
-                    break
+            if not isinstance(reply, str):
+                return _scores(reply, len(samples))
+            reason = reply
+            if reason.startswith("timeout") and lane is self._serial:
+                break  # it had a process to itself, so the limit was its own
+            lane = self._serial
         return [Unscored(reason)] * len(samples)
 
     async def _ask(self, lane: _Lane, message: dict[str, Any], limit_s: float) -> dict[str, Any] | str:
         """One try: the reply, or why there is none."""
-        process = await self._process(lane)
+        try:
+            process = await self._process(lane, message)
+        except (GraderDied, TimeoutError, OSError) as problem:
+            return f"no grader process could be started: {problem!r}"
         try:
             return await asyncio.wait_for(process.ask(message), limit_s)
         except TimeoutError:
@@ -147,7 +158,7 @@ class GraderPool:
                 process.pid,
             )
             await self._drop(lane, process)
-            return f"timeout after {self._timeout_s:g} s"
+            return f"timeout after {min(limit_s, self._timeout_s):g} s"
         except GraderDied as death:
             await self._drop(lane, process)
             return str(death)
@@ -158,17 +169,26 @@ class GraderPool:
         finally:
             process.num_reserved -= 1
 
-    async def _process(self, lane: _Lane) -> GraderProcess:
-        """A living process with a free place; starts one if all are taken and more are allowed."""
-        async with lane.lock:
+    async def _process(self, lane: _Lane, message: dict[str, Any]) -> GraderProcess:
+        """Reserves a place in an idle process, else in a new one, else in the least busy one if it takes several."""
+        while True:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
             process = min(lane.processes, key=lambda p: p.num_reserved, default=None)
-            if process is None or (process.num_reserved > 0 and len(lane.processes) < lane.max_processes):
-                process = await GraderProcess.start(self._settings)
-                lane.processes.append(process)
-            process.num_reserved += 1  # under the lock: two requests must not choose the same idle process
-            return process
+            full = len(lane.processes) + lane.num_starting >= lane.max_processes
+            if process is not None and (
+                process.num_reserved == 0 or (full and process.num_reserved < lane.per_process)
+            ):
+                process.num_reserved += 1  # no await since the choice: nobody else can have taken the place
+                return process
+            if full:
+                await asyncio.sleep(START_POLL_S)
+                continue
+            lane.num_starting += 1
+            try:
+                lane.processes.append(await GraderProcess.start(self._settings, warm_up=message))
+            finally:
+                lane.num_starting -= 1
 
     async def _drop(self, lane: _Lane, process: GraderProcess) -> None:
         if process in lane.processes:

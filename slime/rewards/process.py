@@ -56,8 +56,8 @@ class GraderProcess:
         """Requests that the pool has given to this process; the pool's to count."""
 
     @classmethod
-    async def start(cls, settings: ProcessSettings) -> GraderProcess:
-        """Starts a worker in its own process group and waits until it took its settings."""
+    async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any]) -> GraderProcess:
+        """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -79,6 +79,8 @@ class GraderProcess:
             "memory_limit_bytes": settings.memory_limit_bytes,
             "args": base64.b64encode(pickle.dumps(settings.args)).decode() if settings.args is not None else "",
             "sys_path": _import_path(),
+            "grader": warm_up["grader"],
+            "custom": warm_up["custom"],
         }
         try:
             await asyncio.wait_for(worker.ask(message), START_TIMEOUT_S)

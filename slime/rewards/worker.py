@@ -76,6 +76,10 @@ class Server:
         self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
         self.options = GraderOptions(**message["options"])
         limit_resources(message["memory_limit_bytes"])
+        with contextlib.suppress(Exception):  # what fails here fails again, with its reason, when a sample is graded
+            function = self.find(message["grader"], custom=message["custom"])
+            module = sys.modules[function.__module__]
+            getattr(module, "warm_up", int)()
 
     def reply(self, request_id: int, answer: dict[str, Any]) -> None:
         data = json.dumps({"id": request_id, **answer}, allow_nan=False).encode()
@@ -106,16 +110,18 @@ class Server:
             reason = f"the grader raised {type(problem).__name__}: {str(problem)[:300]}"
         return {"scores": [{"unscored": reason}] * len(request["samples"])}
 
+    def find(self, name: str, *, custom: bool) -> Callable[..., Any]:
+        """The grader of this name, loaded once."""
+        if name not in self.functions:
+            self.functions[name] = load_custom(name) if custom else load_grader(name)
+        return self.functions[name]
+
     def call(self, request: dict[str, Any], samples: list[Sample]) -> Any:
         """Calls a user function as `fn(args, sample_or_samples)`, a built-in one as `grade(sample, options)`."""
-        name: str = request["grader"]
-        if request["custom"]:
-            if name not in self.functions:
-                self.functions[name] = load_custom(name)
-            return self.functions[name](self.args, samples if request["group"] else samples[0])
-        if name not in self.functions:
-            self.functions[name] = load_grader(name)
-        return self.functions[name](samples[0], self.options)
+        function = self.find(request["grader"], custom=request["custom"])
+        if not request["custom"]:
+            return function(samples[0], self.options)
+        return function(self.args, samples if request["group"] else samples[0])
 
 
 def encode(value: Any) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.hooks import accepts_keyword, load_hook
 from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.generate import generate as default_generate
@@ -17,12 +18,12 @@ Hook = Callable[..., Any]
 
 def load(path: str | None, kind: str) -> Hook | None:
     """The function behind a path; None for None. Raises `HookError`."""
-    if path is None:
-        return None
-    from slime.config.hooks import load_hook
+    return None if path is None else _load(path, kind)
 
-    hook: Hook = load_hook(path, kind)
-    return hook
+
+@functools.cache
+def _load(path: str, kind: str) -> Hook:
+    return load_hook(path, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ async def call_generate(
     Raises `HookError` if the function returns anything but a `Sample` or a list of them.
     """
     group_index, index = sample.group_index, sample.index
-    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(hook).parameters else {}
+    extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
     result = await hook(args, sample, params, **extra)
     samples = result if isinstance(result, list) else [result]
     if not samples or not all(isinstance(s, Sample) for s in samples):

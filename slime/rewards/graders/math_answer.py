@@ -33,6 +33,11 @@ def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
     return bool(math_verify.verify(gold, predicted, timeout_seconds=None))
 
 
+def warm_up() -> None:
+    """Imports math-verify and its parsers."""
+    equal_answers("\\frac{1}{2}", "0.5", boxed=True)
+
+
 def grade(sample: Sample, options: GraderOptions) -> float:
     """Returns 1.0 or 0.0. Raises `DataError` on a missing or unreadable label."""
     if sample.label is None:

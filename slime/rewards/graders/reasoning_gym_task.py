@@ -63,6 +63,11 @@ def bare_answer(response: str, reference: str) -> str:
     return tail.splitlines()[-1].strip() if tail else ""
 
 
+def warm_up() -> None:
+    """Imports reasoning-gym, which takes seconds."""
+    _score_function("basic_arithmetic")
+
+
 def grade(sample: Sample, options: GraderOptions) -> float:
     """Returns the verifier's score."""
     source, entry = task_entry(sample)

@@ -72,6 +72,26 @@ def test_async_graders_run_side_by_side_and_hang_alone() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act_async", timeout_s=2.0, num_workers=1)
 
 
+@pytest.mark.slow
+def test_a_blocking_async_grader_costs_its_process_not_its_neighbours() -> None:
+    async def work(pool: GraderPool) -> None:
+        scores = await asyncio.gather(*(pool.score(Sample(response=r)) for r in ["ok"] * 5 + ["block"] + ["ok"] * 5))
+        assert scores[5] == Unscored("timeout after 2 s")
+        assert scores[:5] + scores[6:] == [Scored({"score": 0.5})] * 10
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act_async", timeout_s=2.0, num_workers=1)
+
+
+def test_many_hangs_do_not_stop_the_others() -> None:
+    async def work(pool: GraderPool) -> None:
+        responses = ["hang" if i % 20 == 0 else "ok" for i in range(100)]
+        scores = await asyncio.gather(*(pool.score(Sample(response=r)) for r in responses))
+        for response, score in zip(responses, scores, strict=True):
+            assert score == (Unscored("timeout after 1 s") if response == "hang" else Scored(1.0))
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", timeout_s=1.0)
+
+
 @pytest.mark.parametrize("answer", ["9**9**9", "9999999!", "2**2**2**2**2**2", "(" * 5000, "\\frac" * 3000])
 def test_a_monstrous_answer_stalls_nothing(answer: str) -> None:
     async def work(pool: GraderPool) -> None:

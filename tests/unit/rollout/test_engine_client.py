@@ -64,8 +64,10 @@ def test_retries_are_bounded() -> None:
 
 def test_a_dead_server_is_an_error_within_seconds() -> None:
     async def main() -> None:
+        client = EngineClient("http://127.0.0.1:9")
         with pytest.raises(EngineError, match="after 5 tries"):
-            await EngineClient("http://127.0.0.1:9").generate([5], PARAMS)
+            await client.generate([5], PARAMS)
+        await client.close()
 
     started = time.monotonic()
     asyncio.run(main())
