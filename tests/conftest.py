@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.tiny import write_tiny_model
 
@@ -22,6 +23,10 @@ for _name, _value in {
     "MPLBACKEND": "Agg",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# A busy machine is no failure of a law: the limits of whole tests are in TIMEOUTS_S.
+settings.register_profile("slime", deadline=None)
+settings.load_profile("slime")
 
 TIMEOUTS_S = {"unit": 60, "contract": 300, "e2e": 900, "gpu": 900}
 """Limit of one test by its top folder; `@pytest.mark.timeout` overrides it."""

@@ -58,6 +58,13 @@ def test_cold_start_and_reinforcement_ask_the_same_sums() -> None:
     assert all(str(eval(q.rstrip("="))) == a for q, a in taught.items())
 
 
+def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
+    from slime.config.hooks import load_hook
+
+    assert load_hook("examples.second_try:generate", "generate")
+    assert load_hook("recipes.tiny.tasks:digit_fraction", "custom_rm")
+
+
 @pytest.mark.slow
 def test_the_packed_model_unpacks_and_answers(tmp_path: Path) -> None:
     from recipes.demo.model import PROBE, PROBE_ANSWER, ask, unpack

@@ -1,0 +1,1 @@
+"""Small, complete uses of slime's hooks, to copy from."""
