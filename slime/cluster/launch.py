@@ -38,6 +38,7 @@ def launch(args: Any) -> Iterator[Run]:
         num_per_engine=args.rollout_num_gpus_per_engine,
         colocate=args.colocate,
         num_cores=len(os.sched_getaffinity(0)),
+        max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
     )
     run_id = new_run_id()
     folder = RunFolder.create(args.run_dir, run_id=run_id, args=args.to_json_dict())

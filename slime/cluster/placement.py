@@ -42,11 +42,18 @@ class PlacementPlan:
 
 
 def plan_placement(
-    *, num_train: int, num_rollout: int, num_per_engine: int, colocate: bool, num_cores: int
+    *,
+    num_train: int,
+    num_rollout: int,
+    num_per_engine: int,
+    colocate: bool,
+    num_cores: int,
+    max_threads: int | None = None,
 ) -> PlacementPlan:
     """Plans `num_train` training ranks and `num_rollout` engine slots in engines of `num_per_engine`.
 
-    Raises `ConfigError` if the engine slots do not divide into engines.
+    `num_cores`: cores of this machine; `max_threads`: most threads of one process. Raises `ConfigError` if the engine
+    slots do not divide into engines.
     """
     if num_rollout % max(num_per_engine, 1):
         raise ConfigError(
@@ -58,9 +65,11 @@ def plan_placement(
     # Colocated phases alternate, so each phase may use all cores; decoupled ones run side by side.
     sharing_train = num_train if colocate else num_train + num_rollout
     sharing_rollout = num_rollout if colocate else num_train + num_rollout
-    engine_threads = max(1, num_cores // max(sharing_rollout, 1))
+    most = max_threads or num_cores
+    engine_threads = max(1, min(most, num_cores // max(sharing_rollout, 1)))
+    train_threads = max(1, min(most, num_cores // max(sharing_train, 1)))
     engines = []
     for index in range(num_rollout // num_per_engine if num_per_engine else 0):
         slots = tuple(range(first + index * num_per_engine, first + (index + 1) * num_per_engine))
         engines.append(EnginePlacement(index, slots, colocate and slots[0] < num_train, engine_threads))
-    return PlacementPlan(num_slots, tuple(range(num_train)), tuple(engines), max(1, num_cores // max(sharing_train, 1)))
+    return PlacementPlan(num_slots, tuple(range(num_train)), tuple(engines), train_threads)

@@ -6,6 +6,7 @@ generation to end. The router forwards to an engine only after `admit` (its firs
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class RolloutActor:
         """Lets traffic reach these engines."""
         if self._router is not None:
             for url in urls:
-                self._router.add_worker(url)
+                await asyncio.to_thread(self._router.add_worker, url)
 
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
         return await self._manager.generate(rollout_id)

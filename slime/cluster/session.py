@@ -38,14 +38,18 @@ class RaySession:
         self._temp_dir = Path(tempfile.gettempdir()) / f"slime-ray-{run_id}"
 
     def __enter__(self) -> RaySession:
-        signal.signal(signal.SIGTERM, _raise_exit)
         address = os.environ.get("RAY_ADDRESS")
         temp_dirs = [] if address else [str(self._temp_dir)]
         self._reaper = start_reaper(self.run_id, temp_dirs=temp_dirs, log_path=self._log_path)
         if address:
             namespace = f"slime-{self.run_id}"
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-            return self
+        else:
+            self._start_local()
+        signal.signal(signal.SIGTERM, _raise_exit)  # Ray puts a handler of its own there when it starts
+        return self
+
+    def _start_local(self) -> None:
         ray.init(
             num_cpus=self._num_cpus,
             num_gpus=self._num_gpus,
@@ -56,7 +60,6 @@ class RaySession:
             namespace=f"slime-{self.run_id}",
             _temp_dir=str(self._temp_dir),
         )
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
