@@ -25,18 +25,23 @@ _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
 
 
-def serialize_bucket(named_tensors: Sequence[tuple[str, Tensor]], num_receivers: int) -> tuple[list[str], object]:
+def serialize_bucket(
+    named_tensors: Sequence[tuple[str, Tensor]], num_receivers: int, reuse: object = None
+) -> tuple[list[str], object]:
     """One payload per receiver, and the owner of the memory, which must live until every receiver has answered.
 
     `named_tensors`: (name, tensor), all on one device. Receivers count references, so none may share a payload.
+    `reuse`: an owner that was returned before and that no receiver reads any more; on a CPU its memory is filled again
+    if it is large enough (fresh shared memory takes ten times as long to fill as pages that exist).
     """
     assert named_tensors, "empty bucket"
-    flat, metadata = _flatten(named_tensors)
-    return [_payload(flat, metadata) for _ in range(num_receivers)], flat
+    buffer, metadata = _flatten(named_tensors, reuse if isinstance(reuse, Tensor) else None)
+    flat = buffer[: metadata[-1].end_idx]
+    return [_payload(flat, metadata) for _ in range(num_receivers)], buffer
 
 
-def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """All bytes in one buffer [bytes] uint8 (in shared memory on a CPU), and where each tensor lies in it."""
+def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) -> tuple[Tensor, list[SimpleNamespace]]:
+    """All bytes at the start of one buffer [>= bytes] uint8 (on a CPU shared memory), and where each tensor lies."""
     metadata, start = [], 0
     for name, tensor in named_tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -44,7 +49,9 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **where))
         start += num_bytes
     device = named_tensors[0][1].device
-    if device.type == "cpu":  # born in shared memory: sharing an ordinary tensor would copy it once more
+    if device.type == "cpu" and reuse is not None and reuse.device == device and reuse.numel() >= start:
+        flat = reuse
+    elif device.type == "cpu":  # born in shared memory: sharing an ordinary tensor would copy it once more
         storage = torch.UntypedStorage._new_using_filename_cpu(start)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     else:

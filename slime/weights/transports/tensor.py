@@ -5,7 +5,7 @@ engine rank comes from the trainer rank on the same GPU: every rank serialises i
 sender gathers the payloads (handles of a few hundred bytes). On a CPU the sender serves all.
 
 Invariant: a bucket's memory lives until the sender has passed the next collective, by which time every engine has
-answered for it.
+answered for it. On a CPU it is kept, at most one bucket, and filled again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from slime.core.ports import EngineControl
 from slime.weights.buckets import Bucket, Tamper
 from slime.weights.targets import EngineTarget, Peers, on_all
 
-Serialize = Callable[[Sequence[tuple[str, Tensor]], int], tuple[list[str], object]]
-"""(named tensors, number of receivers) -> a payload per receiver, and what must stay alive until all have read it."""
+Serialize = Callable[[Sequence[tuple[str, Tensor]], int, object], tuple[list[str], object]]
+"""(named tensors, number of receivers, an owner to reuse or None) -> a payload per receiver, and the owner of the
+memory, which must stay alive until all have read it."""
 
 LOAD_FORMAT = "flattened_bucket"
 """One buffer per bucket instead of one per tensor: fewer handles and one mapping."""
@@ -52,9 +53,11 @@ class TensorTransport:
     def prepare(self, bucket: Bucket, targets: Sequence[EngineTarget]) -> Any:
         mine: Any
         held: object = None
+        # Alone, this rank knows that the bucket before has been read; on a GPU another rank may still be delivering it.
+        reuse = self._held if self._gpu_id is None else None
         try:
             num = self._num_receivers(targets)
-            mine, held = self._serialize(bucket.tampered(self._tamper).tensors, num) if num else ([], None)
+            mine, held = self._serialize(bucket.tampered(self._tamper).tensors, num, reuse) if num else ([], None)
         except Exception as error:  # it must reach the sender through the gather that the other ranks are in
             mine = error
         gathered = self._peers.gather((self._gpu_id, mine)) if self._gpu_id is not None else [(None, mine)]
@@ -99,7 +102,8 @@ class TensorTransport:
         self._held = None
 
     def settle(self) -> None:
-        self._held = None
+        if self._gpu_id is not None:
+            self._held = None
 
     def close(self) -> None:
         self._held = None

@@ -93,7 +93,7 @@ class FakeWire:
     def __init__(self) -> None:
         self.tickets: dict[str, tuple[tuple[str, torch.Tensor], ...]] = {}
 
-    def serialize(self, tensors: Sequence[tuple[str, torch.Tensor]], num: int) -> tuple[list[str], object]:
+    def serialize(self, tensors: Any, num: int, reuse: object = None) -> tuple[list[str], object]:
         names = [f"ticket-{len(self.tickets) + i}" for i in range(num)]
         self.tickets.update({n: tuple((k, t.clone()) for k, t in tensors) for n in names})
         return names, None
@@ -300,7 +300,8 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
     outcomes: list[Any] = [None, None]
 
     def member(rank: int) -> None:
-        def serialize(tensors: Sequence[tuple[str, torch.Tensor]], num: int) -> tuple[list[str], object]:
+        def serialize(tensors: Any, num: int, reuse: object) -> tuple[list[str], object]:
+            assert reuse is None, "on GPUs another rank may still be delivering the bucket before"
             if broken == "serialize" and rank == 1:
                 raise RuntimeError("no handle")
             names, held = wires[rank].serialize(tensors, num)
