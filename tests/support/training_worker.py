@@ -2,8 +2,9 @@
 RANK`.
 
 SPEC: checkpoint, world_size, port, out (folder), megatron (settings), scenarios ({name: {order, args}}), seed of the
-batch, and rounds (training steps after the scenarios). Rank 0 writes `<name>.safetensors` with the gradients of each
-scenario, `weights.safetensors` after training and `result.json` with metrics.
+batch, rounds (training steps after the scenarios), save_after (a round) and load (a folder that `save` wrote). Rank 0
+writes `<name>.safetensors` with the gradients of each scenario, `weights.safetensors` after training and `result.json`
+with metrics; every rank writes its part of a checkpoint into `after_N` and `end`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,14 @@ def main(spec_path: str, rank: int) -> None:
             save_file({k: v.contiguous().clone() for k, v in gradients.items()}, out / f"{name}.safetensors")
     vars(args).update(defaults)
     results["log_probs"] = [x.tolist() for x in backend.log_probs(batch)]
-    results["metrics"] = [backend.train(batch) for _ in range(spec.get("rounds", 0))]
+    if spec.get("load"):
+        backend.load(Path(spec["load"]))
+    results["metrics"] = []
+    for done in range(1, spec.get("rounds", 0) + 1):
+        results["metrics"].append(backend.train(batch))
+        if done == spec.get("save_after"):
+            backend.save(out / f"after_{done}")
+    backend.save(out / "end")
     weights = {k: v.contiguous().clone() for k, v in backend.iter_hf_tensors()}
     if rank == 0:
         save_file(weights, out / "weights.safetensors")
