@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
@@ -94,13 +95,21 @@ def zero_grad(trainable: Trainable) -> None:
     trainable.optimizer.zero_grad()
 
 
-def reduce_grads(trainable: Trainable, *, whole: bool = False) -> None:
-    """After the last backward pass of a step: sums over data-parallel ranks, and over tensor-parallel ones where
-    needed.
+def reduce_grads(trainable: Trainable) -> None:
+    """After a step's last backward pass: sums over data-parallel ranks, and over tensor-parallel ones where needed.
 
-    Each data-parallel rank ends with its shard of the sum, or with all of it if `whole`.
+    Each data-parallel rank ends with its own shard of the sum; what stands elsewhere in the buffers is partial.
     """
-    finalize_model_grads([trainable.ddp], force_all_reduce=whole)
+    finalize_model_grads([trainable.ddp])
+
+
+def gather_grads(trainable: Trainable) -> None:
+    """After `reduce_grads`: gives every data-parallel rank all shards, for checks. Collective."""
+    group = trainable.ddp.intra_dp_cp_group
+    for buffer in trainable.ddp.buffers:
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 @torch.no_grad()

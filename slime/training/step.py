@@ -18,7 +18,7 @@ from slime.core.errors import NumericsError
 from slime.training.gap import GapMeter, locate
 from slime.training.loss import Sums, micro_batch_loss
 from slime.training.micro_batch import MicroBatch, PreparedBatch, to_device
-from slime.training.optimizer import Trainable, apply_update, reduce_grads, zero_grad
+from slime.training.optimizer import Trainable, apply_update, gather_grads, reduce_grads, zero_grad
 
 Positions = Sequence[int]
 LogProbs = dict[int, Tensor]
@@ -97,7 +97,8 @@ def first_step_gradients(context: StepContext, trainable: Trainable, prepared: P
     _run_micro_batches(
         context, trainable, prepared, prepared.schedule.steps[0].micro_batches[context.dp_rank], None, None, None
     )
-    reduce_grads(trainable, whole=True)
+    reduce_grads(trainable)
+    gather_grads(trainable)
     out = {name: p.main_grad.detach().clone() for name, p in trainable.model.named_parameters()}
     zero_grad(trainable)
     return out

@@ -33,7 +33,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"world_size": 1, "megatron": {}},
-    "dp2": {"world_size": 2, "megatron": {}},
+    "dp2": {"world_size": 2, "megatron": {"overlap_grad_reduce": True}},
     "tp2": {"world_size": 2, "megatron": {"tensor_model_parallel_size": 2}},
     "sp2": {"world_size": 2, "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
 }

@@ -201,3 +201,19 @@ def test_settings_that_cannot_work_are_refused(tiny_qwen3: Path, make_backend: C
     backend = make_backend(tiny_qwen3, use_tis=True)
     with pytest.raises(DataError, match="without rollout log-probs"):
         backend.train(_change(random_batch(), 0, rollout_log_probs=None))
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ],
+    ids=["full", "selective"],
+)
+def test_recomputation_changes_no_bit(
+    recompute: dict[str, Any], tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    want = make_backend(tiny_qwen3).gradients(random_batch())
+    got = make_backend(tiny_qwen3, megatron=recompute).gradients(random_batch())
+    assert _same(want, got)
