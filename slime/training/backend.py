@@ -51,6 +51,8 @@ class MegatronBackend:
         `args`: the resolved settings (`args.megatron`, `args.device` "cpu" or "cuda", groups training and algorithm).
         Raises `ConfigError` for what cannot be trained, `CheckpointError` for a checkpoint that does not fit.
         """
+        if args.loss_type not in ("policy_loss", "sft_loss"):
+            raise ConfigError(f"got --loss-type {args.loss_type!r}; this release has policy_loss and sft_loss")
         activate(args.device)
         self.args = args
         self.weight_version = 0
