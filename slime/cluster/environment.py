@@ -19,6 +19,8 @@ LOCAL_RAY = {
     # Ray binds to the host's address unless it is told that this is no cluster; then it stays on 127.0.0.1.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
+    # Ray gives its workers, and all that they start, a lower priority than anything else on the machine.
+    "RAY_worker_niceness": "0",
 }
 """Variables of a Ray cluster that serves one run on one machine."""
 

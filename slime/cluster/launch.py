@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.environment import prepare_environment
@@ -41,7 +42,7 @@ def launch(args: Any) -> Iterator[Run]:
         max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
     )
     run_id = new_run_id()
-    folder = RunFolder.create(args.run_dir, run_id=run_id, args=args.to_json_dict())
+    folder = RunFolder.create(Path(args.run_dir).resolve(), run_id=run_id, args=args.to_json_dict())
     setup_logging(folder.logs / "driver.log")
     prepare_environment(run_id)
     from slime.cluster.session import RaySession

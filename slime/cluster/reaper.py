@@ -100,7 +100,7 @@ def start_reaper(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | 
     for folder in temp_dirs:
         command += ["--temp-dir", str(folder)]
     if log_path is not None:
-        command += ["--log", str(log_path)]
+        command += ["--log", str(Path(log_path).resolve())]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

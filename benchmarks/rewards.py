@@ -1,0 +1,12 @@
+"""Rewards for benchmarks of random models: cheap, and different within a group, so that there is a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.sample import Sample
+
+
+def parity(args: Any, sample: Sample, **_: Any) -> float:
+    """1.0 if the sum of the response's ids is even, else 0.0."""
+    return float(sum(sample.tokens[-sample.response_length :]) % 2 == 0)
