@@ -68,14 +68,14 @@ def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: 
         spec = ServerSpec.from_args(args, index=placed.index, num_threads=placed.num_threads)
         options = on_slot(placed.slots[0], ENGINE_SHARE)
         engines.append(
-            EngineActor.options(**options).remote(placed.index, spec, str(folder.logs), args.weight_sync_timeout_s)
+            _placed(EngineActor, **options).remote(placed.index, spec, str(folder.logs), args.weight_sync_timeout_s)
         )
     return engines
 
 
 def _create_trainers(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
     return [
-        TrainActor.options(**on_slot(slot, TRAIN_SHARE)).remote(
+        _placed(TrainActor, **on_slot(slot, TRAIN_SHARE)).remote(
             args, rank, plan.train_slots, plan.train_threads, str(folder.logs)
         )
         for rank, slot in enumerate(plan.train_slots)
@@ -90,4 +90,9 @@ def _build_trainers(args: Any, trainers: list[Any]) -> list[Any]:
 
 
 def _create_rollout(args: Any, num_engines: int, folder: RunFolder) -> Any:
-    return RolloutActor.options(num_cpus=0, max_concurrency=16).remote(args, num_engines, str(folder.logs))
+    return _placed(RolloutActor, num_cpus=0, max_concurrency=16).remote(args, num_engines, str(folder.logs))
+
+
+def _placed(actor: Any, **options: Any) -> Any:
+    """Ray's class behind an actor, under these options; its decorator leaves the plain class to the type checker."""
+    return actor.options(**options)

@@ -45,14 +45,18 @@ class TrainSample:
 
     @classmethod
     def from_sample(cls, sample: Sample, *, reward: float) -> TrainSample:
-        """Freezes a finished sample. Raises `DataError` if a trained token lacks its log-prob or the prompt is empty."""
+        """Freezes a finished sample. Raises `DataError` without a prompt or a trained token's log-prob."""
         sample.validate()
         num_response = sample.response_length
         if sample.prompt_length < 1 and num_response > 0:
-            raise DataError(f"sample {sample.index}: no prompt token before the response; its first log-prob is undefined")
+            raise DataError(
+                f"sample {sample.index}: no prompt token before the response; its first log-prob is undefined"
+            )
         if sample.group_index is None or sample.index is None:
             raise DataError(f"sample without identity: group_index={sample.group_index} index={sample.index}")
-        mask = np.ones(num_response, np.float32) if sample.loss_mask is None else np.asarray(sample.loss_mask, np.float32)
+        mask = (
+            np.ones(num_response, np.float32) if sample.loss_mask is None else np.asarray(sample.loss_mask, np.float32)
+        )
         if sample.remove_sample:
             mask = np.zeros_like(mask)
         log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs, np.float32)

@@ -28,7 +28,10 @@ class RankChecksums:
 
 
 class EngineControl(Protocol):
-    """Control plane of one inference server. Every method raises `EngineError` on refusal, `DeadlineExceeded` on silence."""
+    """Control plane of one inference server.
+
+    Every method raises `EngineError` on refusal and `DeadlineExceeded` on silence.
+    """
 
     @property
     def url(self) -> str: ...
@@ -37,7 +40,7 @@ class EngineControl(Protocol):
     def tp_size(self) -> int: ...
 
     def pause(self, mode: str = "abort") -> None:
-        """Stops serving: `abort` ends running requests with partial output; `retract`, `in_place` keep them for later."""
+        """Stops serving: `abort` ends running requests as they are; `retract` and `in_place` keep them."""
         ...
 
     def resume(self) -> None:
@@ -71,7 +74,9 @@ class EngineControl(Protocol):
         weight_version: WeightVersion,
     ) -> None: ...
 
-    def update_weights_from_disk(self, *, model_path: str, flush_cache: bool, weight_version: WeightVersion) -> None: ...
+    def update_weights_from_disk(
+        self, *, model_path: str, flush_cache: bool, weight_version: WeightVersion
+    ) -> None: ...
 
     def weight_checksums(self) -> list[RankChecksums]:
         """Digests of every resident tensor, one entry per engine rank."""

@@ -96,7 +96,9 @@ class Sample:
         """
         sampled = log_probs is not None
         if log_probs is not None and len(log_probs) != len(tokens):
-            raise DataError(f"got {len(tokens)} tokens and {len(log_probs)} log-probs; each sampled token needs its own")
+            raise DataError(
+                f"got {len(tokens)} tokens and {len(log_probs)} log-probs; each sampled token needs its own"
+            )
         if sampled and tokens and weight_version < 0:
             raise DataError(f"got {len(tokens)} sampled tokens without a weight version; the engine must report it")
         if self.loss_mask is None:
@@ -129,12 +131,14 @@ class Sample:
         return list(dict.fromkeys(v for v in self.token_versions or [] if v != NOT_SAMPLED))
 
     def get_reward_value(self, reward_key: str | None = None) -> float | None:
-        """The scalar reward; `reward_key` picks from a dict. None while unscored. Raises `DataError` on a missing key."""
+        """The reward as a number; `reward_key` picks from a dict. None while unscored. `DataError` without the key."""
         if self.reward is None:
             return None
         if isinstance(self.reward, dict):
             if reward_key is None or reward_key not in self.reward:
-                raise DataError(f"got a reward with keys {sorted(self.reward)}; set --reward-key to one of them, got {reward_key!r}")
+                raise DataError(
+                    f"got a reward with keys {sorted(self.reward)}; set --reward-key to one of them, got {reward_key!r}"
+                )
             return float(self.reward[reward_key])
         return float(self.reward)
 
@@ -145,7 +149,9 @@ class Sample:
         for name in ("loss_mask", "rollout_log_probs", "token_versions"):
             value = getattr(self, name)
             if value is not None and len(value) != self.response_length:
-                raise DataError(f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens")
+                raise DataError(
+                    f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy; `from_dict` restores it exactly."""
@@ -189,7 +195,11 @@ class Group:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy; `from_dict` restores it exactly."""
-        return {"group_index": self.group_index, "attempts": self.attempts, "samples": [s.to_dict() for s in self.samples]}
+        return {
+            "group_index": self.group_index,
+            "attempts": self.attempts,
+            "samples": [s.to_dict() for s in self.samples],
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Group:

@@ -54,7 +54,9 @@ def write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
+def write_tiny_model(
+    directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides: Any
+) -> Path:
     """Writes a random float32 checkpoint of `family` ("qwen3" or "llama") with its tokenizer; returns `directory`."""
     import torch
     import transformers
