@@ -1,0 +1,113 @@
+"""A small model and fakes for tests of the weight sync: an engine, the wire to it, trainer ranks as threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slime.core.errors import EngineError
+from slime.core.ports import RankChecksums
+from slime.serving.wire import digest
+from slime.weights.engine_layout import engine_tensors
+from slime.weights.tables import FamilyTable, table_for
+from slime.weights.targets import Peers
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "hidden_size": 20,
+    "intermediate_size": 36,
+    "vocab_size": 70,
+}
+State = dict[str, torch.Tensor]
+
+
+def model(**changes: Any) -> tuple[FamilyTable, State]:
+    """The table of a model with these settings, and weights for it."""
+    table = table_for({**CONFIG, **changes})
+    generator = torch.Generator().manual_seed(0)
+    return table, {n: torch.randn(table.hf_shape(n), generator=generator) for n in table.hf_names}
+
+
+class FakeEngine:
+    """An engine that loads what it is given (by reference, through `FakeWire`) into its own idea of the layout."""
+
+    def __init__(self, url: str, table: FamilyTable, wire: FakeWire, tp_size: int = 1) -> None:
+        self.url, self.tp_size = url, tp_size
+        self.table, self.wire = table, wire
+        self.log: list[str] = []
+        self.loaded: State = {}
+        self.fail_at: str | None = None
+        self.drop: str | None = None
+
+    def _did(self, what: str) -> None:
+        if self.fail_at == what:
+            raise EngineError(f"{self.url} refuses to {what}")
+        self.log.append(what)
+
+    def pause(self, mode: str = "abort") -> None:
+        self._did(f"pause {mode}")
+
+    def resume(self) -> None:
+        self._did("resume")
+
+    def flush_cache(self) -> None:
+        self._did("flush")
+
+    def update_weights_from_tensor(self, payloads: Sequence[str], **update: Any) -> None:
+        assert update["flush_cache"] is False
+        assert len(set(payloads)) == self.tp_size, "ranks must not share a payload"
+        self._did("update")
+        self.loaded.update(self.wire.open(payloads[0]))
+
+    def weight_checksums(self) -> list[RankChecksums]:
+        self._did("checksums")
+        ranks = []
+        for rank in range(self.tp_size):
+            tensors = dict(engine_tensors(self.table, self.loaded, tp_rank=rank, tp_size=self.tp_size, on_cpu=True))
+            tensors.pop(self.drop or "", None)
+            ranks.append(RankChecksums(rank, self.tp_size, {n: digest(t) for n, t in tensors.items()}))
+        return ranks
+
+
+class FakeWire:
+    """Keeps buckets by ticket; counts what is alive."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[str, tuple[tuple[str, torch.Tensor], ...]] = {}
+
+    def serialize(self, tensors: Any, num: int, reuse: object = None) -> tuple[list[str], object]:
+        names = [f"ticket-{len(self.tickets) + i}" for i in range(num)]
+        self.tickets.update({n: tuple((k, t.clone()) for k, t in tensors) for n in names})
+        return names, None
+
+    def open(self, ticket: str) -> State:
+        return dict(self.tickets[ticket])
+
+
+class Ranks:
+    """Trainer ranks as threads, with the two collectives that `Peers` needs."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=10)
+        self.slots: list[Any] = [None] * size
+
+    def peers(self, rank: int) -> Peers:
+        def exchange(value: Any) -> list[Any]:
+            self.slots[rank] = value
+            self.barrier.wait()
+            out = list(self.slots)
+            self.barrier.wait()
+            return out
+
+        return Peers(
+            is_sender=rank == 0,
+            broadcast=lambda v: exchange(v)[0],
+            gather=lambda v: out if (out := exchange(v)) and rank == 0 else None,
+        )
