@@ -19,9 +19,11 @@ FIXED: dict[str, tuple[Any, str]] = {
     "persist_layer_norm": (False, "the norm is slime's own"),
     "bias_activation_fusion": (False, "needs a GPU kernel that the local layers lack"),
     "bias_dropout_fusion": (False, "there is no dropout"),
+    "perform_initialization": (False, "weights come from the checkpoint"),
+    "use_cpu_initialization": (False, "weights come from the checkpoint"),
     "overlap_param_gather": (False, "the weight sync reads weights between steps"),
 }
-"""What the trainer of this release cannot do otherwise; a flag that says so is refused."""
+"""What the trainer of this release cannot do otherwise. A flag that says so is refused; the trainer reads it here."""
 
 SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "lr": (1e-6, "a usual learning rate of RL on a pretrained model"),

@@ -16,7 +16,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """`model_type` values that this release trains."""
 
 ROPE_KINDS = ("default", "linear", "llama3")
-"""Rotary scalings that this release trains."""
+"""Rotary scalings that this release trains: the attention scale stays 1, whatever the sequence length."""
 
 _FALLBACK_THETA = 10000.0
 
@@ -43,8 +43,12 @@ def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     parameters = config.get("rope_parameters") or {}
     theta = parameters.get("rope_theta", config.get("rope_theta", _FALLBACK_THETA))
     scaling = config.get("rope_scaling") or {k: v for k, v in parameters.items() if k != "rope_theta"}
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    return float(theta), dict(scaling) if scaling and kind != "default" else None
+    return float(theta), dict(scaling) if scaling and rope_kind(scaling) != "default" else None
+
+
+def rope_kind(scaling: Mapping[str, Any] | None) -> str:
+    """The kind of a scaling object, in either spelling; "default" for none."""
+    return str((scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default")
 
 
 def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
         "gated_linear_unit": True,
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
-        "rotary_percent": float(config.get("partial_rotary_factor", 1.0)),
+        "rotary_percent": 1.0,
         "rotary_interleaved": False,
     }
 
@@ -93,8 +97,10 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
         raise ConfigError(f"got a checkpoint with hidden_act {config['hidden_act']!r}; this release trains silu")
     if config.get("mlp_bias") or (config.get("attention_bias") and family != "qwen2"):
         raise ConfigError("got a checkpoint with biases in its linear layers; this release trains those of qwen2 only")
+    if float(config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("got a checkpoint with partial_rotary_factor; this release rotates whole heads")
     _, scaling = rope_of(config)
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    kind = rope_kind(scaling)
     if kind not in ROPE_KINDS:
         raise ConfigError(f"got a checkpoint with rotary scaling {kind!r}; this release trains {', '.join(ROPE_KINDS)}")
 

@@ -1,4 +1,4 @@
-"""The rules of `validation`, in the order in which they are reported."""
+"""The rules of `validation`, in the order in which they are reported; those of rewards follow in `reward_rules`."""
 
 from __future__ import annotations
 
@@ -251,6 +251,15 @@ def corrections_are_compatible(args: Args) -> str | None:
 
 
 @rule
+def one_warm_up(args: Args) -> str | None:
+    """Two flags say how long the warm-up is."""
+    fraction, iters = args.megatron["lr_warmup_fraction"], args.megatron["lr_warmup_iters"]
+    if fraction is None or args.origins["megatron.lr_warmup_iters"].startswith(("derived", "default")):
+        return None
+    return f"got lr_warmup_fraction {fraction} with lr_warmup_iters {iters}, which it would replace; give one of them"
+
+
+@rule
 def dynamic_batches_have_a_limit(args: Args) -> str | None:
     """A micro-batch is limited by samples or by tokens."""
     if args.use_dynamic_batch_size and not args.max_tokens_per_gpu:
@@ -304,32 +313,6 @@ def files_exist(args: Args) -> str | None:
         if folder is not None and not Path(folder).is_dir():
             return f"got {name} {folder}, which is no folder; give an existing one"
     return None
-
-
-@rule
-def rewards_are_defined(args: Args) -> str | None:
-    """A policy learns from rewards."""
-    needs = args.loss_type == "policy_loss" and not args.debug_train_only and args.num_rollout != 0
-    if args.rm_type == "remote_rm" and not args.rm_url:
-        return "got --rm-type remote_rm without --rm-url; give its address"
-    if args.group_rm and not args.custom_rm_path:
-        return "got --group-rm without --custom-rm-path; the built-in graders score one sample at a time"
-    if not needs or args.rm_type or args.custom_rm_path or args.custom_generate_function_path:
-        return None
-    if args.rollout_function_path != RULE_DEFAULT_ROLLOUT or args.data_source_path:
-        return None
-    return (
-        None if _rows_may_name_graders(args) else "got no --rm-type and no --custom-rm-path; say how to score samples"
-    )
-
-
-def _rows_may_name_graders(args: Args) -> bool:
-    """A row's metadata may carry its own rm_type; the first row tells."""
-    path, _ = split_slice(args.prompt_data or "")
-    if not path.endswith(".jsonl") or not Path(path).is_file():
-        return True
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        return '"rm_type"' in lines.readline()
 
 
 @rule

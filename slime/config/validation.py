@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.reward_rules import REWARD_RULES
 from slime.config.rules import RULES, async_rules, sync_rules
 from slime.core.errors import ConfigError
 
@@ -33,7 +34,7 @@ def check_required(values: Mapping[str, Any]) -> None:
 def validate(args: Args, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
     """Raises one `ConfigError` with `problems` and the message of every broken rule."""
     found = list(problems)
-    for rule in (*RULES, *(sync_rules() if synchronous else async_rules())):
+    for rule in (*RULES, *REWARD_RULES, *(sync_rules() if synchronous else async_rules())):
         message = rule(args)
         if message is not None:
             found.append(message)

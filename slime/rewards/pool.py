@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.config.graders import base_type
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
-from slime.rewards.graders import ASYNC_TYPES, GraderOptions, base_type
+from slime.rewards.graders import ASYNC_TYPES, GraderOptions
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom

@@ -25,10 +25,11 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor
 
+from slime.config.model_shape import rope_kind, rope_of
 from slime.core.errors import ConfigError
 from slime.training.layers import PackedSequences, decoder_spec
 from slime.training.log_probs import DEFAULT_CHUNK_TOKENS, VocabShard, token_log_probs
-from slime.training.model_config import rotary_parameters, transformer_config
+from slime.training.model_config import transformer_config
 
 
 class PolicyModel(GPTModel):
@@ -107,7 +108,7 @@ def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any], devic
             raise ConfigError(f"got --tensor-model-parallel-size {tp_size} and {count} {what}; it must divide them")
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, tp_size)
-    _, theta = rotary_parameters(hf_config)
+    theta, _ = rope_of(hf_config)
     model = PolicyModel(
         config,
         decoder_spec(config),
@@ -150,13 +151,12 @@ def inverse_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
     Megatron's own llama 3 scaling fixes three of its four parameters, so the frequencies are computed here.
     Source: RoFormer (Su et al. 2021); llama 3 scaling as published with Llama 3.1.
     """
-    kind, theta = rotary_parameters(hf_config)
+    theta, scaling = rope_of(hf_config)
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if kind == "default":
+    if scaling is None:
         return frequencies
-    scaling = hf_config.get("rope_parameters") or hf_config["rope_scaling"]
     factor = float(scaling["factor"])
-    if kind == "linear":
+    if rope_kind(scaling) == "linear":
         return frequencies / factor
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     original = float(scaling["original_max_position_embeddings"])

@@ -2,8 +2,7 @@
 
 Invariants
 1. Gradients are sums over the data-parallel ranks: Megatron's own division is switched off (`model_config`), because
-   the
-   loss carries the denominators of the whole step.
+   the loss carries the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
 
@@ -23,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.core.errors import ConfigError, NumericsError
 from slime.training.model import PolicyModel
-from slime.training.model_config import ddp_config, learning_rate, optimizer_config
+from slime.training.model_config import ddp_config, optimizer_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +54,34 @@ def build_trainable(model: PolicyModel, megatron: Mapping[str, Any]) -> Trainabl
 
 
 def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
-    """One step of the schedule is one optimizer step, counted as `train_iters` and `lr_warmup_iters` are."""
-    style = str(megatron.get("lr_decay_style") or "constant")
-    decay = megatron.get("lr_decay_iters") or megatron.get("train_iters")
-    if style != "constant" and not decay:
-        raise ConfigError(f"got --lr-decay-style {style} without a length; set --lr-decay-iters")
-    warmup = int(megatron.get("lr_warmup_iters") or 0)
-    if megatron.get("lr_warmup_fraction"):
-        warmup = int(float(megatron["lr_warmup_fraction"]) * int(decay or 0))
-    decay_steps = int(decay or 1)
+    """One step of the schedule is one optimizer step, counted as `train_iters` and `lr_warmup_iters` are.
+
+    Lengths, warm-up and both ends of the weight decay come resolved; `slime.config` derives them.
+    """
+    style, warmup = str(megatron["lr_decay_style"]), int(megatron["lr_warmup_iters"])
+    decay_steps = int(megatron["lr_decay_iters"] or 0)
     if style == "constant":
         decay_steps = max(decay_steps, warmup + 1)
+    elif not decay_steps:
+        raise ConfigError(f"got --lr-decay-style {style} without a length; set --lr-decay-iters")
     elif warmup >= decay_steps:
         raise ConfigError(f"got {warmup} warm-up steps of a schedule of {decay_steps}; lower --lr-warmup-iters")
-    decayed = float(megatron["weight_decay"]) if megatron.get("weight_decay") is not None else 0.01
-    start, end = megatron.get("start_weight_decay"), megatron.get("end_weight_decay")
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=float(megatron.get("lr_warmup_init") or 0.0),
-        max_lr=learning_rate(megatron),
-        min_lr=float(megatron.get("min_lr") or 0.0),
+        init_lr=float(megatron["lr_warmup_init"]),
+        max_lr=float(megatron["lr"]),
+        min_lr=float(megatron["min_lr"]),
         lr_warmup_steps=warmup,
         lr_decay_steps=decay_steps,
         lr_decay_style=style,
-        start_wd=decayed if start is None else float(start),
-        end_wd=decayed if end is None else float(end),
-        wd_incr_steps=max(1, int(megatron.get("train_iters") or 1)),
-        wd_incr_style=str(megatron.get("weight_decay_incr_style") or "constant"),
+        start_wd=float(megatron["start_weight_decay"]),
+        end_wd=float(megatron["end_weight_decay"]),
+        wd_incr_steps=max(1, int(megatron["train_iters"] or 1)),
+        wd_incr_style=str(megatron["weight_decay_incr_style"]),
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=megatron.get("lr_wsd_decay_iters"),
-        lr_wsd_decay_style=megatron.get("lr_wsd_decay_style"),
+        wsd_decay_steps=megatron["lr_wsd_decay_iters"],
+        lr_wsd_decay_style=megatron["lr_wsd_decay_style"],
     )
 
 

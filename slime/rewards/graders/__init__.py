@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.core.errors import ConfigError
+from slime.config.graders import BOXED_PREFIX, base_type
 from slime.core.sample import Sample
 
 REGISTRY: dict[str, str] = {
@@ -26,12 +26,10 @@ REGISTRY: dict[str, str] = {
     "deepscaler": "slime.rewards.graders.deepscaler",
     "dapo": "slime.rewards.graders.dapo",
 }
-"""`--rm-type` -> module that defines `grade`."""
+"""`--rm-type` -> module that defines `grade`; the names are those of `slime.config.graders.GRADERS`."""
 
 ASYNC_TYPES = frozenset({"remote_rm"})
 """Graders that wait more than they compute: one worker runs many at a time."""
-
-BOXED_PREFIX = "boxed_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +43,6 @@ class GraderOptions:
 
 
 Grade = Callable[[Sample, GraderOptions], "float | dict[str, Any] | Awaitable[float | dict[str, Any]]"]
-
-
-def base_type(rm_type: str) -> str:
-    """The name without the `boxed_` prefix. Raises `ConfigError` if no such grader exists."""
-    name = rm_type.removeprefix(BOXED_PREFIX)
-    if name not in REGISTRY:
-        raise ConfigError(
-            f"got --rm-type {rm_type!r} (or metadata rm_type), which names no grader; use one of {sorted(REGISTRY)}, "
-            f"with the prefix {BOXED_PREFIX!r} if only the boxed answer counts, or give --custom-rm-path"
-        )
-    return name
 
 
 def load_grader(rm_type: str) -> Grade:

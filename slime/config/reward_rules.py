@@ -1,0 +1,48 @@
+"""The rules of rewards: every sample that a policy learns from has somebody who scores it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.config.args import Args
+from slime.config.derive import split_slice
+from slime.config.graders import base_type
+from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule
+from slime.core.errors import ConfigError
+
+
+def grader_is_known(args: Args) -> str | None:
+    """A misspelt grader is found before any process starts."""
+    try:
+        base_type(args.rm_type or "random")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def rewards_are_defined(args: Args) -> str | None:
+    """A policy learns from rewards."""
+    needs = args.loss_type == "policy_loss" and not args.debug_train_only and args.num_rollout != 0
+    if args.rm_type == "remote_rm" and not args.rm_url:
+        return "got --rm-type remote_rm without --rm-url; give its address"
+    if args.group_rm and not args.custom_rm_path:
+        return "got --group-rm without --custom-rm-path; the built-in graders score one sample at a time"
+    if not needs or args.rm_type or args.custom_rm_path or args.custom_generate_function_path:
+        return None
+    if args.rollout_function_path != RULE_DEFAULT_ROLLOUT or args.data_source_path:
+        return None
+    return (
+        None if _rows_may_name_graders(args) else "got no --rm-type and no --custom-rm-path; say how to score samples"
+    )
+
+
+def _rows_may_name_graders(args: Args) -> bool:
+    """A row's metadata may carry its own rm_type; the first row tells."""
+    path, _ = split_slice(args.prompt_data or "")
+    if not path.endswith(".jsonl") or not Path(path).is_file():
+        return True
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        return '"rm_type"' in lines.readline()
+
+
+REWARD_RULES: tuple[Rule, ...] = (grader_is_known, rewards_are_defined)
