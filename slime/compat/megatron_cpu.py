@@ -18,9 +18,9 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from slime.compat.report import PatchReport
 from slime.core.errors import EngineError
 
 TESTED_VERSION = "0.16.1"
@@ -45,18 +45,6 @@ _FACTORIES = (
 """Functions of torch that take a `device=`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PatchReport:
-    """One applied patch."""
-
-    name: str
-    symptom: str
-    """What happens without it."""
-    upstream: str
-    """Package and version for which it was needed."""
-    remove_when: str
-
-
 def activate(device: str) -> list[PatchReport]:
     """Makes megatron-core usable on `device`. Nothing on "cuda"; on "cpu" applies all patches (again: no effect).
 
@@ -69,8 +57,10 @@ def activate(device: str) -> list[PatchReport]:
     return [patch() for patch in (_patch_torch_facade, _patch_rng, _patch_type_names, _patch_moe_name)]
 
 
-def _report(name: str, symptom: str, remove_when: str) -> PatchReport:
-    return PatchReport(name, symptom, f"megatron-core {TESTED_VERSION}", remove_when)
+def _report(name: str, symptom: str, removal: str) -> PatchReport:
+    """Of a patch that `_require` saw take effect."""
+    upstream = f"megatron-core {TESTED_VERSION}"
+    return PatchReport(name, symptom, upstream, removal, applied=True, took_effect=True)
 
 
 def _require(condition: bool, patch: str) -> None:

@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 
-from slime.compat.sglang_cpu.report import PatchReport
+from slime.compat.report import PatchReport
 from slime.compat.sglang_cpu.stand_ins import STAND_INS, StandInFinder
 from slime.core.errors import EngineError
 

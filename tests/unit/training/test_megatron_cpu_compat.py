@@ -21,7 +21,7 @@ before = {name: vars(torch.cuda).get(name) for name in ("current_device", "Strea
 kind, move = torch.Tensor.type, torch.Tensor.cuda
 first = activate("cpu")
 names = [report.name for report in first]
-assert names and all(r.symptom and r.upstream and r.remove_when for r in first)
+assert names and all(r.symptom and r.upstream and r.removal for r in first)
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.tensor_parallel import random
 patched = (clip_grads.torch, optimizer.clip_grad_by_total_norm_fp32, random._get_cuda_rng_state)

@@ -20,4 +20,4 @@ class PatchReport:
     applied: bool
     """False: not needed on this machine, nothing was touched."""
     took_effect: bool
-    """Looked at after applying; False where not applied."""
+    """Seen after applying; False where not applied."""
