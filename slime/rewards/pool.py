@@ -124,7 +124,7 @@ class GraderPool:
         if longest > MAX_RESPONSE_CHARS:
             return [Unscored(f"the response has {longest} characters, more than {MAX_RESPONSE_CHARS}")] * len(samples)
         message = {"grader": grader, "custom": custom, "group": group, "concurrent": is_async}
-        message["samples"] = [_wire(s) for s in samples]
+        message["samples"] = [_wire(s, whole=custom is not None) for s in samples]
         lane = self._concurrent if is_async else self._serial
         limit_s = self._timeout_s
         if is_async:
@@ -197,9 +197,11 @@ class GraderPool:
         await process.kill()
 
 
-def _wire(sample: Sample) -> dict[str, Any]:
-    """The sample without what graders do not read: per-token lists would be most of the bytes."""
+def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
+    """The sample as JSON; without `whole` less the per-token lists, most of the bytes, which no built-in grader reads."""
     fields = sample.to_dict()
+    if whole:
+        return fields
     fields.update(tokens=[], loss_mask=None, rollout_log_probs=None, token_versions=None, response_length=0)
     return fields
 

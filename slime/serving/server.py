@@ -137,7 +137,12 @@ class ServerSpec:
 
     def environment(self) -> dict[str, str | None]:
         """Additions to the environment of the server's processes only; None removes a variable."""
-        env: dict[str, str | None] = {API_KEY_ENV: self.api_key}
+        env: dict[str, str | None] = {
+            API_KEY_ENV: self.api_key,
+            # By default /health samples a token. The router asks it every few seconds; an engine whose memory has been
+            # given to the trainer would then compute on nothing and die (seen with 0.5.16 on one GPU, colocated).
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        }
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
         env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads)}

@@ -21,7 +21,7 @@ from slime.training.micro_batch import MicroBatch
 
 LIMITS: dict[torch.dtype, tuple[str, float]] = {
     torch.float32: ("max", 1e-3),
-    torch.bfloat16: ("mean", 5e-2),
+    torch.bfloat16: ("mean", 1e-1),
     torch.float16: ("mean", 2e-2),
 }
 """Training dtype -> which figure is limited, and the default limit in nats. `--logprob-gap-limit` replaces the number.
