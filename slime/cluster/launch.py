@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from slime.cluster.environment import prepare_environment
 from slime.cluster.placement import plan_placement
 from slime.config.hooks import check_hooks
-from slime.core.errors import SlimeError
 from slime.core.ids import new_run_id
-from slime.observability.logs import setup_logging
+from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
+from slime.observability.spans import start_recording
 from slime.observability.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -49,16 +49,29 @@ def launch(args: Any) -> Iterator[Run]:
     from slime.cluster.start import start
 
     num_gpus = plan.num_slots if args.device == "cuda" else 0
-    with (
-        Tracker.from_args(args, folder) as tracker,
-        RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "reaper.log"),
-    ):
-        run = start(args, plan, folder, tracker)
-        try:
-            yield run
-        finally:
+    spans = start_recording("driver", folder.traces)
+    try:
+        with (
+            Tracker.from_args(args, folder) as tracker,
+            RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "reaper.log"),
+        ):
+            run = start(args, plan, folder, tracker)
             try:
-                run.close()
-            except SlimeError as error:  # the cluster's end below ends what did not stop by itself
-                logger.warning("an actor did not stop in time: %s", error)
-            folder.write_report()
+                yield run
+            finally:
+                _end(run, folder)
+    except Exception:  # the console gets one message, from `run_or_exit`
+        logger.error("the run failed", exc_info=True, extra=FILE_ONLY)
+        raise
+    finally:
+        spans.close()
+
+
+def _end(run: Run, folder: RunFolder) -> None:
+    """Never raises: the error that ended the run, if any, is the one to tell."""
+    try:
+        run.close()
+    except Exception as error:  # the cluster's end ends what did not stop by itself
+        logger.warning("an actor did not stop in order: %s", str(error).splitlines()[0] if str(error) else repr(error))
+        logger.info("in full", exc_info=True, extra=FILE_ONLY)
+    folder.write_report()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.config.args import Args
@@ -16,7 +17,7 @@ from slime.config.model_shape import contradictions, megatron_shape, read_hf_con
 from slime.config.schema import flags_of_owner, owned_spellings
 from slime.config.settings import Settings
 from slime.config.table import flag_table, own_flags
-from slime.core.errors import ConfigError, HookError
+from slime.core.errors import ConfigError, HookError, SlimeError
 
 Given = dict[tuple[str, str], Any]
 """(owner, dest) -> value, as the user gave it."""
@@ -50,18 +51,33 @@ def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) ->
     try:
         return parse_args(argv, synchronous=synchronous)
     except (ConfigError, HookError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(2) from None
+        _stop(f"{type(error).__name__}: {error}", 2)
 
 
 def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None, *, synchronous: bool = True) -> None:
-    """Parses the command line and runs `main(args)`; a `ConfigError` or `HookError` of either exits with code 2."""
-    args = main_args(argv, synchronous=synchronous)
+    """Parses the command line and runs `main(args)`; what ends either is told in one message on stderr.
+
+    Exit codes: 0 done, 1 the run failed (its traceback is in the driver's log), 2 the user's mistake (`ConfigError`,
+    `HookError`), 130 Ctrl-C. An error that is none of ours keeps its traceback.
+    """
+    logs = None
     try:
+        args = main_args(argv, synchronous=synchronous)
+        logs = Path(args.run_dir).resolve() / "logs"
         main(args)
+    except KeyboardInterrupt:
+        where = f"; what it recorded is in {logs.parent}" if logs is not None and logs.is_dir() else ""
+        _stop(f"interrupted; the run and all its processes are ended{where}", 130)
     except (ConfigError, HookError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(2) from None
+        _stop(f"{type(error).__name__}: {error}", 2)
+    except SlimeError as error:
+        _stop(f"{type(error).__name__}: {error}\nlogs of every process: {logs}", 1)
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    """Ends the process; the exception that is being handled has been told, so it prints no traceback."""
+    sys.stderr.write(message + "\n")
+    raise SystemExit(code) from None
 
 
 def resolve(given: Given, *, synchronous: bool = True) -> Args:

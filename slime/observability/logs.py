@@ -9,6 +9,10 @@ NOISY = ("httpx", "httpcore", "urllib3", "asyncio", "matplotlib", "filelock", "f
 """Libraries whose INFO lines would bury ours (httpx logs every request)."""
 
 
+FILE_ONLY = {"file_only": True}
+"""`extra=` of a record that belongs into the file and not on the console."""
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module."""
     return logging.getLogger(name)
@@ -28,6 +32,7 @@ def setup_logging(log_path: Path | None = None, *, process: str = "", level: int
     line = f"%(levelname).1s {process} %(name)s | %(message)s"
     console = logging.StreamHandler()
     console.setFormatter(logging.Formatter(f"%(asctime)s {line}", "%H:%M:%S"))
+    console.addFilter(lambda record: not getattr(record, "file_only", False))
     root.addHandler(console)
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
