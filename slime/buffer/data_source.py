@@ -54,6 +54,7 @@ class DataSourceBuffer(DataBuffer):
         super().__init__(None)
         self._source = source
         self._lent: dict[int, int] = {}
+        self._saved_at: int | None = None
 
     def _new_groups(self, n: int) -> list[Group]:
         if n == 0:
@@ -105,37 +106,38 @@ class DataSourceBuffer(DataBuffer):
         return len(self._queue) + len(self._lent)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "lent": [list(item) for item in self._lent.items()]}
+        return {**super().state_dict(), "lent": [list(item) for item in self._lent.items()], "saved_at": self._saved_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._lent = {index: attempts for index, attempts in state["lent"]}
+        self._saved_at = state["saved_at"]
         super().load_state_dict(state)
 
     def save(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Saves our account to `path` and calls the source's own `save(rollout_id)`. Raises `DataError` without one."""
         if rollout_id is None:
             raise DataError("got no rollout_id to save under, because a custom data source files its state by step")
+        self._saved_at = rollout_id
         super().save(path, rollout_id=rollout_id)
         self._source.save(rollout_id)
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Restores our account from `path` and calls the source's own `load(rollout_id)`."""
+        """Restores our account from `path` and calls the source's own `load` with the step that it was saved under."""
         super().load(path, rollout_id=rollout_id)
-        self._source.load(rollout_id)
+        self._source.load(self._saved_at if rollout_id is None else rollout_id)
 
 
 def build_data_buffer(
     args: Any,
     *,
     prompts: Prompts | None = None,
-    tokenizer: Any = None,
     data_source: Callable[[Any], DataSource] | None = None,
     buffer_filter: Callable[..., list[list[Sample]]] | None = None,
 ) -> DataBuffer:
-    """The buffer that the settings ask for, over `prompts` (`slime.data.dataset.load_prompts`).
+    """The buffer that the settings ask for, over `prompts` (None: blank ones; a custom source brings its own).
 
     `data_source` and `buffer_filter` are the loaded hooks of `--data-source-path` and `--buffer-filter-path` (public
-    signatures: `cls(args)` and `fn(args, rollout_id, buffer, num_samples)`). Raises what reading the data raises.
+    signatures: `cls(args)` and `fn(args, rollout_id, buffer, num_samples)`). Raises `HookError` for both together.
     """
     if data_source is not None:
         if buffer_filter is not None:
@@ -150,11 +152,6 @@ def build_data_buffer(
         def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
             return hook(args, None, buffer, n)
 
-    if prompts is None:
-        # The one look at a sibling room, for callers that pass no prompts; goes once the rollout room passes them.
-        from slime.data.dataset import load_prompts
-
-        prompts = load_prompts(args, tokenizer)
     return DataBuffer(
         prompts,
         n_samples_per_prompt=args.n_samples_per_prompt,

@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.data_source import build_data_buffer
-from slime.data.dataset import PromptDataset
+from slime.data.dataset import PromptDataset, load_prompts
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.hooks import load
 from slime.rollout.sampling import eval_sampling_params
@@ -23,10 +23,11 @@ def load_tokenizer(args: Any) -> Any:
 
 def load_data_source(args: Any, tokenizer: Any) -> DataBuffer:
     """The Data Buffer over `--prompt-data` or the user's `--data-source-path`."""
+    data_source = load(args.data_source_path, "data_source")
     return build_data_buffer(
         args,
-        tokenizer=tokenizer,
-        data_source=load(args.data_source_path, "data_source"),
+        prompts=None if data_source is not None else load_prompts(args, tokenizer),
+        data_source=data_source,
         buffer_filter=load(args.buffer_filter_path, "buffer_filter"),
     )
 

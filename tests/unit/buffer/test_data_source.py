@@ -60,7 +60,7 @@ def test_its_own_order_is_used_and_accounted_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rollout_id"):
         buffer.save(tmp_path / "b.json")
     resumed = DataSourceBuffer(source)
-    resumed.load(tmp_path / "b.json", rollout_id=4)
+    resumed.load(tmp_path / "b.json")
     assert source.calls == [("save", 4), ("load", 4)]
     assert [g.group_index for g in resumed.get_groups(3)] == [2, 0, 3]
     resumed.ledger().check()
