@@ -1,6 +1,6 @@
 """The demo's task: small sums from reasoning-gym, scored by reasoning-gym.
 
-`chain_sum` entries with two terms up to `MAX_TERM` and an answer that is not negative. A model of 135M parameters
+`chain_sum` additions of two terms up to `MAX_TERM`. A model of 135M parameters
 answers a good part of them from the start and far from all, which is what policy gradients need: groups in which some
 samples are right and some are wrong.
 
@@ -39,7 +39,7 @@ def draw_entries(seed: int) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for entry in reasoning_gym.create_dataset(TASK, seed=seed, size=DRAWS, **SETTINGS):
         terms = [int(t) for t in re.findall(r"\d+", entry["metadata"]["expression"])]
-        if max(terms) <= MAX_TERM and int(entry["answer"]) >= 0:
+        if max(terms) <= MAX_TERM and "-" not in entry["metadata"]["expression"]:
             found.setdefault(entry["question"], entry)
     entries = [found[question] for question in sorted(found)]
     random.Random(seed).shuffle(entries)

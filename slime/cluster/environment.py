@@ -31,8 +31,6 @@ def prepare_environment(run_id: str) -> None:
     if "RAY_ADDRESS" in os.environ:
         return
     assert "ray" not in sys.modules, "Ray was imported before its environment was made; it would ignore it"
-    # Processes that take turns on the same cores must not spin while they wait for their threads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name, value in LOCAL_RAY.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
