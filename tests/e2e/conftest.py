@@ -30,7 +30,7 @@ from tests.support.e2e import (
 )
 
 FLOAT32 = ["--no-bf16"]
-CONSTANT_LR = ["--lr", "1e-2", "--lr-decay-style", "constant"]
+CONSTANT_LR = ["--lr", "2e-2", "--lr-decay-style", "constant"]
 CHANGING_LR = ["--lr", "2e-2", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--min-lr", "1e-2"]
 
 

@@ -22,7 +22,8 @@ def stopped_run(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path) -
 def test_gap_beyond_the_limit_ends_the_run(stopped_run: tuple[RealRun, int]) -> None:
     """Law: the run ends with an error that names the worst sample, its token and both log-probs; nothing is trained."""
     run, status = stopped_run
-    assert status != 0, run.tail
+    assert status == 1, f"exit status {status}; {run.tail}"
+    assert "Traceback" not in run.output, run.tail
     message = re.search(
         r"log-prob gap of \S+ between trainer and engine.*Worst: sample (\d+) of group (\d+), response token (\d+) "
         r"\(id (\d+)\), trainer (-\d+\.\d+), engine (-\d+\.\d+)",

@@ -86,6 +86,11 @@ def test_killed_and_resumed_gives_the_same_bits(replayed: Path, replayed_in_two:
     assert_same_state(replayed_in_two.save, replayed)
 
 
+def test_killed_training_leaves_nothing(replayed_in_two: Resumed) -> None:
+    """Law: 15 s after SIGKILL of the driver nothing of a run without engines is left."""
+    assert replayed_in_two.left == []
+
+
 def test_weights_change(replayed: Path) -> None:
     """The two laws above would hold for a trainer that does nothing: every step leaves other bits."""
     seen = [rank_files(replayed, step)["rank_00000.safetensors"] for step in range(NUM_STEPS)]

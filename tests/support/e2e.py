@@ -39,7 +39,8 @@ RUN_LIMIT_S = 400.0
 """Limit of one run; on an idle two-core machine the longest takes a quarter of it."""
 CLEAN_LIMIT_S = 15.0
 """What the promise allows between the end of the driver and the last trace of the run."""
-WATCH_EVERY_S = 0.5
+WATCH_EVERY_S = 1.0
+"""A look takes some ten milliseconds of the cores that the run needs."""
 LISTEN = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -58,15 +59,15 @@ def environment() -> dict[str, str]:
     return {**own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
 
 
-def listening_ports(pid: int) -> set[int]:
-    """TCP ports that `pid` listens on; empty if it is gone."""
+def sockets_of(pid: int) -> set[str]:
+    """Inodes of the sockets that `pid` has open; empty if it is gone."""
     inodes: set[str] = set()
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry.path)):
                     inodes.add(match[1])
-    return {port for inode, port in listeners().items() if inode in inodes}
+    return inodes
 
 
 def listeners() -> dict[str, int]:
@@ -100,6 +101,8 @@ class Traces:
     """Known once the run wrote its folder."""
     members: set[ProcessId] = field(default_factory=set)
     """Processes that carry the run's mark or descend from the driver, the guardian included."""
+    strangers: set[tuple[ProcessId, str]] = field(default_factory=set)
+    """Others, by process and name: a look at the environment of each, once, is enough."""
     sockets: dict[str, int] = field(default_factory=dict)
     """Inode -> port of each listening socket of a member."""
     shm_before: dict[str, int] = field(default_factory=shared_memory)
@@ -109,15 +112,24 @@ class Traces:
         processes = all_processes()
         mark = None if self.run_id is None else f"{RUN_ID_ENV}={self.run_id}".encode()
         mine = {pid for pid, s in processes.items() if s.id in self.members}
-        mine |= {pid for pid in processes if pid == self.driver or (mark is not None and has_mark(pid, mark))}
+        if self.driver in processes:
+            mine.add(self.driver)
+        for pid, stat in processes.items():
+            if pid in mine or mark is None or (stat.id, stat.name) in self.strangers:
+                continue
+            if has_mark(pid, mark):
+                mine.add(pid)
+            else:
+                self.strangers.add((stat.id, stat.name))
         grown = True
         while grown:
             children = {pid for pid, s in processes.items() if s.parent in mine} - mine
             mine |= children
             grown = bool(children)
         self.members |= {processes[pid].id for pid in mine}
-        ports = set().union(*(listening_ports(pid) for pid in mine)) if mine else set()
-        self.sockets.update({inode: port for inode, port in listeners().items() if port in ports})
+        open_now = listeners()
+        for pid in mine:
+            self.sockets.update({inode: open_now[inode] for inode in sockets_of(pid) & open_now.keys()})
 
     def left(self) -> list[str]:
         """What there still is of the run; empty is what was promised."""
