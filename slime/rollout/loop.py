@@ -67,6 +67,8 @@ class StepLoop:
         self.scope = RequestScope()
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
         self.accepted: list[Group] = []
+        self.dropped: list[Group] = []
+        """What the dynamic filter dropped; kept for `--rollout-all-samples-process-path` only."""
         self.filtered: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.retried: Counter[str] = Counter()
@@ -161,6 +163,8 @@ class StepLoop:
                 reason = verdict.reason or "filter"
                 self.filtered[reason] += 1
                 self.source.mark_filtered([group.group_index], reason)
+                if self.hooks.all_samples is not None:
+                    self.dropped.append(group)
                 self._check_filtered()
                 return
         self.accepted.append(group)
@@ -245,7 +249,7 @@ async def generate_step(context: RolloutContext, rollout_id: int, source: GroupS
     if hooks.sample_filter is not None:
         hooks.sample_filter(args, groups)
     if hooks.all_samples is not None:
-        hooks.all_samples(args, groups, source)
+        hooks.all_samples(args, groups + [list(group.samples) for group in loop.dropped], source)
     return RolloutFnTrainOutput(groups, {**loop.metrics(), **sample_metrics(args, groups)})
 
 

@@ -1,0 +1,103 @@
+"""The other hooks, each as small as it can be. Name any of them by its flag, as in `docs/customization.md`.
+
+python train.py ... --rollout-sample-filter-path examples.small_hooks:drop_truncated
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slime.core.batch import TrainSample
+from slime.core.sample import Sample, Status
+from slime.rollout.loop import generate_rollout
+from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
+
+logger = logging.getLogger(__name__)
+
+
+def team_reward(args: Any, samples: list[Sample]) -> list[float]:
+    """`--custom-rm-path` with `--group-rm`: all samples of a prompt at once; here the shortest answer wins."""
+    shortest = min(len(s.response) for s in samples)
+    return [float(len(s.response) == shortest) for s in samples]
+
+
+def rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """`--rollout-function-path` or `--eval-function-path`: something around the built-in one."""
+    output = generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+    output.metrics["rollout/from_example"] = 1.0
+    return output
+
+
+def newest_first(args: Any, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    """`--buffer-filter-path`: at most `num_samples` groups, taken out of `buffer` in place."""
+    return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
+
+
+def drop_truncated(args: Any, groups: list[list[Sample]]) -> None:
+    """`--rollout-sample-filter-path`: such samples train nothing and still count in their group's mean."""
+    for group in groups:
+        for sample in group:
+            sample.remove_sample = sample.status is Status.TRUNCATED
+
+
+def log_longest(args: Any, all_groups: list[list[Sample]], data_source: Any) -> None:
+    """`--rollout-all-samples-process-path`: everything that was finished, groups that the filter dropped included."""
+    longest = max((s for group in all_groups for s in group), key=lambda s: s.response_length)
+    logger.info("the longest answer has %d tokens and reward %s", longest.response_length, longest.reward)
+
+
+def clip_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """`--custom-reward-post-process-path`: raw rewards, and those to train on; normalisation follows in the trainer."""
+    raw = [s.get_reward_value(args.reward_key) or 0.0 for s in samples]
+    return raw, [max(-1.0, min(1.0, r)) for r in raw]
+
+
+def convert(args: Any, samples: list[Sample]) -> list[TrainSample]:
+    """`--custom-convert-samples-to-train-data-path`: the records that are trained."""
+    return [TrainSample.from_sample(s, reward=s.get_reward_value(args.reward_key) or 0.0) for s in samples]
+
+
+def log_step(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:
+    """`--custom-rollout-log-function-path`: False logs the usual metrics too."""
+    logger.info("step %d: %d samples in %.1f s", rollout_id, len(samples), seconds)
+    return False
+
+
+def log_eval(rollout_id: int, args: Any, data: dict[str, dict[str, Any]], metrics: dict[str, float]) -> bool:
+    """`--custom-eval-rollout-log-function-path`: `data` is name -> {"rewards", "truncated", "samples"}."""
+    logger.info("after step %d: %s", rollout_id, {name: len(d["rewards"]) for name, d in data.items()})
+    return False
+
+
+class CountingSource:
+    """`--data-source-path`: prompts from anywhere. What is given back is served again before anything new."""
+
+    def __init__(self, args: Any) -> None:
+        self.n_samples_per_prompt: int = args.n_samples_per_prompt
+        self.next_number = 0
+        self.returned: list[list[Sample]] = []
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Exactly so many groups; slime gives the ids."""
+        again, self.returned = self.returned[:num_samples], self.returned[num_samples:]
+        return again + [self._new() for _ in range(num_samples - len(again))]
+
+    def _new(self) -> list[Sample]:
+        self.next_number += 1
+        prompt, label = f"{self.next_number}+1=", str(self.next_number + 1)
+        return [Sample(prompt=prompt, label=label) for _ in range(self.n_samples_per_prompt)]
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        self.returned += samples
+
+    def save(self, rollout_id: int) -> None:
+        """This source keeps nothing; one that does files it by step."""
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """See `save`."""
+
+    def __len__(self) -> int:
+        return 10**9
