@@ -198,7 +198,7 @@ class GraderPool:
 
 
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
-    """The sample as JSON; without `whole` less the per-token lists, most of the bytes, which no built-in grader reads."""
+    """The sample as JSON; unless `whole`, without the per-token lists: most of the bytes, read by no built-in."""
     fields = sample.to_dict()
     if whole:
         return fields
