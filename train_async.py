@@ -30,6 +30,7 @@ def train_async(args: Args) -> None:
                 if following is not None:
                     run.wait_for_generation(following)
                 run.publish_weights()
+                run.check_log_probs()
             if run.evaluates_after(rollout_id):
                 run.evaluate(rollout_id)
             run.end_step(rollout_id)

@@ -24,7 +24,6 @@ def prepare(out: Path, model: Path, *, seed: int = 0, dtype: str = "float32") ->
         out / STAMP,
         {
             "task": task.TASK,
-            "max_term": task.MAX_TERM,
             "settings": task.SETTINGS,
             "num_held_out": task.NUM_HELD_OUT,
             "seed": seed,

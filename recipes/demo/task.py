@@ -1,11 +1,11 @@
-"""The demo's task: small sums from reasoning-gym, scored by reasoning-gym.
+"""The demo's task: single-digit additions from reasoning-gym, in four phrasings, scored by reasoning-gym.
 
-`chain_sum` additions of two terms up to `MAX_TERM`. A model of 135M parameters
-answers a good part of them from the start and far from all, which is what policy gradients need: groups in which some
-samples are right and some are wrong.
+`basic_arithmetic` asks "What is 3 + 4?", "Solve 3 + 4.", "Compute 3 + 4." and "Evaluate: 3 + 4." for terms from 0 to
+10. A model of 135M parameters answers a part of them from the start and far from all, which is what policy gradients
+need: groups in which some samples are right and some are wrong.
 
 Invariants
-1. No question of the held-out file occurs in the training file; every question occurs once in its file.
+1. No sum of the held-out file occurs in the training file, in any phrasing; every question occurs once in its file.
 2. The files depend on the seed and the version of reasoning-gym alone.
 3. A score is 1.0 or 0.0. reasoning-gym gives part of the credit to an answer that merely contains the right one
    ("15" for "5"); entries carry the answer as "5.0", equal in value, which no such answer contains.
@@ -15,40 +15,52 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slime.core.errors import DataError
 
-TASK = "chain_sum"
-SETTINGS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-MAX_TERM = 20
-NUM_HELD_OUT = 200
+TASK = "basic_arithmetic"
+SETTINGS: dict[str, Any] = {
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 1,
+    "operators": ["+"],
+    "allow_parentheses": False,
+    "allow_negation": False,
+    "format_style": "natural",
+}
+NUM_HELD_OUT_SUMS = 55
+"""Sums of the held-out file, each in all four phrasings."""
+NUM_HELD_OUT = 4 * NUM_HELD_OUT_SUMS
 MIN_TRAIN = 96
 """Prompts of one run of the demo: none is asked twice."""
-DRAWS = 60_000
-"""Entries drawn; most are too hard or repeat an earlier one."""
+DRAWS = 20_000
+"""Entries drawn; most repeat an earlier one."""
 
 
-def draw_entries(seed: int) -> list[dict[str, Any]]:
-    """Distinct fitting entries in random order."""
+def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Distinct entries to train on and held-out ones, each in random order."""
     import reasoning_gym
 
     found: dict[str, dict[str, Any]] = {}
     for entry in reasoning_gym.create_dataset(TASK, seed=seed, size=DRAWS, **SETTINGS):
-        terms = [int(t) for t in re.findall(r"\d+", entry["metadata"]["expression"])]
-        if max(terms) <= MAX_TERM and "-" not in entry["metadata"]["expression"]:
-            found.setdefault(entry["question"], entry)
+        found.setdefault(entry["question"], entry)
     entries = [found[question] for question in sorted(found)]
-    random.Random(seed).shuffle(entries)
-    if len(entries) < NUM_HELD_OUT + MIN_TRAIN:
+    sums = sorted({entry["metadata"]["expression"] for entry in entries})
+    rng = random.Random(seed)
+    held_out_sums = set(rng.sample(sums, min(NUM_HELD_OUT_SUMS, len(sums))))
+    rng.shuffle(entries)
+    train = [e for e in entries if e["metadata"]["expression"] not in held_out_sums]
+    held_out = [e for e in entries if e["metadata"]["expression"] in held_out_sums]
+    if len(held_out) != NUM_HELD_OUT or len(train) < MIN_TRAIN:
         raise DataError(
-            f"got {len(entries)} distinct problems of {TASK}, because this version of reasoning-gym draws others; "
-            "do: raise MAX_TERM"
+            f"got {len(train)} problems to train on and {len(held_out)} held-out ones of {TASK}, because this version "
+            "of reasoning-gym draws others; do: install the version that requirements/ pins"
         )
-    return entries
+    return train, held_out
 
 
 def to_row(entry: dict[str, Any]) -> dict[str, Any]:
@@ -77,8 +89,8 @@ def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> int:
 def write_task(out: Path, *, seed: int = 0) -> tuple[Path, Path]:
     """Writes `train.jsonl` and `eval.jsonl` into `out`; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    entries = draw_entries(seed)
+    entries, held_out_entries = draw_entries(seed)
     train, held_out = out / "train.jsonl", out / "eval.jsonl"
-    write_jsonl(train, (to_row(e) for e in entries[NUM_HELD_OUT:]))
-    write_jsonl(held_out, (to_row(e) for e in entries[:NUM_HELD_OUT]))
+    write_jsonl(train, (to_row(e) for e in entries))
+    write_jsonl(held_out, (to_row(e) for e in held_out_entries))
     return train, held_out

@@ -48,6 +48,9 @@ class RolloutActor:
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         return await self._manager.evaluate(rollout_id)
 
+    async def probe(self) -> TrainBatch:
+        return await self._manager.probe()
+
     async def commit(self, rollout_id: int) -> dict[str, float]:
         """The batch of this step is trained; returns the ledger."""
         return self._manager.commit(rollout_id)

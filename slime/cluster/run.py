@@ -157,6 +157,19 @@ class Run:
             self._admitted = True
         self._tracker.add(metrics)
 
+    def check_log_probs(self) -> None:
+        """Compares trainer and engines on fresh samples of the weights just published; over the limit the run ends.
+
+        For asynchronous training, whose batches are older than the trainer; in synchronous training every batch is
+        that comparison.
+        """
+        if not self._engine_infos:
+            return
+        with span("check_log_probs"):
+            batch = wait_for([self._rollout.probe.remote()], for_what="a probe", limit_s=self.args.request_timeout_s)[0]
+            metrics = self._on_trainers("measure_gap", batch)[0]
+        self._tracker.add(metrics)
+
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:

@@ -76,6 +76,10 @@ class TrainActor:
         self._backend.weight_version += 1
         return metrics
 
+    def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
+        metrics: dict[str, float] = self._backend.measure_gap(batch)
+        return metrics
+
     def save_parts(self, directory: str) -> None:
         """Writes this rank's files of a checkpoint."""
         self._backend.save(Path(directory))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.groups import flatten
-from slime.core.batch import TrainBatch
+from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import HookError, LedgerError
 from slime.core.sample import Sample
 from slime.rewards.pool import GraderPool
@@ -33,12 +33,15 @@ from slime.rollout.evaluate import evaluate
 from slime.rollout.hooks import load
 from slime.rollout.loop import generate_rollout, generate_step
 from slime.rollout.metrics import sample_metrics
+from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.types import Progress, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
 
 BUFFER_FILE = "data_buffer.json"
+PROBE_PROMPTS, PROBE_TOKENS = 16, 64
+"""Most prompts, and most tokens of each answer, of one probe."""
 DEFAULT_ROLLOUT = f"{generate_rollout.__module__}.{generate_rollout.__name__}"
 
 
@@ -70,6 +73,7 @@ class RolloutManager:
         )
         self._handed_out: dict[int, list[int]] = {}
         self._progress: list[Progress] = []
+        self._probe_prompts: list[list[int]] = []
 
     @property
     def num_prompts(self) -> int:
@@ -93,6 +97,7 @@ class RolloutManager:
             path = debug_data.path_of(self._args.save_debug_rollout_data, rollout_id)
             await asyncio.to_thread(debug_data.save_rollout, path, rollout_id, output.samples)
         batch = to_train_batch(self._args, rollout_id, output.samples)
+        self._probe_prompts = [group[0].tokens[: group[0].prompt_length] for group in output.samples][:PROBE_PROMPTS]
         metrics = self._with_speed(output, time.monotonic() - started)
         log = load(self._args.custom_rollout_log_function_path, "rollout_log")
         if log is not None and log(
@@ -116,6 +121,27 @@ class RolloutManager:
         metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
         log = load(self._args.custom_eval_rollout_log_function_path, "eval_log")
         return {} if log is not None and log(rollout_id, self._args, output.data, metrics) else metrics
+
+    async def probe(self) -> TrainBatch:
+        """Short fresh answers of the weights that the engines hold now, to prompts of the last batch.
+
+        Outside the Data Buffer, ungraded, never trained: the trainer compares its log-probs with the engines'.
+        """
+        if self._client is None or not self._probe_prompts:
+            raise HookError("got a probe before any generation by an engine; there is no prompt to probe with")
+        client = self._client
+        params = rollout_sampling_params(self._args)
+        params = {k: v for k, v in params.items() if not k.startswith("stop")}
+        params["max_new_tokens"] = min(PROBE_TOKENS, self._args.rollout_max_response_len)
+
+        async def answer(index: int, prompt: list[int]) -> TrainSample:
+            made = await client.generate(prompt, dict(params))
+            sample = Sample(group_index=index, index=index, tokens=list(prompt))
+            sample.append_response_tokens(made.tokens, log_probs=made.log_probs, weight_version=made.weight_version)
+            return TrainSample.from_sample(sample, reward=0.0)
+
+        answers = await asyncio.gather(*(answer(i, prompt) for i, prompt in enumerate(self._probe_prompts)))
+        return TrainBatch(rollout_id=-1, samples=tuple(answers))
 
     def commit(self, rollout_id: int) -> dict[str, float]:
         """The step is trained: settles its groups. Returns the ledger. Raises `LedgerError` if it does not balance."""

@@ -31,7 +31,14 @@ from slime.training.model import build_model
 from slime.training.model_config import training_dtype
 from slime.training.optimizer import build_trainable
 from slime.training.parallel import ParallelInfo, destroy_process_groups, init_process_groups, seed_everything
-from slime.training.step import LogProbs, StepContext, first_step_gradients, forward_log_probs, train_on
+from slime.training.step import (
+    LogProbs,
+    StepContext,
+    first_step_gradients,
+    forward_log_probs,
+    measure_gap,
+    train_on,
+)
 from slime.weights.tables import table_for
 
 DEFAULT_TIMEOUT_MINUTES = 30
@@ -119,6 +126,15 @@ class MegatronBackend:
         dist.all_gather_object(gathered, mine, group=self._context.dp_group)
         merged = {position: values for part in gathered for position, values in part.items()}
         return [merged[position] for position in range(len(batch.samples))]
+
+    def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
+        """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
+
+        The metrics of `train` that begin with `train/logprob_gap`. Raises `NumericsError` over the limit. Collective.
+        """
+        self._require_awake("measure_gap")
+        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size)
+        return measure_gap(self._context, self._trainable.ddp, prepared, version=self.weight_version)
 
     def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:
         """HF name -> full float32 gradient of a batch's first optimizer step; nothing changes. Collective."""

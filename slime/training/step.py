@@ -50,6 +50,15 @@ def forward_log_probs(context: StepContext, model: Any, prepared: PreparedBatch)
     return out
 
 
+def measure_gap(context: StepContext, model: Any, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
+    """The log-prob gap of a batch under the model's current weights; nothing is trained. See `GapMeter.finish`."""
+    own = forward_log_probs(context, model, prepared)
+    meter = GapMeter(version, context.device)
+    for batch in _own_batches(context, prepared):
+        meter.add(batch, _gather(own, batch, context.device))
+    return _finish_gap(context, meter, prepared)
+
+
 def train_on(
     context: StepContext,
     trainable: Trainable,
