@@ -26,7 +26,9 @@ def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
     args = args_of(spec)
     assert "attention_backend" not in args and "disable_cuda_graph" not in args and "base_gpu_id" not in args
     assert args["enable_memory_saver"] is True
-    assert {k: v for k, v in spec.environment().items() if v is not None} == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    environment = {name for name, value in spec.environment().items() if value is not None}
+    assert environment == {"CUDA_VISIBLE_DEVICES", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"}
+    assert spec.environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
