@@ -1,4 +1,4 @@
-"""The demo's task: single-digit additions from reasoning-gym, in four phrasings, scored by reasoning-gym.
+"""The demo's task: small additions from reasoning-gym, in four phrasings, scored by its numeric scorer.
 
 `basic_arithmetic` asks "What is 3 + 4?", "Solve 3 + 4.", "Compute 3 + 4." and "Evaluate: 3 + 4." for terms from 0 to
 10. A model of 135M parameters answers a part of them from the start and far from all, which is what policy gradients
@@ -7,8 +7,8 @@ need: groups in which some samples are right and some are wrong.
 Invariants
 1. No sum of the held-out file occurs in the training file, in any phrasing; every question occurs once in its file.
 2. The files depend on the seed and the version of reasoning-gym alone.
-3. A score is 1.0 or 0.0. reasoning-gym gives part of the credit to an answer that merely contains the right one
-   ("15" for "5"); entries carry the answer as "5.0", equal in value, which no such answer contains.
+3. A score is 1.0 or 0.0. The scorer gives part of the credit to an answer that merely contains the right one ("15" for
+   "5"); entries carry the answer as "5.0", equal in value, which no such answer contains.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 from slime.core.errors import DataError
 
 TASK = "basic_arithmetic"
+SCORER = "chain_sum"
+"""Task whose scorer compares numbers; that of `basic_arithmetic` compares text."""
 SETTINGS: dict[str, Any] = {
     "min_terms": 2,
     "max_terms": 2,
@@ -66,11 +68,11 @@ def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 def to_row(entry: dict[str, Any]) -> dict[str, Any]:
     """One line of a dataset file."""
     answer = str(entry["answer"])
-    stored = {"question": entry["question"], "answer": f"{answer}.0", "metadata": {"source_dataset": TASK}}
+    stored = {"question": entry["question"], "answer": f"{answer}.0", "metadata": {"source_dataset": SCORER}}
     return {
         "prompt": [{"role": "user", "content": entry["question"]}],
         "label": answer,
-        "metadata": {"rm_type": "reasoning_gym", "reasoning_gym": {"dataset": TASK, "entry": stored}},
+        "metadata": {"rm_type": "reasoning_gym", "reasoning_gym": {"dataset": SCORER, "entry": stored}},
     }
 
 

@@ -20,8 +20,7 @@ from slime.config.hooks import check_hooks
 from slime.core.ids import new_run_id
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
-from slime.observability.spans import collect
-from slime.observability.spans import start_recording
+from slime.observability.spans import collect, start_recording
 from slime.observability.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def launch(args: Any) -> Iterator[Run]:
             RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "reaper.log"),
         ):
             run = start(args, plan, folder, tracker)
-        collect()  # the first step begins now
+            collect()  # the first step begins now
             try:
                 yield run
             finally:

@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_files(demo_files: tuple[Path, Path], tmp_p
 def test_an_answer_is_right_or_wrong_and_nothing_between(demo_files: tuple[Path, Path]) -> None:
     from reasoning_gym import get_score_answer_fn
 
-    score = get_score_answer_fn(task.TASK)
+    score = get_score_answer_fn(task.SCORER)
     for row in read(demo_files[1]):
         entry = row["metadata"]["reasoning_gym"]["entry"]  # type: ignore[index]
         label = str(row["label"])
