@@ -149,6 +149,11 @@ class Traces:
         return found
 
 
+def _hear_ctrl_c() -> None:
+    """A shell that puts the tests in the background makes them, and what they start, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class RealRun:
     """One process tree. Use as a context manager: whatever happens in the block, its driver is ended."""
 
@@ -159,10 +164,18 @@ class RealRun:
         self._started_s = time.monotonic()
         self.seconds = 0.0
         """From the start to the end of the driver."""
+        self.clean_s = 0.0
+        """From the first question whether anything is left to the answer."""
         command = [sys.executable, script, *map(str, flags), "--run-dir", str(run_dir)]
         with self._output.open("wb") as output:
             self._driver = subprocess.Popen(
-                command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_hear_ctrl_c,
             )
         self.traces = Traces(self._driver.pid)
         self._over = threading.Event()
@@ -244,9 +257,10 @@ class RealRun:
         assert self._driver.poll() is not None, "the driver still runs"
         assert self.traces.run_id is not None, f"the run ended before it wrote its folder; {self.tail}"
         assert len(self.traces.members) > 3, f"only {len(self.traces.members)} processes of the run were seen"
-        deadline = time.monotonic() + limit_s
-        while (found := self.traces.left()) and time.monotonic() < deadline:
+        asked_s = time.monotonic()
+        while (found := self.traces.left()) and time.monotonic() < asked_s + limit_s:
             time.sleep(0.25)
+        self.clean_s = time.monotonic() - asked_s
         return found
 
     # --- what it recorded ---------------------------------------------------------------------------------------------
