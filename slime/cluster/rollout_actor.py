@@ -29,6 +29,7 @@ class RolloutActor:
             self._router = Router(log_path=Path(log_dir) / "router.log", extra_args=args.router)
             self._router.start()
             self._router.wait_ready(args.engine_start_timeout_s)
+            args = args.replace(sglang_router_ip=self._router.host, sglang_router_port=self._router.port)
         url = self._router.url if self._router is not None else None
         self._manager = RolloutManager(args, router_url=url, num_engines=num_engines)
 

@@ -73,6 +73,7 @@ class RolloutManager:
         )
         self._handed_out: dict[int, list[int]] = {}
         self._progress: list[Progress] = []
+        self._last_step: int | None = None
         self._probe_prompts: list[list[int]] = []
 
     @property
@@ -150,13 +151,14 @@ class RolloutManager:
         if rollout_id not in self._handed_out:
             raise LedgerError(f"got a commit of step {rollout_id}, which was not generated or is committed already")
         self._source.mark_trained(self._handed_out.pop(rollout_id))
+        self._last_step = rollout_id
         self._source.ledger().check()
         metrics: dict[str, float] = self._source.metrics()
         return metrics
 
     def save(self, directory: Path) -> None:
         """Writes the Data Buffer into `directory`."""
-        self._source.save(directory / BUFFER_FILE)
+        self._source.save(directory / BUFFER_FILE, rollout_id=self._last_step)
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote. Raises `CheckpointError`."""

@@ -41,9 +41,6 @@ from slime.training.step import (
 )
 from slime.weights.tables import table_for
 
-DEFAULT_TIMEOUT_MINUTES = 30
-"""Longest wait of a collective, unless `--distributed-timeout-minutes` says otherwise."""
-
 
 class MegatronBackend:
     """Model, optimizer and step of one rank."""
@@ -67,7 +64,6 @@ class MegatronBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         megatron = args.megatron
-        minutes = megatron.get("distributed_timeout_minutes") or DEFAULT_TIMEOUT_MINUTES
         self.parallel_info: ParallelInfo = init_process_groups(
             self.device,
             rank=rank,
@@ -75,7 +71,7 @@ class MegatronBackend:
             master_address=master_address,
             master_port=master_port,
             tp_size=int(megatron.get("tensor_model_parallel_size") or 1),
-            timeout_s=60.0 * float(minutes),
+            timeout_s=60.0 * args.distributed_timeout_minutes,
         )
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
         hf_directory = Path(args.hf_checkpoint)
