@@ -79,6 +79,12 @@ def test_async_gap_is_told_apart_from_staleness(async_run: RealRun) -> None:
         assert rows[step]["train/logprob_gap_stale_mean"] > MAX_GAP, (step, rows[step])
 
 
+def test_async_trainer_and_engine_agree(async_run: RealRun) -> None:
+    """Law: where every batch is older than the trainer, each published version is compared on samples of its own."""
+    gaps = async_run.series("perf", "train/logprob_gap_max")
+    assert len(gaps) == NUM_STEPS and max(gaps) <= MAX_GAP, gaps
+
+
 def test_normal_end_leaves_nothing(any_run: RealRun) -> None:
     """Law: after a normal end there is no process, port, shared-memory file or temporary folder of the run."""
     assert any_run.left() == []

@@ -29,7 +29,7 @@ from typing import Any
 
 from slime.core.ids import RUN_ID_ENV
 from slime.core.sample import Sample
-from slime.observability.sinks import read_jsonl
+from slime.observability.sinks import AXES, read_jsonl
 from slime.rollout.debug_data import load_rollout
 from slime.serving.proctree import ProcessId, all_processes, has_mark
 from slime.serving.shm import shm_inodes_of
@@ -47,6 +47,8 @@ LISTEN = "0A"
 NUM_STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 12, 8, 8
 """Sizes of the runs of the digits task."""
 
+MARKERS = {"rollout": "rollout/raw_reward", "train": "train/loss", "perf": "perf/step_time"}
+"""Kind of a step -> a metric that tells it from other kinds on the same axis."""
 Flags = list[str | Path]
 """A command line without the script."""
 Metrics = dict[int, dict[str, float]]
@@ -266,10 +268,10 @@ class RealRun:
     # --- what it recorded ---------------------------------------------------------------------------------------------
 
     def metrics(self, kind: str) -> Metrics:
-        """Step -> metrics of "train", "rollout" or "eval"; the last word on a step that was done twice."""
-        axis, other = f"{kind}/step", f"{kind}/"
+        """Step -> metrics of one of `MARKERS`; the last word on a step that was done twice."""
+        axis, marker = AXES[kind], MARKERS[kind]
         rows = read_jsonl(self.run_dir / "metrics.jsonl")
-        return {int(row[axis]): row for row in rows if axis in row and sum(k.startswith(other) for k in row) > 1}
+        return {int(row[axis]): row for row in rows if axis in row and marker in row}
 
     def series(self, kind: str, name: str) -> list[float]:
         """One metric over the steps, in order."""
