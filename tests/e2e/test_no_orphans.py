@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.e2e import Flags, RealRun
+from slime.core.ids import new_run_id
+from tests.support.e2e import Flags, RealRun, Traces
+
+ORPHAN = """
+import os, pathlib, socket, sys, time
+if os.fork():
+    time.sleep(600)
+os.setsid()
+server = socket.create_server(("127.0.0.1", 0))
+pathlib.Path("/dev/shm", sys.argv[1]).write_text("left")
+print(os.getpid(), server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+"""A driver whose child leaves its session, listens, and writes a shared-memory file."""
+
+
+def test_the_watcher_sees_what_is_left() -> None:
+    """The laws of this folder would hold for a watcher that sees nothing: it names process, port and file."""
+    name = f"slime-test-{new_run_id()}"
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, name], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None, "no pipe"
+        traces = Traces(driver.pid)
+        orphan, port = map(int, driver.stdout.readline().split())
+        traces.look()
+        driver.kill()
+    try:
+        left = traces.left()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        Path("/dev/shm", name).unlink()
+    assert any(entry.startswith(f"process {orphan} ") for entry in left), left
+    assert f"port {port}" in left and f"/dev/shm/{name}" in left, left
 
 
 def test_ctrl_c_leaves_nothing(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path) -> None:
