@@ -19,11 +19,11 @@ RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
   \
   --prompt-data assets/demo/train.jsonl --input-key prompt --label-key label --metadata-key metadata \
   --apply-chat-template --rollout-shuffle \
-  --num-rollout 7 --rollout-batch-size 8 --n-samples-per-prompt 8 \
+  --num-rollout 6 --rollout-batch-size 8 --n-samples-per-prompt 8 \
   --rollout-max-response-len 12 --rollout-temperature 1.0 \
   \
   --eval-prompt-data sums assets/demo/eval.jsonl \
-  --eval-interval 7 --eval-temperature 0 --eval-max-response-len 12 \
+  --eval-interval 6 --eval-temperature 0 --eval-max-response-len 12 \
   \
   --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
   --advantage-estimator grpo --eps-clip 0.2 \
