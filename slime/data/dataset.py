@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from slime.config.data_files import split_slice
 from slime.core.errors import ConfigError, DataError
 from slime.core.prompt import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
-from slime.data.files import RawRow, read_rows, split_slice
+from slime.data.files import RawRow, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,10 @@ class PromptDataset:
         """Served rows whose text contains control tokens, spelled out as ordinary ids."""
         self.fingerprint = Fingerprint(source=source, num_rows=len(self._rows), digest=digest.hexdigest())
         if not self._rows:
+            named = f". First: {_named(self.quarantined)}" if self.quarantined else ""
             raise DataError(
                 f"got no usable row from {source}, because {len(self.quarantined)} were malformed and {num_too_long} "
-                "too long; do: check the file, its slice and the prompt length limit"
+                f"too long; do: check the file, its slice and the prompt length limit{named}"
             )
 
     def __len__(self) -> int:
@@ -127,8 +129,8 @@ class PromptDataset:
         With `apply_chat_template` the prompt (messages, or a string taken as one user message) becomes text and ids;
         without it a string is encoded as it stands, no token added, and messages stay messages.
         `allow_control_tokens` lets control strings in the data become control tokens (only with the template).
-        Raises `DataError` for an unreadable or empty file and for more than `max_bad_fraction` malformed rows,
-        `ConfigError` for a length limit or template without the tokenizer it needs.
+        Raises `DataError` for an unreadable or empty file and for more malformed rows than `max_bad_fraction` (one
+        is always allowed, however short the file, unless it is 0), `ConfigError` for a length limit or template without the tokenizer it needs.
         """
         if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
             raise ConfigError("got a chat template or a prompt length limit without a tokenizer; do: pass one")
@@ -218,8 +220,9 @@ class _Loader:
         num_bad, num_read = len(self.quarantined), len(self.quarantined) + len(self.rows)
         if num_read == 0:
             raise DataError(f"got no rows in {source}, because the file or its slice is empty; do: correct the path")
-        named = "; ".join(map(str, self.quarantined[:NUM_NAMED]))
-        if num_bad > max_bad_fraction * num_read:
+        named = _named(self.quarantined)
+        limit = max(1.0, max_bad_fraction * num_read) if max_bad_fraction > 0 else 0.0
+        if num_bad > limit:
             raise DataError(
                 f"got {num_bad} malformed rows of {num_read} in {source}, because at most {max_bad_fraction:.0%} may "
                 f"be left out; do: correct the file or the key options. First: {named}"
@@ -232,6 +235,11 @@ class _Loader:
                 source,
                 self.num_control_token_rows,
             )
+
+
+def _named(quarantined: Sequence[Quarantined]) -> str:
+    """The first bad rows, for a message."""
+    return "; ".join(map(str, quarantined[:NUM_NAMED]))
 
 
 def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[list[PromptRow], int]:
@@ -266,11 +274,13 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
             raise DataError(f"tools in {keys.tools!r} and other tools in {keys.metadata!r}")
         metadata["tools"] = tools
     label = value[keys.label] if keys.label is not None else None
-    try:
-        json.dumps([label, metadata])
-    except (TypeError, ValueError) as error:
-        raise DataError(f"label or metadata is not JSON: {error}") from error
-    return PromptRow(_checked_prompt(value[keys.prompt], keys.prompt), None, label, metadata, source)
+    prompt = _checked_prompt(value[keys.prompt], keys.prompt)
+    for name, part in (("the prompt", prompt), ("the label", label), ("the metadata", metadata)):
+        try:
+            json.dumps(part, sort_keys=True)  # as the fingerprint does; parquet can hold bytes and dates
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"{name} is not JSON: {error}") from error
+    return PromptRow(prompt, None, label, metadata, source)
 
 
 def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
@@ -309,7 +319,7 @@ def load_prompts(args: Any, tokenizer: Any) -> PromptDataset | None:
 
     Raises what `PromptDataset.load` raises.
     """
-    if args.prompt_data is None or not getattr(args, "rollout_global_dataset", True):
+    if args.prompt_data is None:
         return None
     return PromptDataset.load(
         args.prompt_data,

@@ -7,17 +7,14 @@ Invariants
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.config.data_files import open_lines
 from slime.core.errors import ConfigError, DataError
-
-_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +25,6 @@ class RawRow:
     """Line of a text file, row of a parquet file, from 1."""
     value: dict[str, Any] | None
     error: str | None = None
-
-
-def split_slice(spec: str) -> tuple[Path, slice]:
-    """`data.jsonl@[10:-5]` -> path and slice (the whole file without one). Raises `ConfigError` on another `@[...]`."""
-    found = _SLICE.match(spec)
-    if found is None:
-        if "@[" in spec:
-            raise ConfigError(
-                f"got {spec!r}, because a slice reads @[start:stop] with integers; do: correct or drop it"
-            )
-        return Path(spec), slice(None)
-    try:
-        start, stop = (int(found[part]) if found[part] else None for part in ("start", "stop"))
-    except ValueError as error:
-        raise ConfigError(f"got {spec!r}, whose slice is not two integers; do: write @[start:stop]") from error
-    return Path(found["path"]), slice(start, stop)
 
 
 def read_rows(path: Path, rows: slice) -> Iterator[RawRow]:
@@ -59,22 +40,11 @@ def read_rows(path: Path, rows: slice) -> Iterator[RawRow]:
 
 def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
     try:
-        lines = [(n, text) for n, text in enumerate(_open(path), start=1) if text.strip()]
+        lines = [(n, text) for n, text in enumerate(open_lines(path), start=1) if text.strip()]
     except Exception as error:  # zstandard raises its own kinds
         raise DataError(f"got unreadable {path}: {type(error).__name__}: {error}") from error
     for n, text in lines[rows]:
         yield _parse_line(n, text)
-
-
-def _open(path: Path) -> Iterator[bytes]:
-    if path.suffix != ".zst":
-        with path.open("rb") as file:
-            yield from file
-        return
-    import zstandard
-
-    with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
-        yield from io.BufferedReader(stream)
 
 
 def _parse_line(line: int, text: bytes) -> RawRow:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.config.data_files import split_slice
 from slime.core.errors import ConfigError, DataError
 from slime.data.dataset import PromptDataset
-from slime.data.files import split_slice
 from tests.support.tiny import write_tokenizer
 
 GOOD = {"input": "hello", "label": 1}
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory):
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text = "" if path.suffix == ".parquet" else "".join(json.dumps(row) + "\n" for row in rows)
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -129,6 +129,23 @@ def test_many_malformed_rows_are_an_error_that_names_them(tmp_path: Path) -> Non
     assert len(PromptDataset.load(path, max_bad_fraction=0.9)) == 1
     with pytest.raises(DataError, match="no usable row"):
         PromptDataset.load(f"{path}@[:3]", max_bad_fraction=1.0)
+
+
+def test_one_malformed_row_is_never_too_many(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [GOOD] * 3 + [{"question": "x"}])
+    assert len(PromptDataset.load(path).quarantined) == 1
+    with pytest.raises(DataError, match="1 malformed rows of 4"):
+        PromptDataset.load(path, max_bad_fraction=0.0)
+    with pytest.raises(DataError, match="no usable row.*d.jsonl:4: no column 'input'"):
+        PromptDataset.load(f"{path}@[3:]")
+
+
+def test_a_parquet_row_that_is_not_json_is_quarantined(tmp_path: Path) -> None:
+    texts = [[{"role": "user", "content": [{"type": "text", "text": "hi", "image": None}]}]] * 2
+    image = [{"role": "user", "content": [{"type": "image", "text": None, "image": b"\x89PNG"}]}]
+    dataset = PromptDataset.load(write(tmp_path / "d.parquet", [{"input": m} for m in (*texts, image)]))
+    assert len(dataset) == 2
+    assert [q.line for q in dataset.quarantined] == [3] and "prompt is not JSON" in dataset.quarantined[0].reason
 
 
 def test_a_row_that_the_template_refuses_is_quarantined(tmp_path: Path, tokenizer) -> None:
