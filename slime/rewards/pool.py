@@ -1,8 +1,9 @@
 """The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
 
 Who produces and consumes: rollout tasks call `score` or `score_group` on one event loop; each call takes a slot of a
-lane, asks one process, and gives the slot back. The `serial` lane runs one request per process (graders that compute);
-the `concurrent` lane runs many per process (async graders that wait on the network).
+lane, asks one process, and gives the slot back. The `offline` lane runs built-in graders that compute, the `serial` lane
+user graders, one request per process; the `concurrent` lane runs many per process (async graders that wait on the
+network).
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.
@@ -49,6 +50,8 @@ class _Lane:
     max_processes: int
     per_process: int
     slots: asyncio.Semaphore
+    offline: bool = False
+    """Its processes have no network, where the kernel permits, and no settings of the run."""
     processes: list[GraderProcess] = field(default_factory=list)
     num_starting: int = 0
 
@@ -74,6 +77,7 @@ class GraderPool:
         options = GraderOptions(rm_url=rm_url, timeout_s=timeout_s)
         self._settings = ProcessSettings(options=options, memory_limit_bytes=memory_limit_bytes, args=args)
         num_async = min(2, num_workers)
+        self._offline = _Lane(num_workers, 1, asyncio.Semaphore(num_workers), offline=True)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
         self._concurrent = _Lane(
             num_async, CONCURRENT_PER_PROCESS, asyncio.Semaphore(num_async * CONCURRENT_PER_PROCESS)
@@ -94,10 +98,10 @@ class GraderPool:
     async def close(self) -> None:
         """Kills every process."""
         self._closed = True
-        processes = self._serial.processes + self._concurrent.processes
-        await asyncio.gather(*(process.kill() for process in processes))
-        self._serial.processes.clear()
-        self._concurrent.processes.clear()
+        lanes = (self._offline, self._serial, self._concurrent)
+        await asyncio.gather(*(process.kill() for lane in lanes for process in lane.processes))
+        for lane in lanes:
+            lane.processes.clear()
 
     def _choose(self, sample: Sample) -> tuple[str, bool, bool]:
         """-> (grader, is a user function, is async). The sample's own choice wins over the run's."""
@@ -125,7 +129,7 @@ class GraderPool:
             return [Unscored(f"the response has {longest} characters, more than {MAX_RESPONSE_CHARS}")] * len(samples)
         message = {"grader": grader, "custom": custom, "group": group, "concurrent": is_async}
         message["samples"] = [_wire(s, whole=custom is not None) for s in samples]
-        lane = self._concurrent if is_async else self._serial
+        lane = self._concurrent if is_async else self._serial if custom else self._offline
         limit_s = self._timeout_s
         if is_async:
             limit_s += ASYNC_GRACE_S  # the worker's own limit comes first
@@ -138,9 +142,9 @@ class GraderPool:
             if not isinstance(reply, str):
                 return _scores(reply, len(samples))
             reason = reply
-            if reason.startswith("timeout") and lane is self._serial:
+            if reason.startswith("timeout") and lane.per_process == 1:
                 break  # it had a process to itself, so the limit was its own
-            lane = self._serial
+            lane = self._serial if lane is self._concurrent else lane
         return [Unscored(reason)] * len(samples)
 
     async def _ask(self, lane: _Lane, message: dict[str, Any], limit_s: float) -> dict[str, Any] | str:
@@ -187,7 +191,7 @@ class GraderPool:
                 continue
             lane.num_starting += 1
             try:
-                lane.processes.append(await GraderProcess.start(self._settings, warm_up=message))
+                lane.processes.append(await GraderProcess.start(self._settings, warm_up=message, offline=lane.offline))
             finally:
                 lane.num_starting -= 1
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slime.core.errors import SlimeError
+from slime.rewards.environment import grader_environment
 from slime.rewards.graders import GraderOptions
 from slime.rewards.worker import HEADER
 
@@ -56,20 +57,22 @@ class GraderProcess:
         """Requests that the pool has given to this process; the pool's to count."""
 
     @classmethod
-    async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any]) -> GraderProcess:
-        """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded."""
+    async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any], offline: bool) -> GraderProcess:
+        """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded.
+
+        `offline`: for built-in graders that only compute; without network, where the kernel permits, and `args`.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "slime.rewards.worker",
             str(os.getpid()),
+            *(["offline"] if offline else []),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
+                **grader_environment(os.environ, offline=offline),
                 "PYTHONPATH": os.pathsep.join(_import_path()),
             },
         )
@@ -77,7 +80,7 @@ class GraderProcess:
         message = {
             "options": asdict(settings.options),
             "memory_limit_bytes": settings.memory_limit_bytes,
-            "args": base64.b64encode(pickle.dumps(settings.args)).decode() if settings.args is not None else "",
+            "args": "" if offline or settings.args is None else base64.b64encode(pickle.dumps(settings.args)).decode(),
             "sys_path": _import_path(),
             "grader": warm_up["grader"],
             "custom": warm_up["custom"],

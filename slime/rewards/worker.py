@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from slime.core.sample import Sample
+from slime.rewards.environment import leave_network
 from slime.rewards.graders import GraderOptions, load_grader
 from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
@@ -166,7 +167,9 @@ async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Entry of `python -m slime.rewards.worker PARENT_PID`."""
+    """Entry of `python -m slime.rewards.worker PARENT_PID [offline]`."""
+    if "offline" in sys.argv[2:]:
+        leave_network()
     die_with_parent(int(sys.argv[1]))
     replies = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")

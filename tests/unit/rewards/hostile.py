@@ -36,6 +36,8 @@ def act(args: Any, sample: Sample) -> Any:
                 with contextlib.suppress(OSError):
                     os.write(descriptor, b"garbage" * 1000)
             time.sleep(1)
+        case "environment":
+            return {name: float(name in os.environ) for name in ("PATH", "WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY")}
         case "args":
             return float(args["seven"])
     return 1.0

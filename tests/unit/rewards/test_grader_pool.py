@@ -16,6 +16,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.core.sample import Sample
+from slime.rewards.environment import grader_environment
 from slime.rewards.pool import GraderPool
 from slime.rewards.types import Scored, Unscored
 
@@ -117,6 +118,43 @@ def test_group_graders_return_one_reward_per_sample() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:group")
 
 
+def test_graders_see_no_secret_that_is_not_given_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("SLIME_REWARD_ENV", "JUDGE_KEY")
+
+    async def work(pool: GraderPool) -> Any:
+        return await pool.score(Sample(response="environment"))
+
+    seen = with_pool(work, custom_rm_path=f"{HOSTILE}:act")
+    assert seen == Scored({"PATH": 1.0, "WANDB_API_KEY": 0.0, "HF_TOKEN": 0.0, "JUDGE_KEY": 1.0})
+
+
+def test_the_environment_of_a_grader_is_a_short_list() -> None:
+    full = {
+        "HOME": "h", "LC_ALL": "C", "HF_HOME": "x", "HF_TOKEN": "s", "RAY_AUTH_TOKEN": "s", "https_proxy": "p",
+        "SLIME_RUN_ID": "r", "KEY": "k", "SLIME_REWARD_ENV": "KEY",
+    }  # fmt: skip
+    threads = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+    common = {"HOME", "LC_ALL", "HF_HOME", "SLIME_RUN_ID"} | threads
+    assert set(grader_environment(full, offline=True)) == common
+    assert set(grader_environment(full, offline=False)) == common | {"https_proxy", "KEY"}
+
+
+def test_built_in_graders_have_no_network_where_the_kernel_permits() -> None:
+    code = "from slime.rewards.environment import leave_network; print(leave_network())"
+    permitted = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="x", label="x"))
+        (process,) = pool._offline.processes
+        namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", process.pid)}
+        assert len(namespaces) == (2 if permitted == "True" else 1)
+        assert b"HOME=" in Path(f"/proc/{process.pid}/environ").read_bytes(), "the guardian could not know it"
+
+    with_pool(work, rm_type="exact_match")
+
+
 def test_the_row_chooses_its_grader() -> None:
     async def work(pool: GraderPool) -> None:
         sample = Sample(response="yes", label="yes", metadata={"rm_type": "exact_match"})
@@ -134,7 +172,7 @@ def test_close_leaves_no_process() -> None:
 
     async def work(pool: GraderPool) -> None:
         await pool.score(Sample(response="x", label="x"))
-        pids.extend(p.pid for p in pool._serial.processes)
+        pids.extend(p.pid for p in pool._offline.processes)
 
     with_pool(work, rm_type="exact_match")
     assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)

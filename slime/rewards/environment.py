@@ -1,0 +1,57 @@
+"""What a grader process is given of the machine: a short list of variables, and for built-in graders no network.
+
+Graders read text that a model wrote, so a process that runs them holds no secret of the run. The keys of trackers, of
+Ray and of model hubs stay behind. A user's own grader that needs one is given it by name: `SLIME_REWARD_ENV=A,B`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+EXTRA = "SLIME_REWARD_ENV"
+"""Names, separated by commas, of further variables for user graders."""
+ALLOWED = frozenset(
+    [
+        "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
+        "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONDONTWRITEBYTECODE", "SLIME_RUN_ID",
+        "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "TRANSFORMERS_OFFLINE", "NLTK_DATA",
+    ]
+)  # fmt: skip
+ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "HF_")
+NETWORK = frozenset(
+    ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]
+)
+"""For graders that may ask a server; proxies in either case. A proxy's address can hold a password."""
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+
+
+def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, str]:
+    """The variables of `full` that a grader gets; `offline`: a built-in one that only computes."""
+
+    def allowed(name: str) -> bool:
+        if name in ALLOWED or (name.startswith(ALLOWED_PREFIXES) and not name.endswith("TOKEN")):
+            return True
+        return not offline and (name.upper() in NETWORK or name in extra)
+
+    extra = {name.strip() for name in full.get(EXTRA, "").split(",")}
+    kept = {name: value for name, value in full.items() if allowed(name)}
+    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def leave_network() -> bool:
+    """Moves this process, which must have one thread, into an empty network namespace; False where not permitted.
+
+    A user namespace of its own makes that possible without privileges, on kernels and in containers that allow it.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
+        return bool(libc.unshare(CLONE_NEWNET) == 0)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with contextlib.suppress(OSError):  # without its names the process still has its rights
+            Path("/proc/self", name).write_text(text)
+    return True
