@@ -8,7 +8,8 @@ Invariants
 1. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
    has lost the end token but keeps a matched stop string.
 2. Each id has a finite log-prob, and all of them one weight version.
-3. Only what can succeed is tried again: connection errors, 408, 429, 502, 503, 504; a 500 once; no other 4xx ever.
+3. Only what can succeed is tried again: connection errors, 408, 429, 502, 503, 504; a 500 once; no other 4xx ever. Each
+   try has an id of its own, because an engine refuses one that it is still working on; the try before is aborted.
 4. Nothing is sent that the engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
    0.5.16 scheduler, and sglang-router 0.3.2 drops sampling parameters that it does not know.
 """
@@ -35,6 +36,8 @@ from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
 logger = logging.getLogger(__name__)
 
 RETRY_STATUSES = frozenset({408, 429, 502, 503, 504})
+MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
+"""The router gave up on an engine that may still work on the request."""
 MAX_TRIES = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 ABORT_TIMEOUT_S = 10.0
@@ -132,9 +135,8 @@ class EngineClient:
         """
         self._check_request(input_ids, sampling_params)
         scope = REQUEST_SCOPE.get()
-        rid = uuid.uuid4().hex
         payload = {
-            "rid": rid,
+            "rid": uuid.uuid4().hex,
             "input_ids": list(input_ids),
             "sampling_params": {**sampling_params, "no_stop_trim": False},
             "return_logprob": True,
@@ -144,21 +146,17 @@ class EngineClient:
             if scope is not None:
                 if scope.aborted:
                     return NEVER_SENT
-                scope.rids.add(rid)
             try:
                 async with asyncio.timeout(self._request_timeout_s):
                     answer = await self._post_with_retries(payload, headers, scope)
             except TimeoutError as expiry:
-                self._abort_later([rid])
+                self._abort_later([payload["rid"]])
                 raise DeadlineExceeded.waiting(
-                    owner=f"request {rid}", for_what=f"{self.base_url}/generate", limit_s=self._request_timeout_s
+                    owner=f"request {payload['rid']}", for_what=f"{self.base_url}/generate", limit_s=self._request_timeout_s
                 ) from expiry
             except asyncio.CancelledError:
-                self._abort_later([rid])
+                self._abort_later([payload["rid"]])
                 raise
-            finally:
-                if scope is not None:
-                    scope.rids.discard(rid)
         return NEVER_SENT if answer is None else parse_generation(answer)
 
     async def abort_scope(self, scope: RequestScope) -> None:
@@ -206,7 +204,7 @@ class EngineClient:
     async def _post_with_retries(
         self, payload: dict[str, Any], headers: dict[str, str], scope: RequestScope | None
     ) -> dict[str, Any] | None:
-        """The engine's answer; None if the scope was aborted between two tries."""
+        """The engine's answer; None if the scope was aborted between two tries. `payload["rid"]` is the try's."""
         pause_s, problem = FIRST_PAUSE_S, "no try"
         for attempt in range(MAX_TRIES):
             if attempt:
@@ -214,19 +212,20 @@ class EngineClient:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 if scope is not None and scope.aborted:
                     return None
+                payload["rid"] = uuid.uuid4().hex
             try:
-                async with self._get_session().post(
-                    f"{self.base_url}/generate", json=payload, headers=headers
-                ) as response:
-                    body = await response.read()
-                    status = response.status
+                status, body = await self._post(payload, headers, scope)
             except aiohttp.ClientError as broken:
                 problem = f"{type(broken).__name__}: {broken}"
+                if not isinstance(broken, aiohttp.ClientConnectorError):
+                    self._abort_later([payload["rid"]])  # it may have reached the engine
                 continue
             text = body[:300].decode(errors="replace")
             if status == 200:
                 return _decode(body)
             problem = f"HTTP {status}: {text}"
+            if status in MAY_RUN_STATUSES:
+                self._abort_later([payload["rid"]])
             if status == 500 and attempt > 0:
                 break
             if status not in RETRY_STATUSES and status != 500:
@@ -234,6 +233,22 @@ class EngineClient:
                     f"{self.base_url}/generate refused a request of {len(payload['input_ids'])} ids: {problem}"
                 )
         raise EngineError(f"{self.base_url}/generate failed after {attempt + 1} tries; the last one said: {problem}")
+
+    async def _post(
+        self, payload: Mapping[str, Any], headers: Mapping[str, str], scope: RequestScope | None
+    ) -> tuple[int, bytes]:
+        """One try: status and body. The scope can abort it while it lasts."""
+        rid = payload["rid"]
+        if scope is not None:
+            scope.rids.add(rid)
+        try:
+            async with self._get_session().post(
+                f"{self.base_url}/generate", json=payload, headers=headers
+            ) as response:
+                return response.status, await response.read()
+        finally:
+            if scope is not None:
+                scope.rids.discard(rid)
 
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -46,6 +46,15 @@ def test_what_can_succeed_is_tried_again(fault: Any) -> None:
     assert len(engine.requests) == 2
 
 
+@pytest.mark.parametrize(("fault", "aborts"), [("drop", 1), (502, 1), (503, 0)])
+def test_a_second_try_has_its_own_id_and_the_first_is_aborted(fault: Any, aborts: int) -> None:
+    engine = FakeEngine()
+    engine.faults.extend([fault])
+    ask(engine)
+    first, second = (request["rid"] for request in engine.requests)
+    assert first != second and engine.aborted == [first] * aborts
+
+
 @pytest.mark.parametrize("status", [400, 404, 422])
 def test_a_refusal_is_never_retried(status: int) -> None:
     engine = FakeEngine()
