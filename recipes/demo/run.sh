@@ -20,14 +20,14 @@ RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
   --prompt-data assets/demo/train.jsonl --input-key prompt --label-key label --metadata-key metadata \
   --apply-chat-template --rollout-shuffle \
   --num-rollout 6 --rollout-batch-size 8 --n-samples-per-prompt 8 \
-  --rollout-max-response-len 12 --rollout-temperature 1.0 \
+  --rollout-max-response-len 12 --rollout-temperature 0.7 \
   \
   --eval-prompt-data sums assets/demo/eval.jsonl \
   --eval-interval 6 --eval-temperature 0 --eval-max-response-len 12 \
   \
   --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
   --advantage-estimator grpo --eps-clip 0.2 \
-  --lr 5e-5 --lr-decay-style linear --min-lr 1e-5 --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
+  --lr 5e-5 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
   "$DTYPE" \
   "$@"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,11 @@ def test_held_out_problems_are_held_out(demo_files: tuple[Path, Path]) -> None:
     assert len(held_out) == task.NUM_HELD_OUT >= 200
     assert len(train) == len(read(demo_files[0])) >= task.MIN_TRAIN, "a question repeats, or a run would repeat prompts"
     assert not train & held_out
+    asked = [
+        {tuple(sorted(re.findall(r"\d+", row["prompt"][0]["content"]))) for row in read(path)}  # type: ignore[index]
+        for path in demo_files
+    ]
+    assert not asked[0] & asked[1], "a held-out sum is trained on with its terms swapped or in another phrasing"
 
 
 def test_the_same_seed_gives_the_same_files(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
