@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slime.core.errors import ConfigError
+from slime.config.data_files import count_rows
 from slime.core.ids import new_run_id
 
 
@@ -71,8 +70,8 @@ def _placement(draft: Draft) -> None:
         why = "on a CPU there is no device memory to hand over"
     draft.derive("offload_train", both, why)
     draft.derive("offload_rollout", both, why)
-    run_id = new_run_id()
-    draft.derive("run_dir", f"runs/{run_id}", "a new run id")
+    draft.derive("run_id", new_run_id(), "time and a random number")
+    draft.derive("run_dir", f"runs/{v['run_id']}", "the run id")
 
 
 def _batches(draft: Draft) -> None:
@@ -89,6 +88,9 @@ def _batches(draft: Draft) -> None:
     draft.derive("eps_clip_high", v["eps_clip"], "eps_clip")
     if v["n_samples_per_prompt"] == 1 and v["advantage_estimator"] == "grpo":
         draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+    if v["custom_reward_post_process_path"]:
+        why = "--custom-reward-post-process-path returns the rewards to train on"
+        draft.derive("rewards_normalization", False, why)
     if v["load_debug_rollout_data"]:
         draft.derive("debug_train_only", True, "--load-debug-rollout-data replays rollouts")
 
@@ -106,32 +108,6 @@ def _sft(draft: Draft) -> None:
     draft.derive("compute_advantages_and_returns", False, why)
     if v["eval_prompt_data"] is None:
         draft.derive("debug_train_only", True, "supervised fine-tuning without evaluation needs no engine")
-
-
-_SLICE = re.compile(r"^(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?$")
-
-
-def split_slice(path: str) -> tuple[str, slice]:
-    """`file@[a:b]` as (file, slice(a, b)); without a suffix the whole file."""
-    match = _SLICE.match(path)
-    assert match is not None, f"the pattern matches everything, also {path!r}"
-    start, stop = match["start"], match["stop"]
-    return match["path"], slice(int(start) if start else None, int(stop) if stop else None)
-
-
-def count_rows(path: str) -> int:
-    """Rows of a jsonl or parquet file with an optional `@[a:b]`, before any filter. Raises `ConfigError`."""
-    file, rows = split_slice(path)
-    if not Path(file).is_file():
-        raise ConfigError(f"got --prompt-data {file}, which does not exist; give a .jsonl or .parquet file")
-    if file.endswith(".parquet"):
-        import pyarrow.parquet as parquet
-
-        total = int(parquet.read_metadata(file).num_rows)
-    else:
-        with open(file, "rb") as lines:
-            total = sum(1 for line in lines if line.strip())
-    return len(range(*rows.indices(total)))
 
 
 def _length(draft: Draft) -> None:
@@ -178,9 +154,9 @@ def _weight_sync(draft: Draft) -> None:
     transport = v["update_weight_transport"]
     if transport in (None, "auto"):
         draft.given.discard("update_weight_transport")
-        one_host = v["colocate"] or v["actor_num_nodes"] == 1
-        why = "trainer and engines are on one host" if one_host else "training spans several hosts"
-        draft.derive("update_weight_transport", "tensor" if one_host else "distributed", why)
+        separate = v["device"] == "cuda" and not v["colocate"]
+        why = "trainer and engines have GPUs of their own" if separate else "trainer and engines share memory"
+        draft.derive("update_weight_transport", "distributed" if separate else "tensor", why)
     elif transport == "nccl":
         v["update_weight_transport"] = "distributed"
         draft.origins["update_weight_transport"] += " (nccl is an alias of distributed)"
@@ -190,15 +166,20 @@ def _weight_sync(draft: Draft) -> None:
 
 def _checkpoint(draft: Draft) -> None:
     v = draft.values
-    if v["load"] and v["load"] == v["save"] and not _has_checkpoint(v["load"]):
+    same = v["load"] and v["save"] and Path(v["load"]).resolve() == Path(v["save"]).resolve()
+    if same and not has_checkpoint(v["load"]):
         v["load"] = None
         draft.origins["load"] = "derived: --load is --save and holds no checkpoint yet; starting from --hf-checkpoint"
     if v["ref_load"] is None and v["use_kl_loss"]:
         draft.derive("ref_load", v["hf_checkpoint"], "a KL loss needs a reference: the initial weights")
 
 
-def _has_checkpoint(folder: str) -> bool:
-    return Path(folder).is_dir() and any(Path(folder).iterdir())
+def has_checkpoint(folder: str) -> bool:
+    """Whether a folder is a checkpoint or holds one, by the names that the trainer gives them."""
+    root = Path(folder)
+    return any((root / name).is_file() for name in ("manifest.json", "latest.json")) or any(
+        root.glob("step_*/manifest.json")
+    )
 
 
 DERIVATIONS: tuple[Callable[[Draft], None], ...] = (

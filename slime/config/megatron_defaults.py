@@ -22,7 +22,26 @@ FIXED: dict[str, tuple[Any, str]] = {
     "perform_initialization": (False, "weights come from the checkpoint"),
     "use_cpu_initialization": (False, "weights come from the checkpoint"),
     "overlap_param_gather": (False, "the weight sync reads weights between steps"),
-}
+    "overlap_param_gather_with_optimizer_step": (False, "the weight sync reads weights between steps"),
+    "align_param_gather": (False, "there are no pipeline stages and no overlapped gathers"),
+    "num_distributed_optimizer_instances": (1, "checkpoints hold one shard per data-parallel rank"),
+    "check_for_nan_in_grad": (False, "the trainer checks every gradient itself, on all ranks at once"),
+    "check_for_large_grads": (False, "the trainer checks every gradient itself, on all ranks at once"),
+    "reduce_scatter_with_fp32_accumulation": (False, "gradients are float32 already"),
+    "delay_wgrad_compute": (False, "needs Transformer Engine"),
+    "fp8_param_gather": (False, "weights are not fp8"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are not fp8"),
+    "keep_fp8_transpose_cache": (False, "weights are not fp8"),
+    "nccl_ub": (False, "registered buffers cannot be offloaded"),
+    "disable_symmetric_registration": (False, "goes with nccl_ub"),
+    **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer", "fsdp_manual_registration"),
+                    (False, "the trainer shards by the distributed optimizer, not by FSDP")),
+    "data_parallel_sharding_strategy": ("no_shard", "a setting of FSDP"),
+    "outer_dp_sharding_strategy": ("no_shard", "a setting of FSDP"),
+    "gradient_reduce_div_fusion": (True, "a setting of FSDP"),
+    "preserve_fp32_weights": (True, "a setting of FSDP"),
+    "suggested_communication_unit_size": (None, "a setting of FSDP"),
+}  # fmt: skip
 """What the trainer of this release cannot do otherwise. A flag that says so is refused; the trainer reads it here."""
 
 SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from slime.config.args import Args
-from slime.config.derive import split_slice
+from slime.config.data_files import split_slice
 from slime.config.graders import base_type
 from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule
 from slime.core.errors import ConfigError
@@ -39,9 +37,9 @@ def rewards_are_defined(args: Args) -> str | None:
 def _rows_may_name_graders(args: Args) -> bool:
     """A row's metadata may carry its own rm_type; the first row tells."""
     path, _ = split_slice(args.prompt_data or "")
-    if not path.endswith(".jsonl") or not Path(path).is_file():
+    if path.suffix != ".jsonl" or not path.is_file():
         return True
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         return '"rm_type"' in lines.readline()
 
 

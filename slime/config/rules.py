@@ -1,12 +1,12 @@
-"""The rules of `validation`, in the order in which they are reported; those of rewards follow in `reward_rules`."""
+"""The rules of `validation`, in the order in which they are reported; those of the algorithm, of files and
+of rewards have modules of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from slime.config.args import Args
-from slime.config.derive import SFT_ROLLOUT, split_slice
+from slime.config.derive import SFT_ROLLOUT
 from slime.config.megatron_defaults import FIXED
 
 Rule = Callable[[Args], "str | None"]
@@ -94,7 +94,7 @@ def tensor_parallel_divides_heads(args: Args) -> str | None:
     """A rank holds whole heads."""
     m = args.megatron
     tp = max(m["tensor_model_parallel_size"], 1)
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if m[name] % tp:
             return (f"got tensor_model_parallel_size {tp}, which does not divide {name} {m[name]} of the checkpoint; "
                     "choose a divisor")  # fmt: skip
@@ -150,28 +150,9 @@ def fixed_settings_are_left_alone(args: Args) -> str | None:
 
 
 @rule
-def temperature_is_positive(args: Args) -> str | None:
-    """Greedy samples have no log-prob to learn from."""
-    if args.rollout_temperature > 0:
-        return None
-    return (f"got rollout_temperature {args.rollout_temperature}: greedy samples of a prompt are all equal and their "
-            "log-probs divide by zero; give a value > 0 (--eval-temperature 0 is fine)")  # fmt: skip
-
-
-@rule
 def eval_temperature_is_not_negative(args: Args) -> str | None:
     """Zero is greedy, less is nothing."""
     return None if args.eval_temperature >= 0 else f"got eval_temperature {args.eval_temperature}; 0 is greedy"
-
-
-@rule
-def sampled_distribution_is_trained(args: Args) -> str | None:
-    """The log-prob of a token is that of the distribution it was sampled from."""
-    if args.loss_type == "sft_loss" or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
-        return None
-    return (f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: tokens would be sampled "
-            "from a cut distribution, while the trainer's log-probs are over the whole vocabulary; "
-            "leave them at 1.0 and -1 (evaluation may use others)")  # fmt: skip
 
 
 @rule
@@ -193,12 +174,32 @@ def offload_needs_colocate(args: Args) -> str | None:
 
 
 @rule
-def tensor_transport_stays_on_one_host(args: Args) -> str | None:
-    """Shared memory and CUDA IPC end at the host."""
-    if args.update_weight_transport != "tensor" or args.actor_num_nodes == 1 or args.debug_train_only:
+def one_host(args: Args) -> str | None:
+    """Engines and router listen on loopback."""
+    if args.actor_num_nodes <= 1:
         return None
-    return (f"got --update-weight-transport tensor with {args.actor_num_nodes} nodes, but it works on one host only; "
-            "use distributed or disk")  # fmt: skip
+    return (f"got actor_num_nodes {args.actor_num_nodes}; in this release engines and router listen on loopback, so a "
+            "run lives on one host: use --actor-num-gpus-per-node")  # fmt: skip
+
+
+@rule
+def engines_of_one_gpu(args: Args) -> str | None:
+    """An engine actor holds one GPU."""
+    each = args.rollout_num_gpus_per_engine
+    if args.device != "cuda" or args.debug_train_only or each <= 1:
+        return None
+    return (f"got rollout_num_gpus_per_engine {each}; this release starts engines of one GPU: leave it at 1 and give "
+            f"--rollout-num-gpus {each} for as many engines")  # fmt: skip
+
+
+@rule
+def tensor_transport_needs_shared_gpus(args: Args) -> str | None:
+    """CUDA IPC hands a tensor over on the GPU that holds it."""
+    separate = args.device == "cuda" and not args.colocate and not args.debug_train_only and not args.debug_rollout_only
+    if args.update_weight_transport != "tensor" or not separate:
+        return None
+    return ("got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own GPU, "
+            "where no engine is; use distributed or disk")  # fmt: skip
 
 
 @rule
@@ -212,42 +213,13 @@ def nccl_needs_separate_gpus(args: Args) -> str | None:
 
 
 @rule
-def kl_coef_is_applied(args: Args) -> str | None:
-    """No estimator of this release puts the KL into the reward."""
-    if args.kl_coef == 0:
+def template_arguments_are_used(args: Args) -> str | None:
+    """Arguments of a template that is not applied."""
+    renders = args.apply_chat_template or args.loss_type == "sft_loss" or args.rollout_function_path == SFT_ROLLOUT
+    if renders or not args.apply_chat_template_kwargs:
         return None
-    return (f"got kl_coef {args.kl_coef} with advantage_estimator {args.advantage_estimator}, which ignores it; "
-            "use --use-kl-loss --kl-loss-coef")  # fmt: skip
-
-
-@rule
-def kl_loss_is_complete(args: Args) -> str | None:
-    """The switch and its weight come together."""
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        return f"got kl_loss_coef {args.kl_loss_coef} without --use-kl-loss, so it would be ignored; add the switch"
-    if args.ref_load and not args.use_kl_loss:
-        return f"got ref_load {args.ref_load} without --use-kl-loss, so no reference is used; add the switch or drop it"
-    return None
-
-
-@rule
-def clip_is_sane(args: Args) -> str | None:
-    """Bounds of the ratio."""
-    if not 0 < args.eps_clip < 1 or args.eps_clip_high <= 0:
-        return f"got eps_clip {args.eps_clip}, eps_clip_high {args.eps_clip_high}; give 0 < eps_clip < 1, high > 0"
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        return f"got eps_clip_c {args.eps_clip_c}; the dual clip bound must be > 1 (arXiv:1912.09729)"
-    return None
-
-
-@rule
-def corrections_are_compatible(args: Args) -> str | None:
-    """With the engine's log-probs as old policy the correction weight is one."""
-    if args.use_tis and args.use_rollout_logprobs:
-        return "got --use-tis with --use-rollout-logprobs, which makes every weight 1; give one of them"
-    if args.use_tis and not 0 <= args.tis_clip_low <= args.tis_clip:
-        return f"got tis_clip_low {args.tis_clip_low} and tis_clip {args.tis_clip}; give 0 <= low <= high"
-    return None
+    return (f"got apply_chat_template_kwargs {args.apply_chat_template_kwargs} without --apply-chat-template, so they "
+            "would be ignored; add the switch")  # fmt: skip
 
 
 @rule
@@ -279,39 +251,8 @@ def evaluation_has_data(args: Args) -> str | None:
         return f"got eval_interval {args.eval_interval} without --eval-prompt-data; give NAME FILE pairs"
     if args.num_rollout == 0 and data is None and args.eval_function_path is None:
         return "got num_rollout 0, which only evaluates, without --eval-prompt-data; give NAME FILE pairs"
-    return None
-
-
-@rule
-def saving_has_a_place(args: Args) -> str | None:
-    """Checkpoints go somewhere."""
-    if args.save_interval is None or args.save is not None or args.save_hf is not None:
-        return None
-    return f"got save_interval {args.save_interval} without --save or --save-hf; say where to"
-
-
-@rule
-def prompts_exist(args: Args) -> str | None:
-    """Something to generate from."""
-    if args.prompt_data is not None or args.num_rollout == 0 or args.data_source_path or args.load_debug_rollout_data:
-        return None
-    if args.rollout_function_path not in (RULE_DEFAULT_ROLLOUT, SFT_ROLLOUT):
-        return None
-    return "got no --prompt-data; give a .jsonl or .parquet file, or --data-source-path"
-
-
-@rule
-def files_exist(args: Args) -> str | None:
-    """Files are there, and readable formats."""
-    files = [] if args.prompt_data is None else [("prompt_data", args.prompt_data)]
-    files += [("eval_prompt_data", f) for f in (args.eval_prompt_data or ())[1::2]]
-    for name, spec in files:
-        path, _ = split_slice(spec)
-        if not Path(path).is_file():
-            return f"got {name} {path}, which does not exist; give a .jsonl or .parquet file"
-    for name, folder in (("load", args.load), ("ref_load", args.ref_load)):
-        if folder is not None and not Path(folder).is_dir():
-            return f"got {name} {folder}, which is no folder; give an existing one"
+    if data is not None and args.eval_interval is None and args.num_rollout != 0:
+        return "got --eval-prompt-data without --eval-interval, so it would never be evaluated; give an interval"
     return None
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from slime.config.algorithm_rules import ALGORITHM_RULES
 from slime.config.args import Args
+from slime.config.file_rules import FILE_RULES
 from slime.config.reward_rules import REWARD_RULES
 from slime.config.rules import RULES, async_rules, sync_rules
 from slime.core.errors import ConfigError
@@ -34,9 +36,13 @@ def check_required(values: Mapping[str, Any]) -> None:
 def validate(args: Args, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
     """Raises one `ConfigError` with `problems` and the message of every broken rule."""
     found = list(problems)
-    for rule in (*RULES, *REWARD_RULES, *(sync_rules() if synchronous else async_rules())):
-        message = rule(args)
-        if message is not None:
+    rules = (*RULES, *ALGORITHM_RULES, *FILE_RULES, *REWARD_RULES)
+    for rule in (*rules, *(sync_rules() if synchronous else async_rules())):
+        try:
+            message = rule(args)
+        except ConfigError as error:  # of a value that several rules read: told once
+            message = str(error)
+        if message is not None and message not in found:
             found.append(message)
     if len(found) == 1:
         raise ConfigError(found[0])

@@ -26,8 +26,9 @@ class AlgorithmArgs:
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: float = 0.0
     """Weight of the KL loss."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
-    """KL estimator (http://joschu.net/blog/kl-approx.html); low_var_kl is k3 clamped."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    """KL estimator (http://joschu.net/blog/kl-approx.html); low_var_kl is k3 clamped. k1 is for watching only
+    (--kl-loss-coef 0): as a loss its expected gradient is zero."""
     kl_coef: float = 0.0
     """KL in the reward; only estimators that apply it accept it."""
     entropy_coef: float = 0.0
@@ -39,7 +40,8 @@ class AlgorithmArgs:
     grpo_std_normalization: bool = opt(True, off_names=("--disable-grpo-std-normalization",))
     """Divide group rewards by their standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
     rewards_normalization: bool = opt(True, off_names=("--disable-rewards-normalization",))
-    """Subtract the group's mean reward."""
+    """Subtract the group's mean reward. Off with --custom-reward-post-process-path, whose rewards are trained as they
+    are."""
     calculate_per_token_loss: bool = False
     """Average the loss over tokens of the step instead of over executions."""
     use_rollout_logprobs: bool = False

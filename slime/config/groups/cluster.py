@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config.fields import derived, opt
+from slime.config.fields import derived, internal, opt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +13,8 @@ class ClusterArgs:
 
     device: str = derived(choices=("auto", "cpu", "cuda"))
     """Where training and inference compute; auto means cuda if this machine has an NVIDIA device, else cpu."""
+    run_id: str = internal()
+    """Id of this start of the run: names its processes, temporary files and, without --run-dir, its folder."""
     run_dir: str = derived()
     """Folder of this run: resolved settings, metrics, logs, report. Default runs/<run id>."""
     actor_num_nodes: int = 1

@@ -26,7 +26,7 @@ class HookArgs:
     rollout_all_samples_process_path: str | None = None
     """Sees everything generated in a step, dropped groups too: fn(args, all_groups, data_source)."""
     custom_reward_post_process_path: str | None = None
-    """Rewards to train on: fn(args, samples) -> (raw_rewards, rewards)."""
+    """Rewards to train on, in place of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
     """Replaces the conversion of samples to training data: fn(args, samples)."""
     custom_rollout_log_function_path: str | None = None

@@ -12,8 +12,8 @@ class WeightSyncArgs:
     """Weight sync. Every sync is verified; there is no switch for that."""
 
     update_weight_transport: str = derived(choices=("auto", "tensor", "distributed", "nccl", "disk"))
-    """tensor: same host; distributed (alias nccl): a process group, gloo or NCCL;
-    disk: a shared folder. auto: tensor on one host, else distributed."""
+    """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;
+    disk: a shared folder. auto: distributed on cuda without --colocate, else tensor."""
     update_weight_disk_dir: str | None = derived()
     """Folder for the disk transport. Default: <run_dir>/weights."""
     update_weight_disk_keep_files: bool = False

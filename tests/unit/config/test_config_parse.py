@@ -213,6 +213,18 @@ def test_num_epoch_counts_the_rows_of_the_slice(base: list[str]) -> None:
     assert parse_args([*words, "--num-epoch", "2"]).num_rollout == 4
 
 
+def test_num_epoch_counts_the_rows_of_a_compressed_file(base: list[str], tmp_path: Path) -> None:
+    import zstandard
+
+    data = tmp_path / "data.jsonl.zst"
+    data.write_bytes(zstandard.compress(b'{"input": "1+1"}\n\n' * 10))
+    words = [w for w in base if w not in ("--num-rollout", "3")]
+    words[3] = f"{data}@[1:-1]"
+    assert parse_args([*words, "--num-epoch", "2"]).num_rollout == 4
+    data.write_bytes(b"no zstd")
+    assert "cannot be read" in refused([*words, "--num-epoch", "2"])
+
+
 def test_sft_needs_no_engine(base: list[str]) -> None:
     args = parse_args([*base, "--loss-type", "sft_loss"])
     assert args.debug_train_only and args.rollout_function_path == "slime.rollout.sft.generate_rollout"
@@ -222,7 +234,102 @@ def test_sft_needs_no_engine(base: list[str]) -> None:
 def test_loading_from_the_empty_save_folder_is_a_fresh_start(base: list[str], tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     assert parse_args([*base, "--load", folder, "--save", folder]).load is None
-    assert "no folder" in refused([*base, "--load", folder])
+    (tmp_path / "ckpt" / ".writing_step_000000").mkdir(parents=True)
+    assert parse_args([*base, "--load", folder + "/", "--save", folder]).load is None, "a crash before the first save"
+
+
+def test_a_run_that_is_to_continue_does_not_start_anew(base: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    load = [*base, "--load", str(folder)]
+    assert "no folder" in refused(load)
+    folder.mkdir()
+    assert "holds no checkpoint" in refused(load)
+    (folder / "step_000004").mkdir()
+    (folder / "step_000004" / "manifest.json").write_text("{}")
+    assert parse_args(load).load == str(folder)
+    assert parse_args([*base, "--load", str(folder / "step_000004")]).load is not None
+    assert "--finetune" in refused([*load, "--start-rollout-id", "1"])
+    assert parse_args([*load, "--start-rollout-id", "1", "--finetune"]).start_rollout_id == 1
+
+
+@pytest.mark.parametrize(
+    ("export", "said"),
+    [
+        ("model", "hf_checkpoint"),
+        ("other/../model/", "hf_checkpoint"),
+        ("link", "hf_checkpoint"),
+        ("ckpt", "save"),
+        ("ckpt/step_{rollout_id:06d}", "save"),
+        ("{rollout_id}", "the data"),
+        ("7", "the data"),
+        (".", "hf_checkpoint"),
+        ("run", "run_dir"),
+        ("/", "hf_checkpoint"),
+    ],
+)
+def test_an_export_deletes_nothing(base: list[str], tmp_path: Path, export: str, said: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "7").mkdir()
+    data = tmp_path / "7" / "more.jsonl"
+    data.write_text('{"input": "1+1"}\n')
+    words = [*base, "--save", str(tmp_path / "ckpt"), "--prompt-data", str(data)]
+    message = refused([*words, "--save-hf", f"{tmp_path}/{export}" if export != "/" else "/"])
+    assert "would be deleted" in message and f"holds {said} " in message
+
+
+@pytest.mark.parametrize(
+    "export", ["hf", "hf/{rollout_id}", "model/export", "run/hf_{rollout_id}", "model-{rollout_id}"]
+)
+def test_an_export_has_a_folder_of_its_own(base: list[str], tmp_path: Path, export: str) -> None:
+    words = [*base, "--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
+    assert parse_args([*words, "--save-hf", str(tmp_path / export)]).save_hf == str(tmp_path / export)
+
+
+def test_evaluation_data_is_evaluated(base: list[str]) -> None:
+    data = ["--eval-prompt-data", "a", base[3]]
+    assert "--eval-interval" in refused([*base, *data])
+    assert parse_args([*base, *data, "--num-rollout", "0"]).eval_interval is None
+
+
+def test_one_sample_per_prompt_learns_where_its_reward_is_not_normalised(base: list[str]) -> None:
+    one = [*base, "--n-samples-per-prompt", "1"]
+    for more in (["--disable-rewards-normalization"], ["--loss-type", "sft_loss"], ["--debug-rollout-only"]):
+        parse_args([*one, *more])
+
+
+def test_a_hook_for_rewards_replaces_their_normalisation(base: list[str]) -> None:
+    args = parse_args([*base, "--custom-reward-post-process-path", "a.b"])
+    assert args.rewards_normalization is False
+    assert "custom-reward-post-process-path" in args.origins["rewards_normalization"]
+
+
+def test_weights_cross_to_other_gpus_by_a_process_group(base: list[str]) -> None:
+    def transport(*more: str) -> str:
+        return parse_args([*base, *more]).update_weight_transport
+
+    assert transport("--device", "cpu") == transport("--device", "cuda", "--colocate") == "tensor"
+    assert transport("--device", "cuda") == "distributed"
+
+
+def test_a_kl_loss_holds_to_the_reference(base: list[str]) -> None:
+    assert parse_args([*base, "--use-kl-loss", "--kl-loss-coef", "0.1"]).kl_loss_type == "low_var_kl"
+    assert parse_args([*base, "--use-kl-loss", "--kl-loss-type", "k1"]).kl_loss_coef == 0
+
+
+def test_a_vocabulary_is_padded_to_the_ranks(base: list[str]) -> None:
+    """The trainer pads it; only what cannot be padded has to divide."""
+    config = Path(base[1]) / "config.json"
+    config.write_text(json.dumps(QWEN3 | {"vocab_size": 255}))
+    assert parse_args([*base, "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]).vocab_size == 255
+
+
+def test_one_run_has_one_id(base: list[str]) -> None:
+    first, second = parse_args(base), parse_args(base)
+    assert first.run_id != second.run_id
+    words = [w for w in base if w != "--run-dir" and w != base[5]]
+    args = parse_args(words)
+    assert args.run_dir == f"runs/{args.run_id}"
+    assert "unknown flag --run-id" in refused([*base, "--run-id", "mine"])
 
 
 REFUSALS = [
@@ -237,7 +344,16 @@ REFUSALS = [
     ("--fp16 --bf16", "one of them"),
     ("--rollout-temperature 0", "value > 0"),
     ("--rollout-top-p 0.9", "whole vocabulary"),
-    ("--update-weight-transport tensor --actor-num-nodes 2", "one host"),
+    ("--actor-num-nodes 2", "loopback"),
+    ("--device cuda --update-weight-transport tensor", "without --colocate"),
+    ("--device cuda --rollout-num-gpus-per-engine 2", "engines of one GPU"),
+    ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient is zero"),
+    ("--n-samples-per-prompt 1", "every advantage is zero"),
+    ("--custom-reward-post-process-path a.b --rewards-normalization", "once more"),
+    ('--apply-chat-template-kwargs {"a":1}', "without --apply-chat-template"),
+    ("--start-rollout-id -1", "count from 0"),
+    ("--prompt-data data.jsonl@[1:2:3]", "@[start:stop]"),
+    ("--save-hf {step}", "only {rollout_id} is known"),
     ("--kl-coef 0.1", "ignores it"),
     ("--kl-loss-coef 0.1", "without --use-kl-loss"),
     ("--use-tis --use-rollout-logprobs", "every weight 1"),

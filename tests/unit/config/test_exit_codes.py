@@ -20,7 +20,7 @@ def command_line(tiny_qwen3: Path, tmp_path: Path) -> list[str]:
     (run_dir / "logs").mkdir(parents=True)
     return [
         *("--hf-checkpoint", str(tiny_qwen3), "--run-dir", str(run_dir), "--rollout-batch-size", "2"),
-        *("--num-rollout", "1", "--data-source-path", "a.b", "--rm-type", "math"),
+        *("--num-rollout", "1", "--n-samples-per-prompt", "2", "--data-source-path", "a.b", "--rm-type", "math"),
     ]
 
 
