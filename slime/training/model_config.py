@@ -64,18 +64,16 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
 
 def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
     """Gradients are summed in float32 over the data-parallel ranks, sharded for the distributed optimizer."""
-    return DistributedDataParallelConfig(
-        **fixed(DistributedDataParallelConfig),
-        overlap_grad_reduce=bool(megatron.get("overlap_grad_reduce")),
-        bucket_size=megatron.get("bucket_size"),
-    )
+    values = config_kwargs(DistributedDataParallelConfig, megatron)
+    values.update(fixed(DistributedDataParallelConfig))
+    return DistributedDataParallelConfig(**values)
 
 
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
     """Adam with decoupled weight decay, float32 master weights and moments, sharded over the data-parallel ranks."""
     dtype = training_dtype(megatron)
     values = config_kwargs(OptimizerConfig, megatron)
-    for name in ("timers", "overlap_param_gather_with_optimizer_step", "params_dtype"):
+    for name in ("timers", "params_dtype"):
         values.pop(name, None)
     values.update(
         fixed(OptimizerConfig),

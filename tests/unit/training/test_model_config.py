@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def resolve(tiny_qwen3: Path, tmp_path: Path) -> Any:
     prompts.write_text('{"input": "1"}\n')
 
     def parse(*flags: str) -> Args:
-        base = ["--rm-type", "math", "--rollout-batch-size", "2", "--num-rollout", "5"]
+        base = ["--rm-type", "math", "--rollout-batch-size", "2", "--num-rollout", "5", "--n-samples-per-prompt", "2"]
         return parse_args(["--hf-checkpoint", str(tiny_qwen3), "--prompt-data", str(prompts), *base, *flags])
 
     return parse
@@ -43,6 +44,34 @@ def test_what_the_trainer_fixes_is_read_from_the_list_that_flags_are_checked_aga
     assert reached == set(FIXED), "a fixed setting that no configuration object takes fixes nothing"
     for config, made in built.items():
         assert all(getattr(made, name) == value for name, value in fixed(config).items()), config
+
+
+def test_what_is_said_of_data_parallelism_arrives(resolve: Any) -> None:
+    said = ("--overlap-grad-reduce", "--ddp-bucket-size", "5000", "--ddp-pad-buckets-for-high-nccl-busbw")
+    made = ddp_config(resolve(*said).megatron)
+    assert (made.overlap_grad_reduce, made.bucket_size, made.pad_buckets_for_high_nccl_busbw) == (True, 5000, True)
+    assert made.grad_reduce_in_fp32 and made.use_distributed_optimizer, "what is fixed stays"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-megatron-fsdp",
+        "--nccl-ub",
+        "--num-distributed-optimizer-instances 2",
+        "--check-for-nan-in-loss-and-grad",
+        "--data-parallel-sharding-strategy optim",
+    ],
+)
+def test_what_the_data_parallel_wrapper_cannot_do_here_is_refused(resolve: Any, flags: str) -> None:
+    with pytest.raises(ConfigError, match="drop the flag"):
+        resolve(*flags.split())
+
+
+def test_every_setting_of_data_parallelism_is_passed_on_or_fixed() -> None:
+    """Law 9: none is accepted and ignored; a new one of Megatron's is decided upon."""
+    names = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    assert names - set(FIXED) == {"overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw"}
 
 
 def test_the_shape_is_that_of_the_settings(resolve: Any, tiny_qwen3: Path) -> None:
