@@ -50,7 +50,7 @@ def log_longest(args: Any, all_groups: list[list[Sample]], data_source: Any) -> 
 
 
 def clip_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """`--custom-reward-post-process-path`: raw rewards, and those to train on; normalisation follows in the trainer."""
+    """`--custom-reward-post-process-path`: raw rewards, and those to train on as they are (no normalisation)."""
     raw = [s.get_reward_value(args.reward_key) or 0.0 for s in samples]
     return raw, [max(-1.0, min(1.0, r)) for r in raw]
 
