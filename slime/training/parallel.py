@@ -4,9 +4,10 @@ deadline.
 
 from __future__ import annotations
 
-import datetime
 import random
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slime.core.errors import ConfigError
+from slime.weights.rendezvous import join_store, keep_gloo_on, listen_on, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +41,31 @@ def init_process_groups(
     master_port: int,
     tp_size: int,
     timeout_s: float,
+    listener: socket.socket | None = None,
 ) -> ParallelInfo:
     """Joins the world and cuts it: neighbouring ranks share a model (TP), the rest is data parallel.
 
-    Every collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not fit.
+    Rank 0 opens the store on `master_address` alone: on `listener` if it holds that port already, else on
+    `master_port`. Every collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not
+    fit.
     """
     if world_size % tp_size:
         raise ConfigError(
             f"got --tensor-model-parallel-size {tp_size} and {world_size} training ranks; it must divide them"
         )
+    limit = timedelta(seconds=timeout_s)
+    keep_gloo_on(master_address)
+    if rank == 0:
+        store = open_store(listener or listen_on(master_address, master_port), world_size=world_size, timeout=limit)
+    else:
+        store = join_store(master_address, master_port, world_size=world_size, timeout=limit)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{master_address}:{master_port}",
+        store=store,
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=limit,
         **options,
     )
     mpu.initialize_model_parallel(

@@ -4,7 +4,9 @@ samples.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +109,24 @@ def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, voc
 def with_samples(batch: TrainBatch, samples: list[TrainSample]) -> TrainBatch:
     """The same batch holding other samples."""
     return dataclasses.replace(batch, samples=tuple(samples))
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Addresses on which a process listens for TCP, over IPv4 or IPv6."""
+    own = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    addresses = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            local, state, inode = fields[1], fields[3], fields[9]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                words = bytes.fromhex(local.partition(":")[0])
+                host = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                addresses.add(socket.inet_ntop(family, host))
+    return addresses
 
 
 def free_port() -> int:

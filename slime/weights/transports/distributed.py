@@ -1,8 +1,9 @@
 """Other hosts or GPUs: a process group of the sending trainer rank (rank 0) and every engine rank; broadcasts.
 
-The sender opens the rendezvous store on a free port of its own choosing and invites the engines; the group is made the
-way engines make theirs (`sglang.srt.utils.common.init_custom_process_group`), so the two ends meet in one store under
-the same prefix. An engine that refuses while broadcasts are under way is seen at once: the sender polls both.
+The sender opens the rendezvous store on a free port of its own address alone and invites the engines; the group is
+made the way engines make theirs (`sglang.srt.utils.common.init_custom_process_group`), so the two ends meet in one
+store under the same prefix. An engine that refuses while broadcasts are under way is seen at once: the sender polls
+both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.ports import EngineControl
 from slime.weights.buckets import Bucket, Tamper
+from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
 from slime.weights.targets import EngineTarget, Peers, on_all
 
 POLL_S = 0.001
@@ -64,20 +66,15 @@ class DistributedTransport:
         offsets = {t.control.url: 1 + sum(sizes[:i]) for i, t in enumerate(targets)}
         world_size = 1 + sum(sizes)
         group_name = f"slime-weights-{secrets.token_hex(4)}"  # engines keep a name until it is destroyed
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            self._master_address,
-            0,
-            world_size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=limit,
-            multi_tenant=True,
-        )
+        keep_gloo_on(self._master_address)
+        listener = listen_on(self._master_address)
+        master_port = listener.getsockname()[1]
+        self._store = open_store(listener, world_size=world_size, timeout=limit, wait=False)
 
         def invite(control: EngineControl) -> None:
             control.init_weights_update_group(
                 master_address=self._master_address,
-                master_port=self._store.port,
+                master_port=master_port,
                 rank_offset=offsets[control.url],
                 world_size=world_size,
                 group_name=group_name,

@@ -1,0 +1,60 @@
+"""Where ranks meet: `TCPStore`s that listen on one address instead of on every interface of the host.
+
+torch opens its store on all interfaces, without authentication, and pickles travel through it: whoever reaches the
+port runs code in the trainer. Here the socket is bound first, to the address that the peers are told, and the store
+takes it over. On one host that address is loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+BACKLOG = 1024
+"""Ranks that may knock at the same moment."""
+
+
+def listen_on(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on `address` alone; port 0 takes a free one. Raises `OSError` if it cannot be had."""
+    return socket.create_server((address, port), backlog=BACKLOG)
+
+
+def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, wait: bool = True) -> Store:
+    """The store of the rank that others come to; it owns `listener` from now on.
+
+    `wait` waits until `world_size` ranks (this one included) are there. Peers connect with `join_store`, or as any
+    `TCPStore` client does.
+    """
+    address, port = listener.getsockname()[:2]
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=wait,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(address: str, port: int, *, world_size: int, timeout: timedelta) -> Store:
+    """The store that another rank opened at `address`; waits for it until `timeout`."""
+    return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+
+
+def keep_gloo_on(address: str) -> None:
+    """If ranks meet on loopback, gloo's own sockets of this process open there, too; before the first group."""
+    if is_loopback(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches `address` (an IP address or "localhost")."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
