@@ -41,13 +41,10 @@ def publish(
     version: int,
     buffer_bytes: int,
     peers: Peers | None = None,
-    pause_mode: str = "abort",
-    resume: bool = True,
 ) -> dict[str, float]:
     """Publishes `version` to all engines and returns its cost.
 
-    `named_tensors`: (HF name, full tensor) in the engine's dtype, the same stream on every trainer rank. `resume=False`
-    leaves verified engines paused, for a caller that has to give them memory back first.
+    `named_tensors`: (HF name, full tensor) in the engine's dtype, the same stream on every trainer rank.
 
     Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time`,
     `update_weights_verify_time` (engines' digests and the comparison), `update_weights_digest_time` (the trainer's
@@ -59,7 +56,7 @@ def publish(
     run = _Publication(table, targets, transport, digest, version, peers)
     buckets = cut(named_tensors, buffer_bytes)
     if peers.is_sender:
-        run.guarded(run.pause, pause_mode)
+        run.guarded(run.pause)
     for bucket in buckets:
         with run.timed("send"):
             prepared = transport.prepare(bucket, targets)
@@ -67,8 +64,7 @@ def publish(
             run.guarded(run.send, bucket, prepared)
     if peers.is_sender:
         run.guarded(run.complete)
-        if resume:
-            run.guarded(run.resume)
+        run.guarded(run.resume)
     outcome: SlimeError | dict[str, float] = peers.broadcast(run.outcome() if peers.is_sender else None)
     if isinstance(outcome, SlimeError):
         transport.abandon()
@@ -114,10 +110,10 @@ class _Publication:
         """Adds the seconds of a block to the cost of `name`."""
         return _Timer(self._times, name)
 
-    def pause(self, mode: str) -> None:
-        """Stops every engine and sees that nothing runs any more."""
+    def pause(self) -> None:
+        """Stops every engine, ends its requests and sees that nothing runs any more."""
         with self.timed("pause"):
-            on_all(self._targets, lambda c: c.pause(mode), "pause")
+            on_all(self._targets, lambda c: c.pause("abort"), "pause")
             on_all(self._targets, lambda c: c.flush_cache(), "flush the cache")
             self._transport.begin(self._targets, version=self._version)
 
