@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.compat.megatron_cpu import activate
+from slime.config.model_shape import read_hf_config
 from slime.core.batch import TrainBatch
 from slime.core.errors import ConfigError
 from slime.training import hf_weights, rank_state
-from slime.training.hf_files import read_hf_config, write_hf
+from slime.training.hf_files import begin_export, commit_export, require_replaceable, write_hf
 from slime.training.memory import HostStash
 from slime.training.micro_batch import prepare
 from slime.training.model import build_model
@@ -48,11 +49,21 @@ class MegatronBackend:
     weight_version: int
 
     def __init__(
-        self, args: Any, *, rank: int, world_size: int, local_rank: int, master_address: str, master_port: int
+        self,
+        args: Any,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        master_address: str,
+        master_port: int,
+        listener: socket.socket | None = None,
     ) -> None:
         """Joins the process group, builds the model and loads `args.hf_checkpoint`. Collective.
 
         `args`: the resolved settings (`args.megatron`, `args.device` "cpu" or "cuda", groups training and algorithm).
+        Ranks meet at `master_address`, where rank 0 listens: on `listener` (`slime.weights.rendezvous.listen_on`) if
+        it holds `master_port` already.
         Raises `ConfigError` for what cannot be trained, `CheckpointError` for a checkpoint that does not fit.
         """
         if args.loss_type not in ("policy_loss", "sft_loss"):
@@ -72,10 +83,11 @@ class MegatronBackend:
             master_port=master_port,
             tp_size=int(megatron.get("tensor_model_parallel_size") or 1),
             timeout_s=60.0 * args.distributed_timeout_minutes,
+            listener=listener,
         )
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
         hf_directory = Path(args.hf_checkpoint)
-        self.hf_config = read_hf_config(hf_directory)
+        self.hf_config = read_hf_config(args.hf_checkpoint)
         self.table = table_for(self.hf_config)
         model = build_model(megatron, self.hf_config, self.device)
         self._parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -115,7 +127,7 @@ class MegatronBackend:
     def log_probs(self, batch: TrainBatch) -> list[npt.NDArray[np.float32]]:
         """Log-prob of every response token [R] under the current weights, one array per sample. Collective."""
         self._require_awake("log_probs")
-        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size)
+        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size, one_step=True)
         own = forward_log_probs(self._context, self._trainable.ddp, prepared)
         gathered: list[Any] = [None] * self.parallel_info.dp_size
         mine = {position: values.cpu().numpy() for position, values in own.items()}
@@ -129,7 +141,7 @@ class MegatronBackend:
         The metrics of `train` that begin with `train/logprob_gap`. Raises `NumericsError` over the limit. Collective.
         """
         self._require_awake("measure_gap")
-        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size)
+        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size, one_step=True)
         return measure_gap(self._context, self._trainable.ddp, prepared, version=self.weight_version)
 
     def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:
@@ -151,12 +163,16 @@ class MegatronBackend:
         return hf_weights.iter_hf_tensors(self._parameters, self.table, tp_group=group, dtype=dtype)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective."""
+        """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
+
+        Replaces an earlier export. Raises `CheckpointError`, and touches nothing, if anything else is there.
+        """
+        require_replaceable(directory)  # on every rank: the others would wait for a sender that has given up
         tensors = self.iter_hf_tensors(dtype)
         if self.parallel_info.rank == 0:
-            partial = directory.with_name(directory.name + ".writing")
+            partial = begin_export(directory)
             write_hf(partial, tensors, assets_from=Path(self.args.hf_checkpoint), dtype=dtype)
-            _replace_directory(partial, directory)
+            commit_export(partial, directory)
         else:
             for _ in tensors:
                 pass
@@ -220,7 +236,7 @@ class MegatronBackend:
     def _load_reference(self) -> dict[str, Tensor]:
         """This rank's shard of the reference weights, on the host."""
         directory = Path(self.args.ref_load or self.args.hf_checkpoint)
-        if self.args.ref_load and table_for(read_hf_config(directory)).shape != self.table.shape:
+        if self.args.ref_load and table_for(read_hf_config(self.args.ref_load)).shape != self.table.shape:
             raise ConfigError(
                 f"got --ref-load {directory} of another shape than {self.args.hf_checkpoint}; use the same "
                 f"family and size"
@@ -246,9 +262,3 @@ class MegatronBackend:
 
     def _require_awake(self, what: str) -> None:
         assert not self._stash.asleep, f"{what} of a sleeping trainer; call wake() first"
-
-
-def _replace_directory(partial: Path, final: Path) -> None:
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)

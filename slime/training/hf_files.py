@@ -1,7 +1,8 @@
 """Hugging Face checkpoints, read and written directly: safetensors one tensor at a time, JSON, and copied assets.
 
-Invariant: no whole checkpoint is ever in memory; a reader holds one tensor, a writer one file of at most
-`MAX_SHARD_BYTES`.
+Invariants
+1. No whole checkpoint is ever in memory; a reader holds one tensor, a writer one file of at most `MAX_SHARD_BYTES`.
+2. No folder is removed that does not hold `EXPORT_MARKER`, the file that an export is begun with.
 """
 
 from __future__ import annotations
@@ -27,17 +28,8 @@ MAX_SHARD_BYTES = 5 * 1000**3
 ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 """What belongs to a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
 
-
-def read_hf_config(directory: Path) -> dict[str, Any]:
-    """`config.json` as a mapping. Raises `CheckpointError` if it is missing or no JSON."""
-    path = directory / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"got {error} from {path}; --hf-checkpoint must be a directory in Hugging Face format"
-        ) from error
-    return config
+EXPORT_MARKER = ".slime_export.json"
+"""In every folder that an export made: what may be replaced by the next one."""
 
 
 class HfReader:
@@ -129,11 +121,50 @@ def write_hf(
     _set_dtype(directory / "config.json", written)
 
 
+def require_replaceable(directory: Path) -> None:
+    """Raises `CheckpointError` unless an export may take the place of `directory`: nothing, empty, or an export."""
+    if not directory.exists() and not directory.is_symlink():
+        return
+    if directory.is_dir() and not directory.is_symlink():
+        if (directory / EXPORT_MARKER).is_file() or not any(directory.iterdir()):
+            return
+        found = "which is not empty and no export of slime"
+    else:
+        found = "which is no folder"
+    raise CheckpointError(
+        f"got {directory} to write a Hugging Face export to, {found} ({EXPORT_MARKER} is missing), because replacing "
+        "it would delete what is there; name another folder with --save-hf, or move this one away"
+    )
+
+
+def begin_export(directory: Path) -> Path:
+    """An empty, marked folder beside `directory` to write its next content to; what a crash left in it is removed.
+
+    Raises `CheckpointError` if `directory` or the folder beside it holds anything but an export.
+    """
+    partial = directory.with_name(directory.name + ".writing")
+    for folder in (directory, partial):
+        require_replaceable(folder)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    (partial / EXPORT_MARKER).write_text(json.dumps({"format": 1}) + "\n", encoding="utf-8")
+    return partial
+
+
+def commit_export(partial: Path, directory: Path) -> None:
+    """Gives the written folder its name; an earlier export there is removed. Raises `CheckpointError` like `begin`."""
+    require_replaceable(directory)
+    if directory.exists():
+        shutil.rmtree(directory)
+    partial.rename(directory)
+
+
 def copy_assets(source: Path, target: Path) -> None:
     """Copies configuration and tokenizer files, never weights or their index."""
     for pattern in ASSETS:
         for file in sorted(source.glob(pattern)):
-            if file.is_file() and not file.name.endswith(".index.json"):
+            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, target / file.name)
 
 

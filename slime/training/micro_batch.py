@@ -71,8 +71,11 @@ class MicroBatch:
     """[R] int32 weight version of each token."""
 
 
-def prepare(batch: TrainBatch, args: Any, *, dp_size: int) -> PreparedBatch:
-    """Schedule, advantages and token weights of a batch. Deterministic; every rank computes the same."""
+def prepare(batch: TrainBatch, args: Any, *, dp_size: int, one_step: bool = False) -> PreparedBatch:
+    """Schedule, advantages and token weights of a batch. Deterministic; every rank computes the same.
+
+    `one_step` is for measuring: a batch of any size is one step, whatever `args.global_batch_size` says.
+    """
     samples = batch.samples
     _check_samples(samples, args)
     executions = [s.index for s in samples]
@@ -80,7 +83,7 @@ def prepare(batch: TrainBatch, args: Any, *, dp_size: int) -> PreparedBatch:
         [s.num_tokens for s in samples],
         executions,
         dp_size=dp_size,
-        global_batch_size=int(args.global_batch_size),
+        global_batch_size=max(1, len(set(executions))) if one_step else int(args.global_batch_size),
         micro_batch_size=None if args.use_dynamic_batch_size else int(args.micro_batch_size),
         max_tokens_per_gpu=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
         balance=bool(args.balance_data),

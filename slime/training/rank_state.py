@@ -1,14 +1,15 @@
 """One rank's part of a checkpoint: weights, master weights, moments, schedule, RNG. Safetensors and JSON, nothing else.
 
 Invariants
-1. Loading what was saved, at the same parallel layout, restores every bit.
+1. Loading what was saved, at the same parallel layout and settings, restores every bit.
 2. Another layout, another model or a missing tensor is a `CheckpointError`, never a partial load.
+3. What was computed comes from the checkpoint, what was set (learning rate, weight decay, betas) from this run's
+   settings. Python's `random` is not kept: training draws nothing from it, but libraries do, at times of their own.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from slime.training.parallel import ParallelInfo
 FORMAT = 1
 MODEL, MASTER, MOMENT, RNG = "model/", "master/", "moment/", "rng/"
 """Prefixes of tensor names in a rank's file."""
+COMPUTED = frozenset({"step"})
+"""What an optimizer computes in its parameter groups (fused Adam counts there); all else in them is a setting."""
 
 
 def save_rank(
@@ -63,14 +66,20 @@ def load_rank(
             f"is sharded by "
             "rank; resume with the same sizes, or start from its Hugging Face export (--save-hf) with --hf-checkpoint"
         )
+    if with_optimizer and not meta["with_optimizer"]:
+        raise CheckpointError(
+            f"got {directory} to resume from, which holds no optimizer, schedule and RNG because it was written with "
+            "--no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from step "
+            "0)"
+        )
     _copy_all({MODEL + n: p for n, p in trainable.model.named_parameters()}, tensors, MODEL, directory)
-    if not (with_optimizer and meta["with_optimizer"]):
+    if with_optimizer:
+        _load_optimizer(trainable, tensors, meta["optimizer"], directory)
+        trainable.scheduler.num_steps = 0
+        trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
+    else:
         trainable.optimizer.reload_model_params()
-        return int(meta["weight_version"])
-    _load_optimizer(trainable, tensors, meta["optimizer"], directory)
-    trainable.scheduler.num_steps = 0
-    trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
-    if with_rng:
+    if with_rng and meta["with_optimizer"]:
         _set_rng_state(tensors, meta["rng"])
     return int(meta["weight_version"])
 
@@ -113,7 +122,7 @@ def _copy_all(targets: dict[str, Tensor], tensors: dict[str, Tensor], prefix: st
 
 
 def _optimizer_state(trainable: Trainable) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by `group.index.key`, and the plain numbers of each group."""
+    """Tensors by `group.index.key`, and the plain numbers of each group (most for people: see `COMPUTED`)."""
     inner = trainable.inner
     tensors: dict[str, Tensor] = {}
     groups = []
@@ -150,7 +159,7 @@ def _load_optimizer(trainable: Trainable, tensors: dict[str, Tensor], meta: dict
             value = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
             inner.optimizer.state[parameter][key] = value
     for group, saved in zip(inner.optimizer.param_groups, meta["groups"], strict=True):
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        group.update({k: v for k, v in saved.items() if k in COMPUTED})
     if inner.grad_scaler and meta["grad_scaler"]:
         # Megatron's own load_state_dict moves the scale to a GPU by name.
         inner.grad_scaler._scale.fill_(meta["grad_scaler"]["scale"][0])
@@ -159,22 +168,16 @@ def _load_optimizer(trainable: Trainable, tensors: dict[str, Tensor], meta: dict
 
 
 def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    version, internal, gauss = random.getstate()
     kind, keys, pos, has_gauss, cached = np.random.get_state()
     tensors = {RNG + "torch": torch.get_rng_state(), RNG + "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
     if torch.cuda.is_available():
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
     tensors.update({f"{RNG}megatron.{name}": state for name, state in tracked.items()})
-    return tensors, {
-        "python": [version, list(internal), gauss],
-        "numpy": [kind, int(pos), int(has_gauss), float(cached)],
-    }
+    return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)]}
 
 
 def _set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    version, internal, gauss = meta["python"]
-    random.setstate((version, tuple(internal), gauss))
     kind, pos, has_gauss, cached = meta["numpy"]
     np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
     torch.set_rng_state(tensors[RNG + "torch"])

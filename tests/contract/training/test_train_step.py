@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import CheckpointError, ConfigError, DataError, NumericsError
-from tests.support.training import random_batch, with_samples
+from tests.support.training import listening_addresses, random_batch, with_samples
 
 
 def _change(batch: TrainBatch, index: int, **changes: Any) -> TrainBatch:
@@ -80,6 +82,79 @@ def test_resume_equals_not_stopping(tiny_qwen3: Path, tmp_path: Path, make_backe
     for file in (tmp_path / "end").iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
     assert len({m["train/lr-pg_0"] for m in metrics}) == 4
+
+
+def test_settings_of_the_optimizer_are_this_runs_and_not_the_checkpoints(
+    tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    first = make_backend(tiny_qwen3, megatron={"lr": 1e-3})
+    first.train(random_batch())
+    first.save(tmp_path / "mid")
+    changed = {"lr": 4e-4, "adam_beta2": 0.9, "start_weight_decay": 0.02, "end_weight_decay": 0.02}
+    resumed = make_backend(tiny_qwen3, megatron={**changed, "lr_decay_style": "linear", "lr_decay_iters": 4})
+    resumed.load(tmp_path / "mid")
+    groups = resumed._trainable.inner.optimizer.param_groups
+    assert [g["weight_decay"] for g in groups] == [0.02, 0.0] and all(g["betas"] == (0.9, 0.9) for g in groups)
+    assert resumed.train(random_batch())["train/lr-pg_0"] == pytest.approx(3e-4), "second step of its own schedule"
+
+
+def test_a_checkpoint_without_optimizer_resumes_only_when_told_so(
+    tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    first = make_backend(tiny_qwen3, no_save_optim=True)
+    first.train(random_batch())
+    first.save(tmp_path / "mid")
+    trained = _weights(first)
+    backend = make_backend(tiny_qwen3)
+    before = _weights(backend)
+    with pytest.raises(CheckpointError, match="--no-load-optim"):
+        backend.load(tmp_path / "mid")
+    assert _same(_weights(backend), before)
+    for flag in ("no_load_optim", "finetune"):
+        told = make_backend(tiny_qwen3, **{flag: True})
+        told.load(tmp_path / "mid")
+        assert _same(_weights(told), trained)
+
+
+def test_draws_of_a_library_do_not_reach_the_checkpoint(
+    tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    backend = make_backend(tiny_qwen3)
+    backend.save(tmp_path / "a")
+    random.random()
+    backend.save(tmp_path / "b")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_an_export_replaces_exports_and_nothing_else(
+    tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    backend = make_backend(tiny_qwen3)
+    for _ in range(2):
+        backend.save_hf(tmp_path / "export")
+    before = _weights(backend)
+    again = make_backend(tmp_path / "export")
+    assert _same(_weights(again), before)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_text("years")
+    with pytest.raises(CheckpointError, match=r"work.*no export"):
+        again.save_hf(tmp_path / "work")
+    assert [p.name for p in tmp_path.iterdir() if "work" in p.name] == ["work"]
+    assert (tmp_path / "work" / "thesis.tex").read_text() == "years"
+
+
+def test_a_batch_of_any_size_can_be_measured(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    backend = make_backend(tiny_qwen3, logprob_gap_limit=None, global_batch_size=6)
+    batch = _on_policy(backend, random_batch())  # 8 executions
+    assert backend.measure_gap(batch)["train/logprob_gap_max"] < 1e-5
+    with pytest.raises(ConfigError, match="8 executions"):
+        backend.train(batch)
+
+
+def test_ranks_meet_on_loopback_only(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    make_backend(tiny_qwen3)
+    assert listening_addresses(os.getpid()) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("flags", [{"bf16": True}, {"fp16": True, "initial_loss_scale": 1024.0}])
