@@ -56,6 +56,8 @@ class HttpEngineControl:
             response = self._send("POST", "flush_cache", None)
             if response.is_success:
                 return
+            if response.status_code in (401, 403):  # waiting does not help
+                raise _refusal(self._url, "flush_cache", response)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded.waiting(
                     owner="weight sync",
@@ -127,8 +129,7 @@ class HttpEngineControl:
             answer = response.json()
             refused = isinstance(answer, dict) and answer.get("success") is False
         if refused:
-            text = response.text[:ERROR_CHARACTERS]
-            raise EngineError(f"engine {self._url} refused /{route} with {response.status_code}: {text}")
+            raise _refusal(self._url, route, response)
         return response
 
     def _send(self, method: str, route: str, body: Mapping[str, Any] | None) -> httpx.Response:
@@ -143,6 +144,11 @@ class HttpEngineControl:
                 f"engine {self._url} did not answer /{route}: {type(error).__name__}: {error}; "
                 "it may have died, see its log"
             ) from error
+
+
+def _refusal(url: str, route: str, response: httpx.Response) -> EngineError:
+    text = response.text[:ERROR_CHARACTERS]
+    return EngineError(f"engine {url} refused /{route} with {response.status_code}: {text}")
 
 
 def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:

@@ -35,7 +35,8 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 }
 """ServerArgs of a CPU server. The pool is bounded by tokens: the fraction is of memory that is free at start, and small
 ones fail on a busy machine. Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
-_OWNED = frozenset({"model_path", "host", "port", "device", "tp_size", "dtype", "base_gpu_id", "nccl_port", "api_key"})
+_OWNED = frozenset({"model_path", "host", "port", "device", "tp_size", "dtype", "base_gpu_id", "nccl_port"})
+_OWNED |= {"api_key", "admin_api_key"}  # with an admin key SGLang's control routes refuse the other one
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
 _START_TRIES = 3
 
@@ -90,10 +91,17 @@ class ServerSpec:
 
     @classmethod
     def from_args(
-        cls, args: Any, *, index: int = 0, num_threads: int = 1, gpu_ids: tuple[int, ...] | None = None
+        cls,
+        args: Any,
+        *,
+        index: int = 0,
+        num_threads: int = 1,
+        gpu_ids: tuple[int, ...] | None = None,
+        api_key: str | None = None,
     ) -> ServerSpec:
         """The spec of engine `index` of a run. Raises `ConfigError` on contradictions.
 
+        `api_key`: the token of the run; `--sglang-api-key`, if given, goes first.
         Without `gpu_ids` the server uses the first GPUs that its owner can see (Ray narrows them). Engines get
         different seeds: with one for all they would sample the same continuations of equal prompts.
         """
@@ -108,7 +116,7 @@ class ServerSpec:
             random_seed=int(args.rollout_seed) + index,
             memory_saver=bool(args.offload_rollout),
             num_threads=num_threads,
-            api_key=extra.pop("api_key", None),
+            api_key=extra.pop("api_key", None) or api_key,
             extra=extra,
         )
 
@@ -217,11 +225,13 @@ class SGLangServer:
         self._lease = lease_ports(2)
         port, nccl_port = self._lease.ports
         fields = self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port)
+        # A server of this host alone meets nobody outside it: gloo must not listen elsewhere.
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self.host == "127.0.0.1" else {}
         self._process = ChildProcess(
             f"SGLang server {self.url}",
             python_module("slime.serving.launch", command_line_flags(fields)),
             log_path=self.log_path,
-            env=self.spec.environment(),
+            env={**self.spec.environment(), **loopback},
         )
         self._process.start()
 

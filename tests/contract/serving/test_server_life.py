@@ -14,6 +14,7 @@ import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.serving import server as server_module
+from slime.serving.control import HttpEngineControl
 from slime.serving.plain_http import request
 from slime.serving.ports import PortLease, is_bindable, lease_ports
 from slime.serving.process import FAMILY_ENV
@@ -206,12 +207,23 @@ def test_a_server_with_a_token_serves_its_router_and_refuses_others(tiny_model_p
         front.wait_ready()
         server.wait_ready(timeout_s=240)
         front.add_worker(server.url)
-        body = {"action": "checksum"}
-        assert request("POST", f"{server.url}/weights_checker", body)[0] == 401
-        assert request("POST", f"{server.url}/weights_checker", body, api_key=spec.api_key, timeout_s=60)[0] == 200
+        for route, body in (("weights_checker", {"action": "checksum"}), ("abort_request", {"rid": "none"})):
+            assert request("POST", f"{server.url}/{route}", body)[0] == 401, route
+            assert request("POST", f"{server.url}/{route}", body, api_key=spec.api_key, timeout_s=60)[0] == 200, route
+        stranger = HttpEngineControl(server.url, tp_size=1, timeout_s=30)
+        for call in (stranger.pause, stranger.flush_cache, stranger.weight_checksums, stranger.resume):
+            with pytest.raises(EngineError, match="401"):
+                call()
+        control = HttpEngineControl(server.url, tp_size=1, timeout_s=30, api_key=spec.api_key)
+        control.pause()
+        control.flush_cache()
+        assert control.weight_checksums()[0].checksums
+        control.resume()
         assert request("POST", f"{server.url}/generate", GENERATE)[0] == 401
         status, text = request("POST", f"{front.url}/generate", GENERATE, timeout_s=60)
         assert status == 200, f"the router shows the server its token: {text}"
+        status, text = request("POST", f"{front.url}/generate", GENERATE, api_key=spec.api_key, timeout_s=60)
+        assert status == 200, f"a client may show it, too: {text}"
         command_line = Path(f"/proc/{server.pid}/cmdline").read_bytes()
         assert b"slime.serving.launch" in command_line and b"secret-of-the-run" not in command_line
     finally:
