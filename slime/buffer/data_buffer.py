@@ -22,11 +22,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.groups import BufferFilter, apply_filter, flatten, group_index_of, to_json
+from slime.buffer.groups import BufferFilter, apply_filter, flatten, group_index_of, reset_group, to_json
 from slime.buffer.ledger import Ledger
 from slime.buffer.prompts import Prompts, PromptWalk
 from slime.buffer.storage import read_json, write_json
@@ -155,6 +155,24 @@ class DataBuffer:
             self._filtered["buffer_filter"] += len(dropped)
         return chosen
 
+    def start_over(self, group: Group) -> Group:
+        """A group in flight as it was before any generation: what older weights began is dropped.
+
+        Raises `LedgerError` for a group that is not in flight.
+        """
+        with self._lock:
+            self._require_in_flight([group.group_index], "started over")
+            fresh = self._fresh(group, self._in_flight[group.group_index].attempts)
+            self._issue(fresh)
+            return fresh
+
+    def _fresh(self, group: Group, attempts: int) -> Group:
+        """From its dataset row; a group made outside loses its responses only."""
+        origin = self._origins.get(group.group_index)
+        if origin is not None:
+            return self._make(group.group_index, origin, attempts)
+        return replace(reset_group(group), attempts=attempts)
+
     # ---- taking back and settling --------------------------------------------------------------------------------
 
     def put_back(self, groups: Sequence[Group], reason: str, *, keep_partial: bool = True) -> None:
@@ -169,11 +187,7 @@ class DataBuffer:
             back = []
             for group in groups:
                 attempts = self._in_flight[group.group_index].attempts + 1
-                origin = self._origins.get(group.group_index)
-                if keep_partial or origin is None:
-                    again = Group(group_index=group.group_index, samples=group.samples, attempts=attempts)
-                else:
-                    again = self._make(group.group_index, origin, attempts)
+                again = replace(group, attempts=attempts) if keep_partial else self._fresh(group, attempts)
                 to_json(again)
                 back.append(again)
             for group in back:

@@ -1,13 +1,14 @@
-"""Small pure operations on groups: nests of samples, shared ids, JSON, and the contract of a user's buffer filter."""
+"""Small pure operations on groups: nests, ids, starting over, JSON, and the contract of a user's buffer filter."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.core.errors import DataError, LedgerError
-from slime.core.sample import Group, Sample
+from slime.core.sample import Group, Sample, Status
 
 BufferFilter = Callable[[list[list[Sample]], int], list[list[Sample]]]
 """`(buffered groups, n) -> at most n groups to issue`; removes what it takes, or drops, from the list in place."""
@@ -43,6 +44,22 @@ def group_index_of(samples: Sequence[Sample]) -> int:
     if len(found) != 1 or index is None:
         raise DataError(f"got a group whose samples have group_index {sorted(map(str, found))}; they must share one")
     return index
+
+
+def reset(sample: Sample) -> Sample:
+    """The sample as it was before any generation."""
+    metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored")}
+    return dataclasses.replace(
+        sample, tokens=sample.tokens[: sample.prompt_length], response="", response_length=0, loss_mask=None,
+        rollout_log_probs=None, token_versions=None, reward=None, status=Status.PENDING, remove_sample=False,
+        metadata=metadata,
+    )  # fmt: skip
+
+
+def reset_group(group: Group) -> Group:
+    """The group before any generation: the first sample of each execution, reset."""
+    first = {s.index: s for s in reversed(group.samples)}
+    return group.with_samples([reset(s) for s in reversed(first.values())])
 
 
 def to_json(group: Group) -> str:

@@ -130,7 +130,8 @@ class PromptDataset:
         without it a string is encoded as it stands, no token added, and messages stay messages.
         `allow_control_tokens` lets control strings in the data become control tokens (only with the template).
         Raises `DataError` for an unreadable or empty file and for more malformed rows than `max_bad_fraction` (one
-        is always allowed, however short the file, unless it is 0), `ConfigError` for a length limit or template without the tokenizer it needs.
+        is always allowed, however short the file, unless it is 0), `ConfigError` for a length limit or template without
+        the tokenizer it needs.
         """
         if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
             raise ConfigError("got a chat template or a prompt length limit without a tokenizer; do: pass one")

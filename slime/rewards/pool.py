@@ -1,8 +1,8 @@
 """The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
 
 Who produces and consumes: rollout tasks call `score` or `score_group` on one event loop; each call takes a slot of a
-lane, asks one process, and gives the slot back. The `offline` lane runs built-in graders that compute, the `serial` lane
-user graders, one request per process; the `concurrent` lane runs many per process (async graders that wait on the
+lane, asks one process, and gives the slot back. The `offline` lane runs built-in graders that compute, the `serial`
+lane user graders, one request per process; the `concurrent` lane runs many per process (async graders that wait on the
 network).
 
 Invariants

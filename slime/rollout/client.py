@@ -135,7 +135,7 @@ class EngineClient:
         """
         self._check_request(input_ids, sampling_params)
         scope = REQUEST_SCOPE.get()
-        payload = {
+        payload: dict[str, Any] = {
             "rid": uuid.uuid4().hex,
             "input_ids": list(input_ids),
             "sampling_params": {**sampling_params, "no_stop_trim": False},
@@ -143,16 +143,17 @@ class EngineClient:
         }
         headers = {ROUTING_KEY_HEADER: session_id} if session_id else {}
         async with self._slots:
-            if scope is not None:
-                if scope.aborted:
-                    return NEVER_SENT
+            if scope is not None and scope.aborted:
+                return NEVER_SENT
             try:
                 async with asyncio.timeout(self._request_timeout_s):
                     answer = await self._post_with_retries(payload, headers, scope)
             except TimeoutError as expiry:
                 self._abort_later([payload["rid"]])
                 raise DeadlineExceeded.waiting(
-                    owner=f"request {payload['rid']}", for_what=f"{self.base_url}/generate", limit_s=self._request_timeout_s
+                    owner=f"request {payload['rid']}",
+                    for_what=f"{self.base_url}/generate",
+                    limit_s=self._request_timeout_s,
                 ) from expiry
             except asyncio.CancelledError:
                 self._abort_later([payload["rid"]])
@@ -242,9 +243,7 @@ class EngineClient:
         if scope is not None:
             scope.rids.add(rid)
         try:
-            async with self._get_session().post(
-                f"{self.base_url}/generate", json=payload, headers=headers
-            ) as response:
+            async with self._get_session().post(f"{self.base_url}/generate", json=payload, headers=headers) as response:
                 return response.status, await response.read()
         finally:
             if scope is not None:

@@ -2,18 +2,18 @@
 
 Outcomes of an execution, and what it leaves behind for a later try
 - finished: samples that are complete and scored.
-- aborted: interrupted; its tokens stay with `--partial-rollout`, otherwise it is as before the try.
+- aborted: interrupted, by the loop or by the engine; its tokens stay with `--partial-rollout`, otherwise it is as
+  before the try.
 - failed: engine, grader or user code failed; it is as before the try, and `reason` says why. Never a reward of zero.
 
-A group is finished when all its executions are. A later try runs only the executions that are not, so what is done is
-not done twice.
+A group is finished when all its executions are. A later try in the same step runs only the executions that are not, so
+what is done is not done twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import logging
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from slime.buffer.groups import reset
 from slime.core.errors import ConfigError, DataError, HookError, LedgerError, NumericsError, RequestRejected
 from slime.core.sample import Group, Sample, Status
 from slime.rewards.types import Score, Unscored, reason_kind
+from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, load
 from slime.rollout.sampling import seeded
@@ -70,16 +72,6 @@ class GroupResult:
     outcome: Outcome
     reason: str = ""
     """Why the worst execution did not finish."""
-
-
-def reset(sample: Sample) -> Sample:
-    """The sample as it was before any generation."""
-    metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored")}
-    return dataclasses.replace(
-        sample, tokens=sample.tokens[: sample.prompt_length], response="", response_length=0, loss_mask=None,
-        rollout_log_probs=None, token_versions=None, reward=None, status=Status.PENDING, remove_sample=False,
-        metadata=metadata,
-    )  # fmt: skip
 
 
 def mask_response(sample: Sample) -> None:
@@ -147,6 +139,12 @@ async def run_execution(
             )
             return Execution([before], Outcome.FAILED, reason)
         if not statuses <= set(FINISHED):
+            scope = REQUEST_SCOPE.get()
+            if Status.PENDING in statuses and not (scope and scope.aborted):
+                raise HookError(
+                    f"got sample {sample.index} of group {sample.group_index} PENDING from the generate function, so "
+                    "nothing says whether it is done; do: set sample.status (Status.COMPLETED or Status.TRUNCATED)"
+                )
             kept = result if args.partial_rollout and len(result) == 1 and not evaluation else [reset(before)]
             return Execution(kept, Outcome.ABORTED, "interrupted")
         context.progress.tokens += sum(s.effective_response_length for s in result)

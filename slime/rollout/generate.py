@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.core.errors import DataError
+from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import current
 
@@ -16,21 +16,18 @@ from slime.rollout.context import current
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
     """Ids of the prompt: the dataset's if it brought them, else the tokenizer's of the text, once.
 
-    Chat templates write their own beginning-of-sequence token, so none is added. Raises `DataError` without ids.
+    Chat templates write their own beginning-of-sequence token, so none is added. Messages are rendered by the dataset
+    only, where control tokens in their text are disarmed. Raises `ConfigError` for messages, `DataError` without ids.
     """
     if sample.tokens:
         return list(sample.tokens)
     if tokenizer is None:
         raise DataError(f"sample {sample.index} has neither ids nor a tokenizer to make them; set --hf-checkpoint")
     if not isinstance(sample.prompt, str):
-        rendered = tokenizer.apply_chat_template(
-            sample.prompt,
-            tools=sample.metadata.get("tools"),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
+        raise ConfigError(
+            f"got messages as prompt of sample {sample.index}, and nothing asks for a template; do: add "
+            "--apply-chat-template, or render them in --custom-generate-function-path or --data-source-path"
         )
-        return [int(i) for i in rendered]
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,9 +69,21 @@ async def call_generate(
     return samples
 
 
-def keep_group(hook: Hook, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
+    """Calls a synchronous user function beside the event loop, which goes on. Raises what the function raises."""
+
+    def call() -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except StopIteration as leak:  # asyncio cannot carry it to the waiter, who would wait for ever
+            raise HookError(f"got StopIteration out of {_name(hook)}; do: give next() a default") from leak
+
+    return await asyncio.to_thread(call)
+
+
+async def keep_group(hook: Hook, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
     """Runs a dynamic filter. Raises `HookError` on a verdict that is neither a bool nor a `DynamicFilterOutput`."""
-    verdict = hook(args, samples)
+    verdict = await in_thread(hook, args, samples)
     if isinstance(verdict, bool):
         return DynamicFilterOutput(keep=verdict)
     if hasattr(verdict, "keep"):

@@ -6,10 +6,13 @@ manager's event loop. At the target it aborts the rest through the request scope
 Invariants
 1. Every group taken from the buffer is accepted, put back, marked filtered or marked failed before the loop returns or
    raises (on an error all that are left are put back).
-2. A failed or unscored execution is tried again, at most `MAX_TRIES` times per step, and then its group is dropped as
-   failed: an infrastructure failure never becomes a reward.
+2. A failed, unscored or interrupted execution is tried again, at most `MAX_TRIES` times per step, and then its group is
+   dropped as failed: an infrastructure failure never becomes a reward. What the loop itself aborted does not count.
 3. The loop ends: filters, failures and time are bounded, and the error says which bound was met.
 4. When it returns, no request of this rollout is left in an engine.
+5. Without `--partial-rollout` a group holds work of this step only: what an earlier step left in it, finished or not,
+   was sampled by weights that may be older, and is dropped when the group is issued.
+User functions run in threads, so that the event loop answers while they compute.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ import time
 from collections import Counter
 from typing import Any, Protocol
 
+from slime.buffer.groups import reset_group
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, HookError
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, current
-from slime.rollout.execute import GroupResult, Outcome, failure_kind, reset, run_group
-from slime.rollout.hooks import RolloutHooks, keep_group
+from slime.rollout.execute import GroupResult, Outcome, failure_kind, run_group
+from slime.rollout.hooks import RolloutHooks, in_thread, keep_group
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -50,6 +54,7 @@ class GroupSource(Protocol):
 
     def get_groups(self, n: int) -> list[Group]: ...
     def put_back(self, groups: list[Group], reason: str) -> None: ...
+    def start_over(self, group: Group) -> Group: ...
     def mark_filtered(self, group_indices: list[int], reason: str) -> None: ...
     def mark_failed(self, group_indices: list[int], reason: str) -> None: ...
 
@@ -73,7 +78,8 @@ class StepLoop:
         self.failed: Counter[str] = Counter()
         self.retried: Counter[str] = Counter()
         self.tries: Counter[int] = Counter()
-        self.num_surplus = self.num_aborted = 0
+        self.issued: set[int] = set()
+        self.num_surplus = self.num_aborted = self.num_reset = 0
         self.started = time.monotonic()
 
     async def run(self) -> list[Group]:
@@ -91,7 +97,7 @@ class StepLoop:
                     self.running, timeout=self._time_left_s(), return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in sorted(done, key=lambda t: self.running[t].group_index):
-                    self._settle(task, self.running.pop(task))
+                    await self._settle(task, self.running.pop(task))
             await self._stop_surplus()
         except BaseException:
             await self._abandon()
@@ -116,6 +122,7 @@ class StepLoop:
             "rollout/num_unscored_groups": sum(n for r, n in self.retried.items() if r.startswith("unscored")),
             "rollout/num_surplus_groups": self.num_surplus,
             "rollout/num_aborted_groups": self.num_aborted,
+            "rollout/num_reset_groups": self.num_reset,
             "perf/rollout_time": time.monotonic() - self.started,
         }
         return {name: float(value) for name, value in counts.items()}
@@ -126,13 +133,23 @@ class StepLoop:
             groups = self.source.get_groups(self.round)
             if not groups:
                 raise DataError("got no group from the data source; it must issue groups as long as the run needs them")
-            for group in groups:
+            for group in map(self._first_of_step, groups):
                 task = asyncio.create_task(
                     run_group(self.context, group, self.params, self.hooks.generate), name=f"group-{group.group_index}"
                 )
                 self.running[task] = group
 
-    def _settle(self, task: asyncio.Task[GroupResult], group: Group) -> None:
+    def _first_of_step(self, group: Group) -> Group:
+        """The group as this step may train it: without the work of an earlier step, unless `--partial-rollout`."""
+        first = group.group_index not in self.issued
+        self.issued.add(group.group_index)
+        worked_on = group.attempts > 0 and any(s.response_length for s in group.samples)
+        if not first or self.args.partial_rollout or not worked_on:
+            return group
+        self.num_reset += 1
+        return self.source.start_over(group)
+
+    async def _settle(self, task: asyncio.Task[GroupResult], group: Group) -> None:
         """Accepts, filters, retries or drops one ended group."""
         try:
             result = task.result()
@@ -140,14 +157,14 @@ class StepLoop:
             self.source.put_back([group], "error")
             raise
         if result.outcome is Outcome.FINISHED:
-            self._filter(result.group)
-        elif result.outcome is Outcome.ABORTED:
+            await self._filter(result.group)
+        elif result.outcome is Outcome.ABORTED and self.scope.aborted:
             self.num_aborted += 1
             self.source.put_back([result.group], "aborted")
         else:
             self._retry_or_drop(result)
 
-    def _filter(self, group: Group) -> None:
+    async def _filter(self, group: Group) -> None:
         """Accepts a finished group unless the user's filter drops it; a surplus one waits in the buffer."""
         if len(self.accepted) >= self.target:
             self.num_surplus += 1
@@ -155,7 +172,7 @@ class StepLoop:
             return
         if self.hooks.dynamic_filter is not None:
             try:
-                verdict = keep_group(self.hooks.dynamic_filter, self.args, list(group.samples))
+                verdict = await keep_group(self.hooks.dynamic_filter, self.args, list(group.samples))
             except BaseException:
                 self.source.put_back([group], "error")
                 raise
@@ -210,7 +227,7 @@ class StepLoop:
         return left
 
     async def _stop_surplus(self) -> None:
-        """Aborts what still runs and puts it back: finished groups as they are, partial ones by `--partial-rollout`."""
+        """Aborts what still runs and puts it back; a partial execution keeps its tokens with `--partial-rollout`."""
         deadline = time.monotonic() + ABORT_LIMIT_S
         while self.running and time.monotonic() < deadline:
             self.scope.aborted = True
@@ -218,7 +235,7 @@ class StepLoop:
                 await self.context.client.abort_scope(self.scope)
             done, _ = await asyncio.wait(self.running, timeout=ABORT_REPEAT_S)
             for task in sorted(done, key=lambda t: self.running[t].group_index):
-                self._settle(task, self.running.pop(task))
+                await self._settle(task, self.running.pop(task))
         await self._abandon(reason="aborted", accepted=False)
 
     async def _abandon(self, *, reason: str = "error", accepted: bool = True) -> None:
@@ -227,7 +244,7 @@ class StepLoop:
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
-        again = [group.with_samples([reset(s) for s in _one_per_execution(group)]) for group in self.running.values()]
+        again = [reset_group(group) for group in self.running.values()]
         self.num_aborted += len(again)
         self.running.clear()
         if accepted:
@@ -237,19 +254,15 @@ class StepLoop:
             self.source.put_back(again, reason)
 
 
-def _one_per_execution(group: Group) -> list[Any]:
-    return list({s.index: s for s in reversed(group.samples)}.values())[::-1]
-
-
 async def generate_step(context: RolloutContext, rollout_id: int, source: GroupSource) -> RolloutFnTrainOutput:
     """The default rollout of one step."""
     args, hooks = context.args, RolloutHooks.load(context.args)
     loop = StepLoop(context, hooks, rollout_id, source)
     groups = [list(group.samples) for group in await loop.run()]
     if hooks.sample_filter is not None:
-        hooks.sample_filter(args, groups)
+        await in_thread(hooks.sample_filter, args, groups)
     if hooks.all_samples is not None:
-        hooks.all_samples(args, groups + [list(group.samples) for group in loop.dropped], source)
+        await in_thread(hooks.all_samples, args, groups + [list(group.samples) for group in loop.dropped], source)
     return RolloutFnTrainOutput(groups, {**loop.metrics(), **sample_metrics(args, groups)})
 
 

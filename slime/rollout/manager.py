@@ -1,7 +1,8 @@
 """`RolloutManager`: the rollout side of a run: Data Buffer, engine client, graders, loop and evaluation in one object.
 
 Who produces, who consumes: the driver calls `generate` and `evaluate` (they may overlap) and gets a `TrainBatch`;
-after the optimizer step it calls `commit`, then perhaps `save`. All methods run on one event loop.
+after the optimizer step it calls `commit`, then perhaps `save`. All methods run on one event loop; synchronous user
+functions run in threads beside it.
 
 Invariants
 1. The groups of a batch stay in flight in the buffer until `commit`; a save before it issues them again on resume.
@@ -30,7 +31,7 @@ from slime.rollout.client import EngineClient
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import evaluate
-from slime.rollout.hooks import load
+from slime.rollout.hooks import in_thread, load
 from slime.rollout.loop import generate_rollout, generate_step
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
@@ -97,15 +98,15 @@ class RolloutManager:
         if self._args.save_debug_rollout_data is not None:
             path = debug_data.path_of(self._args.save_debug_rollout_data, rollout_id)
             await asyncio.to_thread(debug_data.save_rollout, path, rollout_id, output.samples)
-        batch = to_train_batch(self._args, rollout_id, output.samples)
+        batch: TrainBatch = await in_thread(to_train_batch, self._args, rollout_id, output.samples)
         self._probe_prompts = [group[0].tokens[: group[0].prompt_length] for group in output.samples][:PROBE_PROMPTS]
         metrics = self._with_speed(output, time.monotonic() - started)
         log = load(self._args.custom_rollout_log_function_path, "rollout_log")
-        if log is not None and log(
-            rollout_id, self._args, flatten(output.samples), metrics, metrics["perf/rollout_time"]
-        ):
-            return batch, {}
-        return batch, metrics
+        if log is None:
+            return batch, metrics
+        samples, seconds = flatten(output.samples), metrics["perf/rollout_time"]
+        logged = await in_thread(log, rollout_id, self._args, samples, metrics, seconds)
+        return batch, {} if logged else metrics
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Scores the held-out data with the weights that the engines hold now."""
@@ -121,7 +122,9 @@ class RolloutManager:
             )
         metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
         log = load(self._args.custom_eval_rollout_log_function_path, "eval_log")
-        return {} if log is not None and log(rollout_id, self._args, output.data, metrics) else metrics
+        if log is not None and await in_thread(log, rollout_id, self._args, output.data, metrics):
+            return {}
+        return metrics
 
     async def probe(self) -> TrainBatch:
         """Short fresh answers of the weights that the engines hold now, to prompts of the last batch.
@@ -203,7 +206,7 @@ class RolloutManager:
         assert function is not None, f"no function behind {path}"
         if inspect.iscoroutinefunction(function):
             return await function(self._args, rollout_id, self._source, evaluation=evaluation)
-        return await asyncio.to_thread(function, self._args, rollout_id, self._source, evaluation=evaluation)
+        return await in_thread(function, self._args, rollout_id, self._source, evaluation=evaluation)
 
     def _in_flight(self) -> set[int]:
         return set(self._source.in_flight)

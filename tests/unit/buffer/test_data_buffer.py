@@ -47,6 +47,36 @@ def extend(group: Group, version: int) -> None:
         sample.metadata["deep"].append(version)
 
 
+def test_a_group_started_over_is_as_first_issued() -> None:
+    buffer = make()
+    (group,) = buffer.get_groups(1)
+    first = group.to_dict()
+    first = json.loads(json.dumps(first))
+    extend(group, 1)
+    buffer.put_back([group], "surplus")
+    (again,) = buffer.get_groups(1)
+    fresh = buffer.start_over(again)
+    assert fresh.to_dict() == {**first, "attempts": 1}
+    resumed = make()
+    resumed.load_state_dict(buffer.state_dict())
+    assert resumed.get_groups(1)[0].to_dict() == fresh.to_dict()
+    buffer.mark_trained([fresh.group_index])
+    with pytest.raises(LedgerError, match="started over"):
+        buffer.start_over(fresh)
+
+
+def test_a_group_made_outside_loses_its_responses_only() -> None:
+    buffer = DataBuffer(None)
+    buffer.add_samples([[Sample(prompt="mine", tokens=[1, 2], metadata={"x": 1}) for _ in range(2)]])
+    (group,) = buffer.get_groups(1)
+    for sample in group.samples:
+        sample.append_response_tokens([5], log_probs=[-0.1], weight_version=0, text="a", finish_reason="stop")
+        sample.reward = 1.0
+    fresh = buffer.start_over(group)
+    assert [(s.prompt, s.tokens, s.metadata, s.reward) for s in fresh.samples] == [("mine", [1, 2], {"x": 1}, None)] * 2
+    assert all(s.status is Status.PENDING and s.token_versions is None for s in fresh.samples)
+
+
 def test_new_groups_have_fresh_ids_and_own_their_containers() -> None:
     buffer = make(3)
     groups = buffer.get_groups(4)

@@ -136,7 +136,7 @@ def test_one_malformed_row_is_never_too_many(tmp_path: Path) -> None:
     assert len(PromptDataset.load(path).quarantined) == 1
     with pytest.raises(DataError, match="1 malformed rows of 4"):
         PromptDataset.load(path, max_bad_fraction=0.0)
-    with pytest.raises(DataError, match="no usable row.*d.jsonl:4: no column 'input'"):
+    with pytest.raises(DataError, match=r"no usable row.*d\.jsonl:4: no column 'input'"):
         PromptDataset.load(f"{path}@[3:]")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections import Counter
 from typing import Any
 
-from slime.core.sample import Sample
+from slime.core.sample import Sample, Status
 from slime.rollout.context import current
 from slime.rollout.generate import generate
 from slime.rollout.types import RolloutFnTrainOutput
@@ -41,6 +42,19 @@ async def broken(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> 
     raise ConnectionError("the sandbox is down")
 
 
+async def forgetful(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generates and does not say how it ended."""
+    await generate(args, sample, sampling_params)
+    sample.status = Status.PENDING
+    return sample
+
+
+async def interrupted(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Never gets to the end."""
+    sample.status = Status.ABORTED
+    return sample
+
+
 async def wrong(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
     return "text"
 
@@ -53,6 +67,15 @@ async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 
 def drop_odd(args: Any, samples: list[Sample]) -> bool:
     return (samples[0].group_index or 0) % 2 == 0
+
+
+def slow_filter(args: Any, samples: list[Sample]) -> bool:
+    time.sleep(0.3)
+    return True
+
+
+def leaking_filter(args: Any, samples: list[Sample]) -> bool:
+    return next(s for s in samples if s.group_index is None) is None
 
 
 def drop_all(args: Any, samples: list[Sample]) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.core.errors import DataError, DeadlineExceeded, EngineError, HookError, LedgerError
+from slime.core.errors import ConfigError, DataError, DeadlineExceeded, EngineError, HookError, LedgerError
 from slime.rollout.manager import RolloutManager
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
@@ -46,7 +47,7 @@ def test_a_step_trains_each_prompt_once_with_what_the_engine_sampled(tmp_path: P
     assert metrics["rollout/raw_reward"] == 0.5 and metrics["rollout/response_len/max"] == 5
 
 
-def test_surplus_is_kept_finished_or_started_over_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_surplus_is_started_over_and_nothing_is_lost(tmp_path: Path) -> None:
     engine = FakeEngine(tick_s=0.004)
     batches, _, ledger, engine = run(
         tmp_path,
@@ -64,6 +65,65 @@ def test_surplus_is_kept_finished_or_started_over_and_nothing_is_lost(tmp_path: 
     assert ledger["data/trained"] == 16 and ledger["data/in_flight"] == 0
     assert ledger["data/issued"] == 16 + ledger["data/buffered"]
     assert engine.most_running <= 6
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_every_sample_is_of_its_steps_weights_without_partial_rollout(tmp_path: Path, partial: bool) -> None:
+    engine = FakeEngine(tick_s=0.002)
+
+    async def work(manager: RolloutManager) -> Any:
+        batches, num_reset, num_surplus = [], 0.0, 0.0
+        for step in range(4):
+            engine.weight_version = str(step)
+            engine.stops.extend([1] * 10 + [7] * 6)
+            batch, metrics = await manager.generate(step)
+            batches.append({int(v) for s in batch.samples for v in s.token_versions})
+            num_reset += metrics["rollout/num_reset_groups"]
+            num_surplus += metrics["rollout/num_surplus_groups"] + metrics["rollout/num_aborted_groups"]
+            manager.commit(step)
+        return batches, num_reset, num_surplus
+
+    flags = (*REWARD, "--over-sampling-batch-size", "8", *(["--partial-rollout"] if partial else []))
+    versions, num_reset, num_surplus = asyncio.run(with_manager(rollout_args(tmp_path, *flags), engine, work))
+    assert num_surplus > 0, "nothing was left over, so nothing is tested"
+    if partial:
+        assert num_reset == 0 and any(step - 1 in seen for step, seen in enumerate(versions))
+    else:
+        assert versions == [{0}, {1}, {2}, {3}] and num_reset > 0
+
+
+def test_a_generation_that_never_ends_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(HookError, match=r"set sample\.status"):
+        run(tmp_path, *REWARD, "--custom-generate-function-path", f"{HOOKS}:forgetful")
+    with pytest.raises(EngineError, match="interrupted"):
+        run(tmp_path, *REWARD, "--custom-generate-function-path", f"{HOOKS}:interrupted")
+
+
+def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
+    data = tmp_path / "messages.jsonl"
+    data.write_text('{"input": [{"role": "user", "content": "1<eos>"}], "label": "1"}\n')
+    with pytest.raises(ConfigError, match="--apply-chat-template"):
+        run(tmp_path, *REWARD, "--prompt-data", str(data))
+
+
+def test_a_users_slow_function_does_not_stop_the_event_loop(tmp_path: Path) -> None:
+    async def work(manager: RolloutManager) -> None:
+        task = asyncio.create_task(manager.generate(0))
+        longest = 0.0
+        while not task.done():
+            started = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - started)
+        await task
+        assert longest < 0.25
+
+    args = rollout_args(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:slow_filter")
+    asyncio.run(with_manager(args, FakeEngine(), work))
+
+
+def test_a_stop_iteration_out_of_a_users_function_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(HookError, match="leaking_filter"):
+        run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:leaking_filter")
 
 
 def test_partial_rollout_continues_the_tokens_within_the_budget(tmp_path: Path) -> None:
