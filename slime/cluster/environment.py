@@ -28,7 +28,7 @@ LOCAL_RAY = {
 def prepare_environment(run_id: str) -> None:
     """Marks this process and all that it starts with `run_id`, and sets up Ray for one machine."""
     os.environ[RUN_ID_ENV] = run_id
-    if "RAY_ADDRESS" in os.environ:
+    if os.environ.get("RAY_ADDRESS"):
         return
     assert "ray" not in sys.modules, "Ray was imported before its environment was made; it would ignore it"
     for name, value in LOCAL_RAY.items():

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from slime.cluster.environment import prepare_environment
 from slime.cluster.placement import plan_placement
 from slime.config.hooks import check_hooks
-from slime.core.ids import new_run_id
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import collect, start_recording
@@ -28,10 +27,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
+"""How long the processes may take to stop by themselves; after an error or Ctrl-C the cluster ends them soon."""
+
 
 @contextmanager
 def launch(args: Any) -> Iterator[Run]:
     """Starts everything that `args` asks for, yields the verbs, and leaves nothing behind."""
+    run_id = args.run_id
+    prepare_environment(run_id)  # before any user code: a hook may import Ray
     check_hooks(args)
     plan = plan_placement(
         num_train=0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node,
@@ -41,10 +45,8 @@ def launch(args: Any) -> Iterator[Run]:
         num_cores=len(os.sched_getaffinity(0)),
         max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
     )
-    run_id = new_run_id()
     folder = RunFolder.create(Path(args.run_dir).resolve(), run_id=run_id, args=args.to_json_dict())
     setup_logging(folder.logs / "driver.log")
-    prepare_environment(run_id)
     from slime.cluster.session import RaySession
     from slime.cluster.start import start
 
@@ -59,20 +61,22 @@ def launch(args: Any) -> Iterator[Run]:
             collect()  # the first step begins now
             try:
                 yield run
-            finally:
-                _end(run, folder)
+            except BaseException:
+                _end(run, limit_s=HASTY_END_S)
+                raise
+            _end(run, limit_s=ORDERLY_END_S)
     except Exception:  # the console gets one message, from `run_or_exit`
         logger.error("the run failed", exc_info=True, extra=FILE_ONLY)
         raise
     finally:
         spans.close()
+        folder.write_report()
 
 
-def _end(run: Run, folder: RunFolder) -> None:
+def _end(run: Run, *, limit_s: float) -> None:
     """Never raises: the error that ended the run, if any, is the one to tell."""
     try:
-        run.close()
+        run.close(limit_s=limit_s)
     except Exception as error:  # the cluster's end ends what did not stop by itself
         logger.warning("an actor did not stop in order: %s", str(error).splitlines()[0] if str(error) else repr(error))
         logger.info("in full", exc_info=True, extra=FILE_ONLY)
-    folder.write_report()

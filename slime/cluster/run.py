@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.waiting import wait_for
+from slime.cluster.waiting import peek, wait_for
 from slime.core.errors import ConfigError
 from slime.observability.spans import collect, span
 from slime.observability.tracker import Tracker
@@ -45,7 +45,10 @@ class Generation:
     """A generation under way, or done."""
 
     rollout_id: int
-    ref: Any
+    batch: Any
+    """Reference to the `TrainBatch`, which goes from the rollout side to the training ranks without passing here."""
+    metrics: Any
+    """Reference to the metrics; there when the batch is."""
 
 
 class Run:
@@ -71,21 +74,20 @@ class Run:
 
     def start_generation(self, rollout_id: int) -> Generation:
         """Starts generating the samples of a step and returns at once."""
-        return Generation(rollout_id, self._rollout.generate.remote(rollout_id))
+        batch, metrics = self._rollout.generate.options(num_returns=2).remote(rollout_id)
+        return Generation(rollout_id, batch, metrics)
 
     def finish_generation(self, generation: Generation) -> Any:
         """Waits for a generation; returns a reference to its `TrainBatch`."""
-        import ray
-
         with span("rollout_wait"), self._watching(f"rollout {generation.rollout_id}") as on_poll:
-            batch, metrics = wait_for(
-                [generation.ref],
+            metrics = wait_for(
+                [generation.metrics],
                 for_what=f"the rollout of step {generation.rollout_id}",
                 limit_s=self._rollout_limit_s,
                 on_poll=on_poll,
             )[0]
         self._tracker.log("rollout", generation.rollout_id, metrics)
-        return ray.put(batch)
+        return generation.batch
 
     def generate(self, rollout_id: int) -> Any:
         """Generates the samples of a step; returns a reference to its `TrainBatch`."""
@@ -95,7 +97,9 @@ class Run:
         """Blocks until no request of this generation is running, without taking its result."""
         with span("generation_wait"):
             wait_for(
-                [generation.ref], for_what=f"the rollout of step {generation.rollout_id}", limit_s=self._rollout_limit_s
+                [generation.metrics],
+                for_what=f"the rollout of step {generation.rollout_id}",
+                limit_s=self._rollout_limit_s,
             )
 
     def evaluate(self, rollout_id: int) -> None:
@@ -112,15 +116,15 @@ class Run:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, batch: Any) -> None:
-        """Trains one step on every rank, then commits it in the Data Buffer."""
+        """Trains one step on every rank (none with --debug-rollout-only), then commits it in the Data Buffer."""
         with span("train"), self._tracker.progress(f"train {rollout_id}"):
             metrics = wait_for(
                 [trainer.train.remote(batch) for trainer in self._trainers],
                 for_what=f"training step {rollout_id}",
                 limit_s=TRAIN_STEP_LIMIT_S,
-            )[0]
+            )
         ledger = wait_for([self._rollout.commit.remote(rollout_id)], for_what="the ledger", limit_s=60)[0]
-        self._tracker.log("train", rollout_id, {**metrics, **ledger})
+        self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
 
     def hand_over_to_training(self) -> None:
         """Colocated: engines give their memory back, then the trainer takes its own. Otherwise nothing."""
@@ -135,13 +139,14 @@ class Run:
         """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
 
         Colocated, memory changes hands in the only order that fits: engine weights in, trainer out, KV cache in.
+        Without a trainer (--debug-rollout-only) the engines serve what they loaded, as version 0.
         """
         if not self._engine_infos:
             return
         if self.args.offload_rollout and self._admitted:
             self._on_engines("resume_memory", ["weights"])
         with span("update_weights"):
-            metrics = self._on_trainers("publish_weights")[0]
+            metrics = self._on_trainers("publish_weights")
         if self.args.offload_train:
             with span("sleep"):
                 self._on_trainers("sleep")
@@ -155,7 +160,8 @@ class Run:
                 limit_s=self.args.engine_start_timeout_s,
             )
             self._admitted = True
-        self._tracker.add(metrics)
+        if metrics:
+            self._tracker.add(metrics[0])
 
     def check_log_probs(self) -> None:
         """Compares trainer and engines on fresh samples of the weights just published; over the limit the run ends.
@@ -163,7 +169,7 @@ class Run:
         For asynchronous training, whose batches are older than the trainer; in synchronous training every batch is
         that comparison.
         """
-        if not self._engine_infos:
+        if not self._engine_infos or not self._trainers:
             return
         with span("check_log_probs"):
             batch = wait_for([self._rollout.probe.remote()], for_what="a probe", limit_s=self.args.request_timeout_s)[0]
@@ -173,43 +179,56 @@ class Run:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Loads the latest checkpoint under `--load`, if there is one; returns the step to start with."""
-        root = Path(self.args.load) if self.args.load else None
-        found = checkpoint.latest(root) if root is not None else None
+        """Loads the latest checkpoint under `--load`; returns the step to start with.
+
+        `--finetune` takes the weights alone and starts at `--start-rollout-id` or 0.
+        """
+        first = int(self.args.start_rollout_id or 0)
+        if not self.args.load:
+            return first
+        found = checkpoint.latest(Path(self.args.load))
         if found is None:
-            return int(self.args.start_rollout_id or 0)
+            raise ConfigError(
+                f"got --load {self.args.load}, which holds no committed checkpoint; leave it out to start from "
+                "--hf-checkpoint"
+            )
         checkpoint.verify(found.path)
         with span("load"):
             self._on_trainers("load", str(found.path))
+            if self.args.finetune:
+                return first
             wait_for([self._rollout.load.remote(str(found.path))], for_what="the Data Buffer to load", limit_s=600)
         return found.rollout_id + 1
 
     def save(self, rollout_id: int) -> None:
-        """Writes one checkpoint: every part, then the manifest, then the name, then "latest"."""
-        if not self.args.save:
-            raise ConfigError("got a save without --save: there is no folder to write to; set --save DIR")
+        """Writes one checkpoint (every part, then the manifest, the name, "latest") and the HF export, as asked."""
         with span("save_model"):
-            parts = checkpoint.begin(Path(self.args.save), rollout_id)
-            refs = [trainer.save_parts.remote(str(parts)) for trainer in self._trainers]
-            wait_for([*refs, self._rollout.save.remote(str(parts))], for_what="the checkpoint", limit_s=3600)
-            checkpoint.commit(parts, rollout_id)
+            if self.args.save:
+                self._save_checkpoint(Path(self.args.save), rollout_id)
             if self.args.save_hf:
                 self._on_trainers("save_hf", self.args.save_hf.format(rollout_id=rollout_id))
+
+    def _save_checkpoint(self, root: Path, rollout_id: int) -> None:
+        parts = checkpoint.begin(root, rollout_id)
+        refs = [trainer.save_parts.remote(str(parts)) for trainer in self._trainers]
+        wait_for([*refs, self._rollout.save.remote(str(parts))], for_what="the checkpoint", limit_s=3600)
+        checkpoint.commit(parts, rollout_id)
 
     # --- cadence ----------------------------------------------------------------------------------------------------
 
     def saves_after(self, rollout_id: int) -> bool:
         """Every `--save-interval` steps and after the last one."""
-        return bool(self.args.save) and self._is_due(rollout_id, self.args.save_interval)
+        return bool(self.args.save or self.args.save_hf) and self._is_due(rollout_id, self.args.save_interval)
 
     def evaluates_after(self, rollout_id: int) -> bool:
         """Every `--eval-interval` steps and after the last one."""
         return self.args.eval_interval is not None and self._is_due(rollout_id, self.args.eval_interval)
 
     def evaluates_before(self, start: int) -> bool:
-        """Once before the first step of a run that was not resumed (or when there is no step at all)."""
-        wanted = self.args.eval_interval is not None and not self.args.skip_eval_before_train
-        return wanted and (start == 0 or start >= self.args.num_rollout)
+        """Before the first step of a run that was not resumed; always if `--num-rollout 0` asks for nothing else."""
+        if self.args.num_rollout == 0:
+            return bool(self.args.eval_prompt_data)
+        return self.args.eval_interval is not None and not self.args.skip_eval_before_train and start == 0
 
     def _is_due(self, rollout_id: int, interval: int | None) -> bool:
         return rollout_id + 1 == self.args.num_rollout or (interval is not None and (rollout_id + 1) % interval == 0)
@@ -220,10 +239,10 @@ class Run:
         """Logs the times of the step's parts."""
         self._tracker.log("perf", rollout_id, collect())
 
-    def close(self) -> None:
-        """Ends every process in order; a failure here never hides the error that ended the run."""
+    def close(self, *, limit_s: float) -> None:
+        """Ends every process in order. Raises if one does not answer in `limit_s`; the end of the cluster ends it."""
         stops = [actor.stop.remote() for actor in (self._rollout, *self._trainers, *self._engines)]
-        wait_for(stops, for_what="the actors to stop", limit_s=20)
+        wait_for(stops, for_what="the actors to stop", limit_s=limit_s)
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +256,16 @@ class Run:
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[Callable[[], str]]:
-        """Shows the rollout side's own progress while the driver waits for it."""
+        """Shows the rollout side's own progress while the driver waits for it; the news may be old, never an error."""
+        news = ""
+        asked = self._rollout.progress.remote()
+
+        def on_poll() -> str:
+            nonlocal news, asked
+            answer = peek(asked)
+            if answer is not None:
+                news, asked = str(answer), self._rollout.progress.remote()
+            return note(news)
+
         with self._tracker.progress(what) as note:
-            yield lambda: note(str(wait_for([self._rollout.progress.remote()], for_what="progress", limit_s=60)[0]))
+            yield on_poll

@@ -89,6 +89,8 @@ class TrainActor:
 
     def load(self, directory: str) -> None:
         self._backend.load(Path(directory))
+        if self._args.finetune:
+            self._backend.weight_version = 1
 
     def sleep(self) -> None:
         self._backend.sleep()

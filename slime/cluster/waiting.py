@@ -44,6 +44,15 @@ def wait_for(
     return [_get(ref, for_what) for ref in refs]
 
 
+def peek(ref: Any) -> Any:
+    """The result of `ref` if it is there, else None; also None if the call failed. Never waits, never raises."""
+    done, _ = ray.wait([ref], timeout=0)
+    try:
+        return ray.get(ref) if done else None
+    except (RayTaskError, RayActorError):
+        return None
+
+
 def _get(ref: Any, for_what: str) -> Any:
     try:
         return ray.get(ref)

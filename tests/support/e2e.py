@@ -168,7 +168,7 @@ class RealRun:
         """From the start to the end of the driver."""
         self.clean_s = 0.0
         """From the first question whether anything is left to the answer."""
-        command = [sys.executable, script, *map(str, flags), "--run-dir", str(run_dir)]
+        command = [sys.executable, script, "--device", "cpu", *map(str, flags), "--run-dir", str(run_dir)]
         with self._output.open("wb") as output:
             self._driver = subprocess.Popen(
                 command,
