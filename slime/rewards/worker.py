@@ -15,19 +15,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import ctypes
 import inspect
 import json
 import os
 import pickle
 import resource
-import signal
 import struct
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from slime.core.lifeline import die_with_parent
 from slime.core.sample import Sample
 from slime.rewards.environment import leave_network
 from slime.rewards.graders import GraderOptions, load_grader
@@ -35,16 +34,8 @@ from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 HEADER = struct.Struct("<I")
 """Length of the JSON that follows, in bytes."""
-PR_SET_PDEATHSIG = 1
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Largest file that a grader may write."""
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when its parent ends; ends at once if that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def limit_resources(memory_limit_bytes: int | None) -> None:

@@ -12,27 +12,14 @@ Invariants
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
+
+from slime.core.lifeline import die_with_parent
 
 ROUTER_FLAG = "--router"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
 """Holds the server's bearer token: a command line is for everybody on the host to read, an environment is not."""
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(expected_parent: int | None) -> None:
-    """Asks the kernel for SIGKILL when the parent ends; exits at once if it has ended before.
-
-    `expected_parent`: pid of the starter; None if unknown. Works on Linux only.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if expected_parent is not None and os.getppid() != expected_parent:
-        os._exit(1)
 
 
 def device_of(arguments: list[str]) -> str:
