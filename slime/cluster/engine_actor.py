@@ -23,12 +23,14 @@ class EngineActor:
         setup_logging(Path(log_dir) / f"engine_actor_{index}.log")
         self._server = SGLangServer(spec, log_path=Path(log_dir) / f"engine_{index}.log")
         self._server.start()
-        self._tp_size, self._timeout_s = spec.tp_size, control_timeout_s
+        self._spec, self._timeout_s = spec, control_timeout_s
 
     def wait_ready(self, timeout_s: float) -> str:
         """The server's URL once it answers."""
         self._server.wait_ready(timeout_s)
-        self._control = HttpEngineControl(self._server.url, tp_size=self._tp_size, timeout_s=self._timeout_s)
+        self._control = HttpEngineControl(
+            self._server.url, tp_size=self._spec.tp_size, timeout_s=self._timeout_s, api_key=self._spec.api_key
+        )
         return self._server.url
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:

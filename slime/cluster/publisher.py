@@ -5,7 +5,6 @@ Composed here because only this room sees the trainer, the weights and the contr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from slime.serving.wire import digest, serialize_bucket
 from slime.training.backend import MegatronBackend
 from slime.weights.buckets import Tamper
 from slime.weights.publish import publish
-from slime.weights.tables import table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
 
@@ -43,13 +41,13 @@ class Publisher:
     ) -> None:
         """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
         self._args, self._backend = args, backend
-        self._table = table_for(json.loads((Path(args.hf_checkpoint) / "config.json").read_text()))
+        self._table = backend.table
         self._group = dist.new_group(backend="gloo")
         self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
         gpu_of_slot = self._gpus(slots[rank])
         self._targets = [
             EngineTarget(
-                HttpEngineControl(info.url, info.tp_size, args.weight_sync_timeout_s),
+                HttpEngineControl(info.url, info.tp_size, args.weight_sync_timeout_s, info.api_key),
                 tuple(gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if gpu_of_slot else (),
             )
             for info in engines

@@ -22,16 +22,17 @@ from slime.serving.router import Router
 class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
-    def __init__(self, args: Any, num_engines: int, log_dir: str) -> None:
+    def __init__(self, args: Any, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
+        """`api_key`: the token that the engines ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
         self._router: Router | None = None
         if num_engines:
-            self._router = Router(log_path=Path(log_dir) / "router.log", extra_args=args.router)
+            self._router = Router(log_path=Path(log_dir) / "router.log", extra_args=args.router, worker_api_key=api_key)
             self._router.start()
             self._router.wait_ready(args.engine_start_timeout_s)
             args = args.replace(sglang_router_ip=self._router.host, sglang_router_port=self._router.port)
         url = self._router.url if self._router is not None else None
-        self._manager = RolloutManager(args, router_url=url, num_engines=num_engines)
+        self._manager = RolloutManager(args, router_url=url, num_engines=num_engines, api_key=api_key)
 
     async def ready(self) -> int:
         """Number of prompts in the training data; answers when the data is loaded."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class EngineInfo:
     tp_size: int
     slots: tuple[int, ...]
     """Placement slots of its ranks; a training rank on the same slot can share memory with it."""
+    api_key: str | None = field(default=None, repr=False)
+    """Token of the run that its routes ask for."""
 
 
 @dataclass(frozen=True, slots=True)

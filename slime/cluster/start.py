@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import ray
@@ -36,10 +37,12 @@ def start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -
         resources = {"num_cpus": share} if unit == "CPU" else {"num_cpus": share, "num_gpus": share}
         return {**resources, "scheduling_strategy": strategy}
 
+    # Other users of the machine can reach loopback; without this token they cannot reach the engines.
+    api_key = args.sglang.get("api_key") or secrets.token_hex(32)
     with tracker.progress("starting engines and trainers", limit_s=args.engine_start_timeout_s):
-        engines = _create_engines(args, plan, folder, on_slot)
+        engines = _create_engines(args, plan, folder, on_slot, api_key)
         trainers = _create_trainers(args, plan, folder, on_slot)
-        rollout = _create_rollout(args, len(engines), folder)
+        rollout = _create_rollout(args, len(engines), folder, api_key)
         building = _build_trainers(args, trainers)
         ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
         waits = [*ready, rollout.ready.remote(), *building]
@@ -49,7 +52,7 @@ def start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -
             limit_s=args.engine_start_timeout_s + 60,
         )
     infos = [
-        EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots)
+        EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots, api_key)
         for placed, url in zip(plan.engines, results[: len(engines)], strict=True)
     ]
     if infos and trainers:
@@ -62,10 +65,10 @@ def start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -
     return Run(args, tracker=tracker, trainers=trainers, rollout=rollout, engines=engines, engine_infos=infos)
 
 
-def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
+def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any, api_key: str) -> list[Any]:
     engines = []
     for placed in plan.engines:
-        spec = ServerSpec.from_args(args, index=placed.index, num_threads=placed.num_threads)
+        spec = ServerSpec.from_args(args, index=placed.index, num_threads=placed.num_threads, api_key=api_key)
         options = on_slot(placed.slots[0], ENGINE_SHARE)
         engines.append(
             _placed(EngineActor, **options).remote(placed.index, spec, str(folder.logs), args.weight_sync_timeout_s)
@@ -89,8 +92,9 @@ def _build_trainers(args: Any, trainers: list[Any]) -> list[Any]:
     return [trainer.build.remote(host, port) for trainer in trainers]
 
 
-def _create_rollout(args: Any, num_engines: int, folder: RunFolder) -> Any:
-    return _placed(RolloutActor, num_cpus=0, max_concurrency=16).remote(args, num_engines, str(folder.logs))
+def _create_rollout(args: Any, num_engines: int, folder: RunFolder, api_key: str) -> Any:
+    actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16)
+    return actor.remote(args, num_engines, str(folder.logs), api_key)
 
 
 def _placed(actor: Any, **options: Any) -> Any:

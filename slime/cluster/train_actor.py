@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,17 @@ class TrainActor:
         os.environ.update(args.train_env_vars)
         if args.device == "cpu":  # read by OpenMP and MKL when torch is first imported
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+        self._listener: Any = None
         self._backend: Any = None
         self._publisher: Any = None
 
     def free_address(self) -> tuple[str, int]:
-        """(host, port) where rank 0 can listen for the others."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        """(host, port) where rank 0 listens for the others from now on."""
+        from slime.weights.rendezvous import listen_on
+
+        self._listener = listen_on(ray.util.get_node_ip_address())
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
 
     def build(self, master_address: str, master_port: int) -> None:
         """Joins the process group, builds the model and loads the Hugging Face weights."""
@@ -50,6 +51,7 @@ class TrainActor:
             local_rank=0,  # Ray shows each actor its own GPU only
             master_address=master_address,
             master_port=master_port,
+            listener=self._listener,
         )
         self._backend.weight_version = 1
 

@@ -112,11 +112,15 @@ class EngineClient:
         request_timeout_s: float = 600.0,
         max_concurrency: int = 256,
         vocab_size: int | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`max_concurrency`: requests in flight at most. `vocab_size`: ids beyond it kill an engine and are refused."""
+        """`max_concurrency`: requests in flight at most. `vocab_size`: ids beyond it kill an engine and are refused.
+        `api_key`: the token that the engines ask for.
+        """
         self.base_url = base_url.rstrip("/")
         self.max_concurrency = max_concurrency
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._slots = asyncio.Semaphore(max_concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -252,7 +256,9 @@ class EngineClient:
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)  # the semaphore is the limit; aborts must not queue behind it
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+            )
         return self._session
 
     def _abort_later(self, rids: list[str]) -> None:

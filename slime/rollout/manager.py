@@ -49,8 +49,11 @@ DEFAULT_ROLLOUT = f"{generate_rollout.__module__}.{generate_rollout.__name__}"
 class RolloutManager:
     """Built once per run, before or after its event loop starts."""
 
-    def __init__(self, args: Any, *, router_url: str | None, num_engines: int) -> None:
-        """Loads tokenizer and data. Raises `DataError`, `HookError`, `ConfigError`."""
+    def __init__(self, args: Any, *, router_url: str | None, num_engines: int, api_key: str | None = None) -> None:
+        """Loads tokenizer and data. `api_key`: the token that the engines ask for.
+
+        Raises `DataError`, `HookError`, `ConfigError`.
+        """
         self._args = args
         self._tokenizer = load_tokenizer(args)
         self._source: Any = load_data_source(args, self._tokenizer)
@@ -62,6 +65,7 @@ class RolloutManager:
                 request_timeout_s=args.request_timeout_s,
                 max_concurrency=args.sglang_server_concurrency * max(num_engines, 1),
                 vocab_size=_vocab_size(args.hf_checkpoint),
+                api_key=api_key,
             )
         self._graders = GraderPool(
             num_workers=args.reward_num_workers,

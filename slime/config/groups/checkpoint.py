@@ -18,7 +18,7 @@ class CheckpointArgs:
     save_hf: str | None = None
     """Also save in HF format here; {rollout_id} in the path is replaced."""
     no_save_optim: bool = False
-    """Leave optimizer, scheduler and RNG out of checkpoints (they cannot be resumed then)."""
+    """Leave optimizer, scheduler and RNG out of checkpoints (resuming then needs --no-load-optim or --finetune)."""
     no_load_optim: bool = False
     """Start with a fresh optimizer."""
     no_load_rng: bool = False
