@@ -52,10 +52,13 @@ def forward_log_probs(context: StepContext, model: Any, prepared: PreparedBatch)
 
 def measure_gap(context: StepContext, model: Any, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
     """The log-prob gap of a batch under the model's current weights; nothing is trained. See `GapMeter.finish`."""
-    own = forward_log_probs(context, model, prepared)
+    return _gap_of(context, prepared, forward_log_probs(context, model, prepared), version)
+
+
+def _gap_of(context: StepContext, prepared: PreparedBatch, log_probs: LogProbs, version: int) -> dict[str, float]:
     meter = GapMeter(version, context.device)
     for batch in _own_batches(context, prepared):
-        meter.add(batch, _gather(own, batch, context.device))
+        meter.add(batch, _gather(log_probs, batch, context.device))
     return _finish_gap(context, meter, prepared)
 
 
@@ -77,12 +80,9 @@ def train_on(
     results = []
     first_gap = {}
     is_policy = context.args.loss_type == "policy_loss"
-    meter = GapMeter(version, context.device) if is_policy else None
-    if meter is not None and old is not None:
-        for batch in _own_batches(context, prepared):
-            meter.add(batch, _gather(old, batch, context.device))
-        first_gap = _finish_gap(context, meter, prepared)
-        meter = None
+    meter = GapMeter(version, context.device) if is_policy and old is None else None
+    if is_policy and old is not None:
+        first_gap = _gap_of(context, prepared, old, version)
     for step in prepared.schedule.steps:
         zero_grad(trainable)
         sums = _run_micro_batches(context, trainable, prepared, step.micro_batches[context.dp_rank], old, ref, meter)
