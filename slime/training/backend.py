@@ -25,10 +25,10 @@ from slime.config.model_shape import read_hf_config
 from slime.core.batch import TrainBatch
 from slime.core.errors import ConfigError
 from slime.training import hf_weights, rank_state
+from slime.training.build import build_model
 from slime.training.hf_files import begin_export, commit_export, require_replaceable, write_hf
 from slime.training.memory import HostStash
 from slime.training.micro_batch import prepare
-from slime.training.model import build_model
 from slime.training.model_config import training_dtype
 from slime.training.optimizer import build_trainable
 from slime.training.parallel import ParallelInfo, destroy_process_groups, init_process_groups, seed_everything
