@@ -1,0 +1,132 @@
+"""How many floating-point operations a forward pass over one sequence takes, from the HF config alone.
+
+For balancing ranks and for the `perf/*_tflops` metrics. Matrix products only, two operations per multiply-add; norms,
+softmax, rotary embedding and the embedding look-up are left out, as is usual for model FLOPs (Kaplan et al. 2020,
+"Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix).
+
+Invariants
+1. Attention counts the pairs that a causal mask lets through, n (n + 1) / 2, or those of a sliding window.
+2. A mixture of experts counts the experts that a token visits, the shared experts and the router.
+3. Sequences of a packed row do not see each other, so the cost of a row is the sum over its sequences.
+4. Recomputed activations are not counted: the figure says how fast the model trains, not how busy the device is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.core.errors import ConfigError
+
+TRAIN_FORWARDS = 3
+"""A training pass costs three forward passes: one forward, and two in the backward (inputs and weights)."""
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsModel:
+    """Cost of one architecture; all layers together."""
+
+    per_token: float
+    """FLOPs per token of all matrix products with weights, LM head apart."""
+    per_logit: float
+    """FLOPs of the LM head per position whose logits are computed."""
+    per_pair: tuple[tuple[int | None, float], ...]
+    """(window in tokens or None, FLOPs per pair of query and key summed over the layers with that window)."""
+
+    @classmethod
+    def from_hf(cls, config: Config) -> FlopsModel:
+        """From the dict of a config.json, flat or with the language model under `text_config`.
+
+        Knows decoders with gated three-matrix MLPs: dense, grouped-query, multi-head latent attention (DeepSeek-AI
+        2024, arXiv 2405.04434) and mixtures of experts. Raises `ConfigError` for a missing key and for attention of
+        another kind (linear, sparse).
+        """
+        config = config.get("text_config") or config
+        try:
+            num_layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+            projections, pair = _attention(config, hidden)
+            mlps = sum(_mlp(config, hidden, layer) for layer in range(num_layers))
+            per_logit = 2.0 * hidden * int(config["vocab_size"])
+        except KeyError as missing:
+            raise ConfigError(f"got a config.json without {missing}, because of which FLOPs are unknown") from missing
+        windows = Counter(_window(config, layer) for layer in range(num_layers))
+        per_pair = tuple((window, 2.0 * pair * count) for window, count in windows.items())
+        return cls(2.0 * (num_layers * projections + mlps), per_logit, per_pair)
+
+    def forward(self, num_tokens: int, *, num_logits: int | None = None, causal: bool = True) -> float:
+        """FLOPs of a forward pass over one sequence.
+
+        `num_logits`: positions that the LM head is applied to (default: all). Without `causal`, all pairs count, as
+        in an implementation that computes masked pairs, too.
+        """
+        pairs = 0.0
+        for window, flops in self.per_pair:
+            width = num_tokens if window is None else min(window, num_tokens)
+            seen = width * (width + 1) / 2 + (num_tokens - width) * width
+            pairs += flops * (seen if causal else num_tokens**2)
+        logits = num_tokens if num_logits is None else num_logits
+        return self.per_token * num_tokens + self.per_logit * logits + pairs
+
+
+def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_forwards: int = TRAIN_FORWARDS) -> float:
+    """10^12 FLOPs per second and GPU: the `perf/*_tflops` metrics (`num_forwards=1` for passes without gradients).
+
+    `forward_flops`: sum over all samples of the whole batch; `num_gpus`: all that shared the work. 0 for no time.
+    """
+    return num_forwards * forward_flops / (time_s * num_gpus) / 1e12 if time_s > 0 else 0.0
+
+
+def _attention(config: Config, hidden: int) -> tuple[int, int]:
+    """(multiply-adds of one layer's projections per token, of its attention per pair of query and key)."""
+    if config.get("index_topk"):
+        raise ConfigError("got a config.json with sparse attention (index_topk), whose FLOPs are not modelled")
+    heads = int(config["num_attention_heads"])
+    if config.get("kv_lora_rank"):
+        nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        kv_rank, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")
+        query = heads * (nope + rope)
+        down_up_q = hidden * query if q_rank is None else int(q_rank) * (hidden + query)
+        down_up_kv = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
+        return down_up_q + down_up_kv + heads * value * hidden, heads * (nope + rope + value)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return 2 * hidden * head_dim * (heads + kv_heads), 2 * heads * head_dim
+
+
+def _window(config: Config, layer: int) -> int | None:
+    """Tokens that a query of this layer sees at most; None for all before it."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    kind = kinds[layer] if kinds else "sliding_attention" if window and config.get("use_sliding_window", True) else None
+    if kind not in (None, "full_attention", "sliding_attention"):
+        raise ConfigError(f"got a config.json with layers of type {kind!r}, whose FLOPs are not modelled")
+    return int(window) if kind == "sliding_attention" and window else None
+
+
+def _mlp(config: Config, hidden: int, layer: int) -> int:
+    """Multiply-adds of one layer's MLP per token."""
+    num_experts = next((int(config[k]) for k in _NUM_EXPERTS if config.get(k)), 0)
+    if not num_experts or not _is_sparse(config, layer):
+        return 3 * hidden * int(config["intermediate_size"])
+    size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = int(config.get("n_shared_experts") or 0) * size
+    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: its size, and a gate of its own
+    router = hidden * (num_experts + (own > 0))
+    return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router
+
+
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names of the number of routed experts, by family."""
+
+
+def _is_sparse(config: Config, layer: int) -> bool:
+    """Whether this layer of a model with experts has them."""
+    if kinds := config.get("mlp_layer_types"):
+        return bool(kinds[layer] == "sparse")
+    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    step = int(config.get("decoder_sparse_step") or 1)
+    return (layer + 1) % step == 0
