@@ -3,18 +3,27 @@
 Pure and deterministic: every rank computes it from the same whole batch and reads its own row.
 
 Invariants
-1. Every sample position occurs exactly once in the whole schedule. Nothing is dropped or repeated.
-2. A step holds `global_batch_size` executions; all samples of an execution (fan-out siblings) are in one step.
-3. Within a step every rank has the same number of micro-batches, at least one. A micro-batch is empty (`()`) only
-   when the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
+1. Every sample position occurs exactly once in the whole schedule. Nothing is dropped, repeated or padded.
+2. A step holds `global_batch_size` executions, or, if `num_steps` is given, a share of them that differs from the
+   other steps' by one at most. All samples of an execution (fan-out siblings) are in one step.
+3. Within a step every rank has the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch
+   is empty (`()`) only when the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
 4. A micro-batch holds at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is a single
-   sample that is longer than that by itself.
+   sample that is longer than that by itself. Balancing by cost keeps to this, too: memory goes by tokens.
 5. Without `balance`, a rank sees its samples in batch order.
+6. With `balance`, each rank runs its micro-batches from the dearest to the cheapest, and what runs side by side is
+   neighbouring in cost: no micro-batch is cheaper than one that any rank runs later.
+
+Groups are not kept together: a cut between steps may tear the executions of one prompt apart. Advantages come from
+the whole batch, so no number but the step's own denominators depends on it, and steps of even size matter more. Groups
+of equal size stay whole where their number divides by the number of steps.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,109 +65,163 @@ def build_schedule(
     execution_S: Sequence[int],
     *,
     dp_size: int,
-    global_batch_size: int,
+    global_batch_size: int | None = None,
+    num_steps: int | None = None,
     micro_batch_size: int | None = None,
     max_tokens_per_gpu: int | None = None,
+    micro_batch_multiple: int = 1,
     balance: bool = False,
+    cost_S: Sequence[float] | None = None,
 ) -> Schedule:
     """Cuts a batch of S samples into optimizer steps, ranks and micro-batches.
 
     `num_tokens_S`: length in tokens of each sample. `execution_S`: execution id of each sample; equal ids are siblings.
-    `global_batch_size` counts executions. Exactly one way to fill micro-batches: `micro_batch_size` samples (default 1)
-    or `max_tokens_per_gpu` tokens (dynamic; the caller multiplies by the context-parallel size). `balance` evens out
-    the tokens per rank (Karmarkar-Karp with equal counts; Michiels et al. 2003, "balanced largest differencing").
+
+    Exactly one size of a step: `global_batch_size` executions, or any number of executions in `num_steps` steps of
+    nearly equal size (fewer steps if there are fewer executions). Exactly one way to fill micro-batches:
+    `micro_batch_size` samples (default 1) or `max_tokens_per_gpu` tokens (dynamic; the caller multiplies by the
+    context-parallel size). `micro_batch_multiple`: what an interleaved pipeline needs, its number of stages.
+
+    `balance` evens out the micro-batches (longest processing time first; Graham 1969) and the ranks (Karmarkar-Karp
+    with equal counts; Michiels et al. 2003, "balanced largest differencing") by `cost_S`, the cost of each sample in
+    any unit, such as `FlopsModel.forward`; without it by tokens.
 
     A batch with fewer executions than `global_batch_size` is one step. Raises `ConfigError` if the executions do not
     divide into whole steps (samples would have to be dropped) or a size is impossible, `DataError` on malformed input.
     """
-    _check(num_tokens_S, execution_S, dp_size, global_batch_size, micro_batch_size, max_tokens_per_gpu)
-    lengths = [int(n) for n in num_tokens_S]
+    sizes = {
+        "dp_size": dp_size,
+        "global_batch_size": global_batch_size,
+        "num_steps": num_steps,
+        "micro_batch_size": micro_batch_size,
+        "max_tokens_per_gpu": max_tokens_per_gpu,
+        "micro_batch_multiple": micro_batch_multiple,
+    }
+    costs = [float(c) for c in (num_tokens_S if cost_S is None else cost_S)]
+    _check(num_tokens_S, execution_S, costs, sizes)
+    cap = max_tokens_per_gpu or micro_batch_size or 1
+    room = [1 if max_tokens_per_gpu is None else min(int(n), cap) for n in num_tokens_S]
     members: dict[int, list[int]] = {}
     for position, execution in enumerate(execution_S):
         members.setdefault(int(execution), []).append(position)
-    executions = list(members)
-    if len(executions) > global_batch_size and len(executions) % global_batch_size:
-        raise ConfigError(
-            f"got {len(executions)} executions in one rollout and --global-batch-size {global_batch_size}, because "
-            f"{len(executions) % global_batch_size} would be left over after whole steps and no sample is dropped; "
-            "do: choose rollout_batch_size * n_samples_per_prompt divisible by global_batch_size"
-        )
     steps = []
-    for start in range(0, len(executions), global_batch_size):
-        chosen = executions[start : start + global_batch_size]
+    for chosen in _cut_into_steps(list(members), global_batch_size, num_steps):
         positions = sorted(p for execution in chosen for p in members[execution])
-        if max_tokens_per_gpu is not None:
-            bins = _first_fit(positions, lengths, max_tokens_per_gpu)
-        else:
-            size = micro_batch_size or 1
-            bins = [positions[i : i + size] for i in range(0, len(positions), size)]
-        bins = _to_multiple(bins, lengths, dp_size)
-        steps.append(StepSchedule(_assign(bins, lengths, dp_size, balance), num_executions=len(chosen)))
+        bins = _to_multiple(_first_fit(positions, room, cap), costs, dp_size * micro_batch_multiple)
+        if balance:
+            bins = _evened(bins, room, cap, costs)
+        steps.append(StepSchedule(_assign(bins, costs, dp_size, balance), num_executions=len(chosen)))
     return Schedule(tuple(steps))
 
 
 def _check(
-    num_tokens_S: Sequence[int],
-    execution_S: Sequence[int],
-    dp_size: int,
-    global_batch_size: int,
-    micro_batch_size: int | None,
-    max_tokens_per_gpu: int | None,
+    num_tokens_S: Sequence[int], execution_S: Sequence[int], costs: Sequence[float], sizes: dict[str, int | None]
 ) -> None:
-    if len(num_tokens_S) != len(execution_S):
-        raise DataError(f"got {len(num_tokens_S)} lengths and {len(execution_S)} execution ids; one of each per sample")
+    if not len(num_tokens_S) == len(execution_S) == len(costs):
+        raise DataError(
+            f"got {len(num_tokens_S)} lengths, {len(execution_S)} execution ids and {len(costs)} costs; "
+            "give one of each per sample"
+        )
     if len(num_tokens_S) == 0:
         raise DataError("got a batch without samples; there is nothing to train, look at what the rollout filtered")
     if min(num_tokens_S) < 1:
         raise DataError(f"got a sample of {min(num_tokens_S)} tokens; each needs at least one")
-    if micro_batch_size is not None and max_tokens_per_gpu is not None:
-        raise ConfigError("got micro_batch_size and max_tokens_per_gpu, because only one can fill it; give one")
-    sizes = {
-        "dp_size": dp_size,
-        "global_batch_size": global_batch_size,
-        "micro_batch_size": micro_batch_size,
-        "max_tokens_per_gpu": max_tokens_per_gpu,
-    }
+    if not all(0 < c < math.inf for c in costs):
+        raise DataError("got a sample whose cost is not a positive finite number; each must be one")
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise ConfigError(f"got {name}={value}; it must be at least 1")
+    if sizes["micro_batch_size"] is not None and sizes["max_tokens_per_gpu"] is not None:
+        raise ConfigError("got micro_batch_size and max_tokens_per_gpu, because only one can fill it; give one")
+    if (sizes["global_batch_size"] is None) == (sizes["num_steps"] is None):
+        raise ConfigError("got both or none of global_batch_size and num_steps, because one sizes a step; give one")
 
 
-def _first_fit(positions: Sequence[int], lengths: Sequence[int], cap_tokens: int) -> list[list[int]]:
-    """Puts each sample, in order, into the first bin with room; one longer than the cap gets a bin of its own."""
+def _cut_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
+    """The executions of each optimizer step, in order."""
+    total = len(executions)
+    if num_steps is not None:
+        num_steps = min(num_steps, total)
+        cuts = [total * i // num_steps for i in range(num_steps + 1)]
+        return [executions[a:b] for a, b in itertools.pairwise(cuts)]
+    assert global_batch_size is not None, "a step has a size: checked before"
+    if total > global_batch_size and total % global_batch_size:
+        raise ConfigError(
+            f"got {total} executions in one rollout and --global-batch-size {global_batch_size}, because "
+            f"{total % global_batch_size} would be left over after whole steps and no sample is dropped; do: choose "
+            "rollout_batch_size * n_samples_per_prompt divisible by global_batch_size, or give "
+            "--use-dynamic-global-batch-size, which trains any number in even steps"
+        )
+    return [executions[i : i + global_batch_size] for i in range(0, total, global_batch_size)]
+
+
+def _first_fit(positions: Sequence[int], room: Sequence[int], cap: int) -> list[list[int]]:
+    """Puts each sample, in order, into the first bin with room for it. `room`: what each takes of a bin's `cap`."""
     bins: list[list[int]] = []
     loads: list[int] = []
+    smallest = min(room[p] for p in positions)
+    open_bins: list[int] = []  # a full one is never looked at again: linear time for equal samples
     for position in positions:
-        for i, load in enumerate(loads):
-            if load + lengths[position] <= cap_tokens:
-                bins[i].append(position)
-                loads[i] += lengths[position]
-                break
-        else:
-            bins.append([position])
-            loads.append(lengths[position])
+        chosen = next((i for i in open_bins if loads[i] + room[position] <= cap), len(bins))
+        if chosen == len(bins):
+            bins.append([])
+            loads.append(0)
+            open_bins.append(chosen)
+        bins[chosen].append(position)
+        loads[chosen] += room[position]
+        if loads[chosen] + smallest > cap:
+            open_bins.remove(chosen)
     return bins
 
 
-def _to_multiple(bins: list[list[int]], lengths: Sequence[int], dp_size: int) -> list[list[int]]:
-    """Splits the heaviest divisible bins until the ranks can share them evenly; empty bins only when none divides."""
+def _to_multiple(bins: list[list[int]], costs: Sequence[float], multiple: int) -> list[list[int]]:
+    """Splits the dearest divisible bins until their number is a multiple; empty bins only when none divides."""
     bins = [list(b) for b in bins]
-    while len(bins) % dp_size:
+    while len(bins) % multiple:
         divisible = [i for i, b in enumerate(bins) if len(b) > 1]
         if not divisible:
             bins.append([])
             continue
-        heaviest = max(divisible, key=lambda i: (sum(lengths[p] for p in bins[i]), -i))
-        cut = _even_cut([lengths[p] for p in bins[heaviest]])
-        bins[heaviest : heaviest + 1] = [bins[heaviest][:cut], bins[heaviest][cut:]]
+        dearest = max(divisible, key=lambda i: (sum(costs[p] for p in bins[i]), -i))
+        cut = _even_cut([costs[p] for p in bins[dearest]])
+        bins[dearest : dearest + 1] = [bins[dearest][:cut], bins[dearest][cut:]]
     return bins
 
 
-def _even_cut(lengths: Sequence[int]) -> int:
-    """Where to cut a list of at least two lengths so that the heavier side is as light as possible."""
-    total, left, best, best_cost = sum(lengths), 0, 1, sum(lengths)
-    for cut, length in enumerate(lengths[:-1], start=1):
-        left += length
+def _evened(bins: list[list[int]], room: Sequence[int], cap: int, costs: Sequence[float]) -> list[list[int]]:
+    """The same samples in as many bins of like cost: the dearest first, each into the cheapest bin with room for it.
+
+    The bins as they were, if some sample then finds no room or the dearest bin gets dearer.
+    """
+    out: list[list[int]] = [[] for _ in bins]
+    loads = [0] * len(bins)
+    heap = [(0.0, i) for i in range(len(bins))]
+    for position in sorted((p for b in bins for p in b), key=lambda p: (-costs[p], p)):
+        full = []
+        while heap and loads[heap[0][1]] + room[position] > cap:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return bins
+        cost, chosen = heap[0]
+        out[chosen].append(position)
+        loads[chosen] += room[position]
+        heapq.heapreplace(heap, (cost + costs[position], chosen))
+        for item in full:
+            heapq.heappush(heap, item)
+    if max(_costs_of(out, costs)) > max(_costs_of(bins, costs)):
+        return bins
+    return [sorted(b) for b in out]
+
+
+def _costs_of(bins: list[list[int]], costs: Sequence[float]) -> list[float]:
+    return [math.fsum(costs[p] for p in b) for b in bins]
+
+
+def _even_cut(costs: Sequence[float]) -> int:
+    """Where to cut a list of at least two costs so that the dearer side is as cheap as possible."""
+    total, left, best, best_cost = sum(costs), 0.0, 1, sum(costs)
+    for cut, one in enumerate(costs[:-1], start=1):
+        left += one
         cost = max(left, total - left)
         if cost < best_cost:
             best, best_cost = cut, cost
@@ -166,26 +229,26 @@ def _even_cut(lengths: Sequence[int]) -> int:
 
 
 def _assign(
-    bins: list[list[int]], lengths: Sequence[int], dp_size: int, balance: bool
+    bins: list[list[int]], costs: Sequence[float], dp_size: int, balance: bool
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Deals the bins (a multiple of `dp_size`) to the ranks, the same number to each."""
     if not balance:
         return tuple(tuple(tuple(b) for b in bins[rank::dp_size]) for rank in range(dp_size))
-    weights = [sum(lengths[p] for p in b) for b in bins]
+    weights = _costs_of(bins, costs)
     shares = _balanced_differencing(weights, dp_size)
     # Heaviest first on every rank: what runs side by side (expert parallelism waits for the slowest) is of like size.
     ordered = [sorted(share, key=lambda i: (-weights[i], i)) for share in shares]
     return tuple(tuple(tuple(bins[i]) for i in share) for share in ordered)
 
 
-def _balanced_differencing(weights: Sequence[int], num_shares: int) -> list[list[int]]:
+def _balanced_differencing(weights: Sequence[float], num_shares: int) -> list[list[int]]:
     """Splits items into `num_shares` lists of equal count and nearly equal weight; returns item indices.
 
     Start from tuples of `num_shares` items of neighbouring weight; merge the two tuples of largest spread, heavy side
     onto light side, until one tuple is left.
     """
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for tie, start in enumerate(range(0, len(order), num_shares)):
         shares = [(weights[i], [i]) for i in order[start : start + num_shares]]
         heap.append((shares[-1][0] - shares[0][0], tie, shares))
