@@ -2,27 +2,44 @@
 
 With d = log policy - log reference: k1 = d (unbiased, high variance), k2 = d^2 / 2 (biased, unbiased gradient),
 k3 = exp(-d) - 1 + d (unbiased, never negative); `low_var_kl` is k3 clamped to +-10.
+
+With `old_log_probs` the estimate is multiplied by the ratio policy / old, through which the gradient flows, too
+(DeepSeek-V3.2, arXiv:2512.02556): value and gradient are then unbiased for tokens sampled from the old policy.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from slime.algorithms.log_ratio import clamped_log_ratio
+from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio
 from slime.core.errors import ConfigError
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 LOW_VAR_LIMIT = 10.0
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """Estimate [T], zero where masked, differentiable in `log_probs`. Raises `ConfigError` on an unknown kind."""
-    d, _ = clamped_log_ratio(log_probs, ref_log_probs, mask)
+def kl_estimate(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    kind: str,
+    *,
+    old_log_probs: Tensor | None = None,
+    log_ratio_limit: float = LOG_RATIO_LIMIT,
+) -> Tensor:
+    """Estimate [R], zero where masked, differentiable in `log_probs`. Raises `ConfigError` on an unknown kind."""
+    d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
     if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    if kind in ("k3", "low_var_kl"):
-        k3 = (-d).expm1() + d
-        return k3.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT) if kind == "low_var_kl" else k3
-    raise ConfigError(f"got --kl-loss-type {kind!r}; choose one of {', '.join(KL_TYPES)}")
+        estimate = d
+    elif kind == "k2":
+        estimate = d.square() / 2
+    elif kind in ("k3", "low_var_kl"):
+        estimate = (-d).expm1() + d
+        if kind == "low_var_kl":
+            estimate = estimate.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+    else:
+        raise ConfigError(f"got --kl-loss-type {kind!r}; choose one of {', '.join(KL_TYPES)}")
+    if old_log_probs is None:
+        return estimate
+    log_ratio, _ = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
+    return estimate * log_ratio.exp()

@@ -12,16 +12,27 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0
 
 
-def clamped_log_ratio(log_probs: Tensor, reference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(log_probs - reference [T], clamped to +-`LOG_RATIO_LIMIT`, zero where masked; where it was clamped [T] bool).
+def unmasked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` [R] with zeros (and zero gradient) where `mask` is 0, whatever stands there, NaN included.
 
-    Differentiable in `log_probs` (a clamped token has zero gradient). Values at masked positions cannot matter, NaN
-    included.
+    Applied to inputs, not to results: a NaN that only the result discards comes back as 0 * NaN in the backward pass.
     """
-    keep = mask > 0
-    # Both operands are replaced before the subtraction: a NaN that only the result discards would come back as 0 * NaN
-    # in the backward pass.
-    raw = torch.where(keep, log_probs, torch.zeros_like(log_probs)) - torch.where(
-        keep, reference, torch.zeros_like(reference)
-    )
-    return raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), raw.abs() > LOG_RATIO_LIMIT
+    return torch.where(mask > 0, values, torch.zeros_like(values))
+
+
+def clamped_log_ratio(
+    log_probs: Tensor, reference: Tensor, mask: Tensor, limit: float = LOG_RATIO_LIMIT
+) -> tuple[Tensor, Tensor]:
+    """(log_probs - reference [R], clamped to +-`limit`, zero where masked; where it was clamped [R] bool).
+
+    A limit of 0 is no limit. Differentiable in `log_probs` (a clamped token has zero gradient). Values at masked
+    positions cannot matter, NaN included.
+    """
+    return clamp_counted(unmasked(log_probs, mask) - unmasked(reference, mask), limit)
+
+
+def clamp_counted(raw: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(raw clamped to +-`limit`, where it was clamped [bool]); a limit of 0 is no limit."""
+    if not limit:
+        return raw, torch.zeros_like(raw, dtype=torch.bool)
+    return raw.clamp(-limit, limit), raw.abs() > limit

@@ -6,91 +6,155 @@ numbers of a step are the sums over its micro-batches and ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.kl import kl_estimate
-from slime.algorithms.off_policy import truncated_weights
-from slime.algorithms.policy_loss import clipped_policy_loss
+from slime.algorithms.policy.cispo import cispo_loss
+from slime.algorithms.policy.clip import clipped_policy_loss
+from slime.algorithms.policy.gspo import gspo_loss
+from slime.algorithms.policy.outcome import PolicyLoss
+from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.sft_loss import negative_log_likelihood
-from slime.core.errors import ConfigError
+from slime.algorithms.value_loss import value_loss
+from slime.config.hooks import load_hook
+from slime.core.errors import HookError
+from slime.training.correction import corrected
 from slime.training.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
 """Metric name -> this micro-batch's part of it, a float64 scalar on the device."""
 
 
-def micro_batch_loss(
-    args: Any,
-    batch: MicroBatch,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    *,
-    old_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-) -> tuple[Tensor, Tensor, Sums]:
-    """(scalar loss, per-token loss [R] detached, metric sums). log_probs, entropy, old and ref: [R] float32."""
+@dataclass(frozen=True, slots=True)
+class LossParts:
+    """The loss of one micro-batch."""
+
+    loss: Tensor
+    """Scalar; the sum over micro-batches and ranks is the loss of the step."""
+    token_loss: Tensor
+    """[R] detached, before weights: what a search for a non-finite number looks at."""
+    sums: Sums
+
+
+def micro_batch_loss(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossParts:
+    """Loss of the policy. log_probs and entropy: [R]. Raises `HookError` if a user's function breaks its contract."""
     if args.loss_type == "sft_loss":
         token_loss = negative_log_likelihood(log_probs, batch.mask)
-        return _weighted(token_loss, batch), token_loss.detach(), {"loss": _sum(token_loss, batch)}
-    if args.loss_type != "policy_loss":
-        raise ConfigError(f"got --loss-type {args.loss_type!r}; this release has policy_loss and sft_loss")
-    return _policy(args, batch, log_probs, entropy, old_log_probs, ref_log_probs)
+        return LossParts(weighted(token_loss, batch), token_loss.detach(), {"loss": weighted_sum(token_loss, batch)})
+    if args.loss_type == "custom_loss":
+        return _custom(args, batch, log_probs)
+    return _policy(args, batch, log_probs, entropy)
 
 
-def _policy(
-    args: Any,
-    batch: MicroBatch,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    old_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-) -> tuple[Tensor, Tensor, Sums]:
-    recomputed = log_probs.detach() if old_log_probs is None else old_log_probs
+def micro_batch_value_loss(args: Any, batch: MicroBatch, values: Tensor) -> LossParts:
+    """Loss of the critic. values: [R]."""
+    assert batch.old_values is not None and batch.returns is not None, "the critic needs old values and returns"
+    loss, clipped = value_loss(values, batch.old_values, batch.returns, batch.mask, value_clip=args.value_clip)
+    sums = {
+        "value_loss": weighted_sum(loss, batch),
+        "value_clipfrac": weighted_sum(clipped, batch),
+        "values": weighted_sum(values, batch),
+        "returns": weighted_sum(batch.returns, batch),
+    }
+    return LossParts(weighted(loss, batch), loss.detach(), sums)
+
+
+def policy_outcome(args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor) -> PolicyLoss:
+    """The loss of `--policy-loss` per token."""
+    given = (log_probs, old, batch.advantages, batch.mask)
+    limit = float(args.log_ratio_limit)
+    clip = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high, "log_ratio_limit": limit}
+    if args.policy_loss == "gspo":
+        return gspo_loss(*given, sequences=batch.sequences, **clip)
+    if args.policy_loss == "cispo":
+        bounds = {"clip_low": args.cispo_clip_low, "clip_high": args.cispo_clip_high}
+        return cispo_loss(*given, log_ratio_limit=limit, **bounds)
+    if args.policy_loss == "sapo":
+        taus = {"tau_positive": args.sapo_tau_positive, "tau_negative": args.sapo_tau_negative}
+        return sapo_loss(*given, log_ratio_limit=limit, **taus)
+    assert args.policy_loss == "ppo_clip", f"no policy loss {args.policy_loss}"
+    return clipped_policy_loss(*given, eps_clip_c=args.eps_clip_c, **clip)
+
+
+def _policy(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossParts:
+    recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
-    result = clipped_policy_loss(
-        log_probs,
-        old,
-        batch.advantages,
-        batch.mask,
-        eps_clip=args.eps_clip,
-        eps_clip_high=args.eps_clip_high,
-        eps_clip_c=args.eps_clip_c,
-    )
-    policy_loss = result.loss
-    sums: Sums = {}
-    if args.use_tis:
-        tis = truncated_weights(
-            recomputed, batch.rollout_log_probs, batch.sampled, clip=args.tis_clip, clip_low=args.tis_clip_low
-        )
-        policy_loss = policy_loss * tis.weight
-        sums.update(tis=_sum(tis.raw, batch), tis_clipfrac=_sum(tis.truncated, batch))
-    token_loss = policy_loss
-    sums["pg_loss"] = _sum(policy_loss, batch)
-    sums["pg_clipfrac"] = _sum(result.clipped, batch)
-    sums["ppo_kl"] = _sum(result.old_minus_new, batch)
+    result = policy_outcome(args, batch, log_probs, old)
+    policy_loss, sums = corrected(args, batch, result.loss, log_probs.detach(), recomputed)
+    sums = {name: weighted_sum(value, batch) for name, value in sums.items()}
+    sums["pg_clipfrac"] = weighted_sum(result.clipped, batch)
+    sums["ppo_kl"] = weighted_sum(result.old_minus_new, batch)
     sums["log_ratio_clamped"] = result.ratio_limited.double().sum()
+    sums["pg_loss"] = weighted_sum(policy_loss, batch)
+    extra = torch.zeros_like(policy_loss)
     if entropy is not None:
-        sums["entropy_loss"] = _sum(entropy, batch)
+        sums["entropy_loss"] = weighted_sum(entropy, batch)
         if args.entropy_coef:
-            token_loss = token_loss - args.entropy_coef * torch.where(
-                batch.mask > 0, entropy, torch.zeros_like(entropy)
-            )
-    if ref_log_probs is not None:
-        kl = kl_estimate(log_probs, ref_log_probs, batch.mask, args.kl_loss_type)
-        token_loss = token_loss + args.kl_loss_coef * kl
-        sums["kl_loss"] = _sum(kl, batch)
-    sums["loss"] = _sum(token_loss, batch)
-    return _weighted(token_loss, batch), token_loss.detach(), sums
+            extra = extra - args.entropy_coef * torch.where(batch.mask > 0, entropy, torch.zeros_like(entropy))
+    if args.use_kl_loss:
+        assert batch.ref_log_probs is not None, "a KL loss needs reference log-probs"
+        kl = kl_estimate(
+            log_probs,
+            batch.ref_log_probs,
+            batch.mask,
+            args.kl_loss_type,
+            old_log_probs=old if args.use_unbiased_kl else None,
+        )
+        extra = extra + args.kl_loss_coef * kl
+        sums["kl_loss"] = weighted_sum(kl, batch)
+    token_loss = policy_loss + extra
+    sums["loss"] = weighted_sum(token_loss, batch)
+    if not args.custom_pg_loss_reducer_function_path:
+        return LossParts(weighted(token_loss, batch), token_loss.detach(), sums)
+    loss = _reduced(args, batch, policy_loss) + weighted(extra, batch)
+    sums["loss"] = loss.detach().double()
+    return LossParts(loss, token_loss.detach(), sums)
 
 
-def _weighted(values: Tensor, batch: MicroBatch) -> Tensor:
-    # The mask has made masked values finite zeros already; 0 * NaN would be NaN.
+def _reduced(args: Any, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
+    """The policy loss by `--custom-pg-loss-reducer-function-path`."""
+    build = load_hook(args.custom_pg_loss_reducer_function_path, "pg_loss_reducer")
+    masks = list(batch.mask.split(batch.lengths))
+    reduce = build(list(batch.total_lengths), list(batch.lengths), masks, args.loss_aggregation == "token_mean")
+    return _scalar(reduce(policy_loss), "--custom-pg-loss-reducer-function-path")
+
+
+def _custom(args: Any, batch: MicroBatch, log_probs: Tensor) -> LossParts:
+    """`--custom-loss-function-path`: the batch as a dict, and a sum that carries the denominators of the step."""
+    loss_of = load_hook(args.custom_loss_function_path, "loss")
+    data = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
+    token_loss = torch.zeros_like(log_probs)
+
+    def sum_of_sample_mean(values: Tensor) -> Tensor:
+        return (torch.where(batch.mask > 0, values, torch.zeros_like(values)) * batch.weights).sum()
+
+    loss, metrics = loss_of(args, data, log_probs, sum_of_sample_mean)
+    loss = _scalar(loss, "--custom-loss-function-path")
+    if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
+        raise HookError("--custom-loss-function-path: got metrics that are no dict of scalar tensors")
+    sums = {name: value.detach().double().reshape(()) for name, value in metrics.items()}
+    sums["loss"] = loss.detach().double()
+    # A non-finite loss of the user's function cannot be traced to a token: all of the micro-batch is suspect.
+    return LossParts(loss, token_loss.detach() + loss.detach(), sums)
+
+
+def _scalar(value: Any, flag: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise HookError(f"{flag}: got {type(value).__name__}; the loss is a tensor with one number")
+    return value.reshape(())
+
+
+def weighted(values: Tensor, batch: MicroBatch) -> Tensor:
+    """The sum over tokens, differentiable. Masked values must be finite zeros already: 0 * NaN would be NaN."""
     return (values * batch.weights).sum()
 
 
-def _sum(values: Tensor, batch: MicroBatch) -> Tensor:
+def weighted_sum(values: Tensor, batch: MicroBatch) -> Tensor:
+    """The same for a metric: detached, float64, whatever stands at masked positions."""
     kept = torch.where(batch.mask > 0, values.detach(), torch.zeros_like(values))
     return (kept.double() * batch.weights).sum()

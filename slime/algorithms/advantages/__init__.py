@@ -1,0 +1,1 @@
+"""Advantages and returns, NumPy float64 on the host, from the whole batch."""

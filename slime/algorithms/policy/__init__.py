@@ -1,0 +1,1 @@
+"""Policy losses per token, before any aggregation."""

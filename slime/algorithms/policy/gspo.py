@@ -1,0 +1,37 @@
+"""Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071): the clip decides about whole sequences.
+
+The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r), so
+each of its tokens has the same loss and, for one advantage per sequence, the same gradient. s is much closer to 1 than
+a token's ratio: the paper's bounds are about 3e-4 and 4e-4.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
+from slime.algorithms.policy.clip import clipped_surrogate
+from slime.algorithms.policy.outcome import PolicyLoss
+from slime.algorithms.sequences import Sequences
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequences: Sequences,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
+    log_ratio_limit: float = LOG_RATIO_LIMIT,
+) -> PolicyLoss:
+    """max(-s A, -clip(s) A) [R], s the ratio of the token's sequence; arguments as in `clipped_policy_loss`.
+
+    Advantages are per token; where they differ in sign inside a sequence (distillation), the clip follows the token's.
+    """
+    log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
+    ratio = sequences.spread(sequences.mean(log_ratio, mask)).exp()
+    loss, clipped = clipped_surrogate(ratio, unmasked(advantages.detach(), mask), eps_clip, eps_clip_high, eps_clip_c)
+    return PolicyLoss(loss, clipped, -log_ratio.detach(), limited.to(loss.dtype))

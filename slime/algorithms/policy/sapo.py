@@ -1,0 +1,32 @@
+"""Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): a smooth gate in place of the hard clip.
+
+f(r) = sigmoid(tau * (r - 1)) * 4 / tau, loss = -f(r) * A. At r = 1 the slope of f is 1, so on policy it is the policy
+gradient; away from 1 the slope falls with 4 * p * (1 - p). tau depends on the sign of A: the larger one, of negative
+advantages, lets go faster, because raising all other tokens of a large vocabulary is what destabilises.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
+from slime.algorithms.policy.outcome import PolicyLoss
+
+
+def sapo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    log_ratio_limit: float = LOG_RATIO_LIMIT,
+) -> PolicyLoss:
+    """Loss [R]; `tau_negative` holds for A <= 0."""
+    log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
+    advantage = unmasked(advantages.detach(), mask)
+    tau = torch.where(advantage > 0, torch.full_like(advantage, tau_positive), torch.full_like(advantage, tau_negative))
+    loss = -torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau * advantage
+    return PolicyLoss(loss, torch.zeros_like(loss), -log_ratio.detach(), limited.to(loss.dtype))
