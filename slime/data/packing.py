@@ -6,12 +6,14 @@ A trained token at index `t` of a sequence is *predicted* at index `t - 1`: ever
 Invariants
 1. Sequences are contiguous and in the given order; `cu_seqlens` starts at 0 and ends at T.
 2. Position ids restart at 0 in every sequence; no target crosses from one sequence into the next.
-3. Padding is a trailing sequence of its own, with zero mask, so it can attend to and be attended by nothing real.
+3. Padding of the row is a trailing sequence of its own, and padding of a sequence (`pad_each_to`) stands behind its
+   end. Both have zero mask and, by causality, are seen by nothing real.
 4. `response_positions` has no duplicates: scattering then gathering gives back exactly what went in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +37,8 @@ class PackedBatch:
     position_ids: npt.NDArray[np.int64]
     """[T] index within its own sequence."""
     cu_seqlens: npt.NDArray[np.int32]
-    """[N + 1], or [N + 2] when the last sequence is padding: where each sequence starts, then T."""
+    """[N + 1], or [N + 2] when the last sequence is padding: where each sequence starts, its padding included, then
+    T."""
     max_seqlen: int
     """Length in tokens of the longest sequence, padding included."""
     target_tokens: npt.NDArray[np.int64]
@@ -78,19 +81,22 @@ class PackedBatch:
         return np.split(row[self.response_positions], np.cumsum(self.response_lengths)[:-1])
 
 
-def pack(samples: Sequence[TrainSample], *, pad_to_multiple: int = 1) -> PackedBatch:
-    """Lays samples end to end, padded to a multiple of `pad_to_multiple` tokens (the TP size for sequence parallelism).
+def pack(samples: Sequence[TrainSample], *, pad_to_multiple: int = 1, pad_each_to: int = 1) -> PackedBatch:
+    """Lays samples end to end: each padded to a multiple of `pad_each_to` tokens, the row to one of `pad_to_multiple`.
 
-    No samples give a dummy: one padding sequence with zero mask and N = 0, for ranks that have nothing to train.
-    Raises `DataError` for a sample without tokens or without a token before its response.
+    Under context parallelism `pad_each_to` is twice its size. Under sequence parallelism the part of the row that a
+    rank holds must divide by the tensor-parallel size. No samples give a dummy: one padding sequence with zero mask and
+    N = 0, for ranks that have nothing to train. Raises `DataError` for a sample without tokens or without a token
+    before its response.
     """
-    if pad_to_multiple < 1:
-        raise ConfigError(f"got pad_to_multiple={pad_to_multiple}; it must be at least 1")
+    if pad_to_multiple < 1 or pad_each_to < 1:
+        raise ConfigError(f"got pad_to_multiple={pad_to_multiple}, pad_each_to={pad_each_to}; they must be at least 1")
     for s in samples:
         _check_sample(s)
-    num_real = sum(s.num_tokens for s in samples)
-    num_padding = -max(num_real, 1) % pad_to_multiple + (num_real == 0)
-    lengths = [s.num_tokens for s in samples] + ([num_padding] if num_padding else [])
+    multiple = math.lcm(pad_to_multiple, pad_each_to)
+    lengths = [s.num_tokens + -s.num_tokens % pad_each_to for s in samples]
+    if num_padding := -sum(lengths) % multiple if lengths else multiple:
+        lengths.append(num_padding)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     num_tokens = int(cu_seqlens[-1])
 

@@ -23,6 +23,27 @@ class PolicyModel(GPTModel):
     """A decoder with packed input and log-prob output."""
 
     shard: VocabShard
+    layer_offset: int
+    """Number of the first layer of this chunk in the whole model."""
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Marks parameters for Megatron as its own method does, without the exchange of weights, which come later.
+
+        The last stage has a copy of a tied embedding: its gradient is summed with the first stage's, and the norm
+        counts only one of them.
+        """
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights:
+            return
+        weight = self.shared_embedding_or_output_weight()
+        if self.pre_process and self.post_process:
+            weight.zero_out_wgrad = True
+        elif weight is not None:
+            weight.shared_embedding = True
+            weight.shared = not self.pre_process
 
     def _postprocess(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
         """Megatron would apply the output layer to every position here; `forward` does it in chunks."""
@@ -37,14 +58,20 @@ class PolicyModel(GPTModel):
     def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
         """tokens, position_ids [T] -> last hidden states [T, H] (whole row, also under sequence parallelism).
 
-        The backward pass of the returned tensor sums what the tensor-parallel ranks add to it.
+        Under context parallelism the states are those of this rank's part, [T / cp, H]; `packed.cut` knows which.
+        The backward pass of the returned tensor sums what the tensor-parallel ranks add to it. Of a chunk that is not
+        the last: what goes to the next, [T_local, 1, H].
         """
+        if packed.cut is not None:
+            tokens, position_ids = (x.index_select(0, packed.cut.positions) for x in (tokens, position_ids))
         out = super().forward(
             input_ids=tokens.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             attention_mask=None,
             packed_seq_params=packed,
         )
+        if not self.post_process:
+            return out
         if self.config.sequence_parallel:
             out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=True)
         else:
@@ -63,10 +90,20 @@ class PolicyModel(GPTModel):
         with_entropy: bool = False,
         entropy_grad: bool = False,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) float32 [R] of `targets` [R] predicted at `positions` [R] of a row of T tokens."""
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Log-probs (and entropy) float32 [R] of `targets` [R] predicted at `positions` [R] of a row of T tokens.
+
+        Each context-parallel rank evaluates the positions that it holds, and all of them get all results. A chunk that
+        is not the last returns the hidden states for the next.
+        """
         hidden = self.hidden(tokens, position_ids, packed)
-        return token_log_probs(
+        if not self.post_process:
+            return hidden
+        cut, size = packed.cut, positions.size(0)
+        if cut is not None:
+            which, positions = cut.owned(positions)
+            targets = targets.index_select(0, which)
+        log_probs, entropy = token_log_probs(
             hidden.index_select(0, positions),
             self.output_weight(),
             targets,
@@ -76,3 +113,6 @@ class PolicyModel(GPTModel):
             entropy_grad=entropy_grad,
             chunk_tokens=chunk_tokens,
         )
+        if cut is None:
+            return log_probs, entropy
+        return cut.whole(log_probs, which, size), None if entropy is None else cut.whole(entropy, which, size)

@@ -1,0 +1,79 @@
+"""Context parallelism: which tokens of a packed row each rank holds, and which keys its queries may see.
+
+Every sequence is cut into `2 * cp_size` equal chunks, and rank r holds chunks r and `2 * cp_size - 1 - r` of each, so
+that causal attention costs every rank the same (the layout of Megatron's rotary code for packed rows; Llama 3, Dubey et
+al. 2024, section 3.3.2). Pure; knows no device and no process group.
+
+Invariants
+1. The positions of all ranks together are a permutation of the row.
+2. A rank's tokens keep the order of the sequences; the two chunks of a sequence follow each other.
+3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, causality applied at the chunk's own end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.core.errors import DataError
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCut:
+    """One rank's part of a row of T tokens and N sequences."""
+
+    positions: Int64s
+    """[T / cp] positions in the row of the tokens that this rank holds, in its order."""
+    local_index: Int64s
+    """[T] index among this rank's tokens, or -1 for tokens of other ranks."""
+    key_rows: Int64s
+    """[K] where the keys that each chunk sees are in the concatenation of all ranks' tokens, chunk by chunk."""
+    query_lengths: tuple[int, ...]
+    """[2 N] tokens of each local chunk."""
+    key_lengths: tuple[int, ...]
+    """[2 N] keys that each local chunk sees; they sum to K."""
+
+
+def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> Int64s:
+    """[T / cp] positions in the row that rank `cp_rank` holds. `cu_seqlens` [N + 1] starts at 0 and ends at T.
+
+    Raises `DataError` if a sequence cannot be cut into `2 * cp_size` chunks.
+    """
+    parts = [np.zeros(0, np.int64)]
+    for start, size in zip(cu_seqlens[:-1].tolist(), _chunk_sizes(cu_seqlens, cp_size), strict=True):
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            parts.append(np.arange(start + chunk * size, start + (chunk + 1) * size, dtype=np.int64))
+    return np.concatenate(parts)
+
+
+def context_cut(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> ContextCut:
+    """Everything that rank `cp_rank` needs of a row. Raises `DataError` like `context_positions`."""
+    by_rank = [context_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
+    where = np.empty(int(cu_seqlens[-1]), np.int64)
+    where[np.concatenate(by_rank)] = np.arange(len(where))
+    local = np.full(len(where), -1, np.int64)
+    local[by_rank[cp_rank]] = np.arange(len(by_rank[cp_rank]))
+    query_lengths: list[int] = []
+    key_lengths: list[int] = []
+    keys = [np.zeros(0, np.int64)]
+    for start, size in zip(cu_seqlens[:-1].tolist(), _chunk_sizes(cu_seqlens, cp_size), strict=True):
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            query_lengths.append(size)
+            key_lengths.append((chunk + 1) * size)
+            keys.append(where[start : start + key_lengths[-1]])
+    return ContextCut(by_rank[cp_rank], local, np.concatenate(keys), tuple(query_lengths), tuple(key_lengths))
+
+
+def _chunk_sizes(cu_seqlens: npt.NDArray[np.integer], cp_size: int) -> list[int]:
+    lengths = np.diff(cu_seqlens)
+    if (lengths % (2 * cp_size)).any():
+        raise DataError(
+            f"got sequences of {lengths.tolist()} tokens, which {cp_size} context-parallel ranks cannot cut into "
+            f"{2 * cp_size} chunks each; pack with pad_each_to={2 * cp_size}"
+        )
+    sizes: list[int] = (lengths // (2 * cp_size)).tolist()
+    return sizes

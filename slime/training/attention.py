@@ -1,0 +1,159 @@
+"""Packed causal attention, which stock Megatron lacks without Transformer Engine; whole rows and context parallel.
+
+`PackedAttention` attends inside each sequence of a packed row, with grouped queries: `scaled_dot_product_attention` per
+sequence on a CPU, `varlen_attn` on a GPU. Under context parallelism the queries are this rank's chunks, the keys those
+of the whole row (all-gather; Llama 3, arXiv:2407.21783, section 3.3.2), and causality is aligned at the end of both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.core.errors import ConfigError
+from slime.training.context import RowCut
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Where the sequences of a packed row begin.
+
+    Megatron's rotary embedding reads `cu_seqlens_q` with `.tolist()` in every layer, so those stay on the host; the
+    attention kernel reads the copies on the device.
+    """
+
+    query_lengths: tuple[int, ...] = ()
+    """[N] tokens of each sequence; of each local chunk [2 N] under context parallelism."""
+    key_lengths: tuple[int, ...] = ()
+    """[N] or [2 N] keys that each of them sees."""
+    cu_query: Tensor | None = None
+    """[N + 1] or [2 N + 1] int32 on the device of the model."""
+    cu_key: Tensor | None = None
+    """[N + 1] or [2 N + 1] int32 on the device of the model."""
+    cut: RowCut | None = None
+    """This rank's part of the row; None without context parallelism."""
+
+    @classmethod
+    def build(cls, cu_seqlens: Tensor, *, max_seqlen: int, device: torch.device) -> PackedSequences:
+        """`cu_seqlens`: [N + 1] int32 on the host, from 0 to T, of the whole row (also under context parallelism)."""
+        cut = RowCut.build(cu_seqlens, device)
+        lengths = tuple(cu_seqlens.diff().tolist())
+        query, key = (cut.query_lengths, cut.key_lengths) if cut else (lengths, lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            query_lengths=query,
+            key_lengths=key,
+            cu_query=_cumulative(query, device),
+            cu_key=_cumulative(key, device),
+            cut=cut,
+        )
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a packed row; Megatron's core-attention interface."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__()
+        if config.attention_dropout:
+            raise ConfigError(
+                f"got attention_dropout={config.attention_dropout}, because a policy must be evaluated twice with "
+                "the same result; set --attention-dropout 0"
+            )
+        assert attention_type == "self", f"attention of type {attention_type} in layer {layer_number}"
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSequences | None = None,
+        **_unused: Any,
+    ) -> Tensor:
+        """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v].
+
+        T is this rank's part of the row under context parallelism.
+        """
+        packed = packed_seq_params
+        assert packed is not None, "the trainer always packs its sequences"
+        if packed.cut is not None:
+            key, value = packed.cut.keys_and_values(key, value)
+        attend = self._varlen if query.is_cuda and query.dtype != torch.float32 else self._per_sequence
+        return attend(query, key, value, packed).reshape(query.size(0), -1)
+
+    def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        # [1, heads, T, d], the layout of scaled_dot_product_attention; a view, no copy.
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        parts = []
+        for a, b, c in zip(
+            q.split(packed.query_lengths, dim=2),
+            k.split(packed.key_lengths, dim=2),
+            v.split(packed.key_lengths, dim=2),
+            strict=True,
+        ):
+            num_queries, num_keys = a.size(2), b.size(2)
+            mask = None
+            if num_keys != num_queries:  # is_causal would align the first query with the first key
+                mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=a.device).tril(num_keys - num_queries)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                a,
+                b,
+                c,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+            parts.append(out)
+        return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+        # torch 2.10 calls causality `is_causal`; later it is a window of (-1, 0). Grouped queries came later still.
+        # Both align the last query of a sequence with its last key (FlashAttention since 2.1).
+        names = inspect.signature(varlen_attn).parameters
+        options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+        if query.size(1) != key.size(1):
+            if "enable_gqa" in names:
+                options["enable_gqa"] = True
+            else:
+                repeats = query.size(1) // key.size(1)
+                key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        if self.softmax_scale is not None:
+            options["scale"] = self.softmax_scale
+        out: Tensor = varlen_attn(
+            *(x.contiguous() for x in (query, key, value)),
+            packed.cu_query,
+            packed.cu_key,
+            max(packed.query_lengths),
+            max(packed.key_lengths),
+            **options,
+        )
+        return out

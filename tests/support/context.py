@@ -1,0 +1,79 @@
+"""Workers of the context-parallel tests: attention and log-probs of one packed row over several gloo processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.support.training import free_port
+
+LENGTHS, NUM_HEADS, NUM_GROUPS, HEAD_DIM, VALUE_DIM, VOCAB = (16, 8, 24), 4, 2, 8, 6, 11
+PREDICTING = ((0, 1, 2, 9, 14, 16, 17, 25, 30, 46), (0,))
+"""Predicting positions of the row; of the second set one rank holds all."""
+
+
+def problem() -> dict[str, torch.Tensor]:
+    """Random query, key, value, output weight, targets and loss weights of one row of 48 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(LENGTHS)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "query": draw(num_tokens, NUM_HEADS, HEAD_DIM),
+        "key": draw(num_tokens, NUM_GROUPS, HEAD_DIM),
+        "value": draw(num_tokens, NUM_GROUPS, VALUE_DIM),
+        "weight": draw(VOCAB, NUM_HEADS * VALUE_DIM),
+        "targets": torch.randint(0, VOCAB, (len(PREDICTING[0]),), generator=generator),
+        "loss_weights": draw(len(PREDICTING[0])),
+    }
+
+
+def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
+    from slime.training.attention import PackedAttention, PackedSequences
+    from slime.training.log_probs import VocabShard, token_log_probs
+
+    cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+    packed = PackedSequences.build(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu"))
+    cut = packed.cut
+    held = torch.arange(sum(LENGTHS)) if cut is None else cut.positions
+    p = problem()
+    leaves = {name: p[name].index_select(0, held) for name in ("query", "key", "value")} | {"weight": p["weight"]}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale = None
+    out = attention(leaves["query"], leaves["key"], leaves["value"], packed_seq_params=packed)
+    wanted, targets = torch.tensor(positions), p["targets"][: len(positions)]
+    which, own = (torch.arange(len(positions)), wanted) if cut is None else cut.owned(wanted)
+    part, _ = token_log_probs(out[own], leaves["weight"], targets[which], VocabShard(0, VOCAB, None))
+    log_probs = part if cut is None else cut.whole(part, which, len(wanted))
+    (log_probs.exp() * p["loss_weights"][: len(positions)]).sum().backward()
+    gradients = {f"grad_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"positions": held, "out": out.detach(), "log_probs": log_probs.detach(), **gradients}
+
+
+def _run(rank: int, size: int, port: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    from slime.compat.megatron_cpu import activate
+
+    activate("cpu")
+    from megatron.core import parallel_state as mpu
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    mpu.initialize_model_parallel(context_parallel_size=size)
+    torch.save([compute(positions) for positions in PREDICTING], Path(directory) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def results(directory: Path, size: int) -> list[list[dict[str, Any]]]:
+    """What each of `size` processes found, for each of `PREDICTING`."""
+    torch.multiprocessing.spawn(_run, (size, free_port(), str(directory)), nprocs=size)
+    return [torch.load(directory / f"{rank}.pt") for rank in range(size)]
