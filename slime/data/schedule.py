@@ -196,17 +196,20 @@ def _evened(bins: list[list[int]], room: Sequence[int], cap: int, costs: Sequenc
     out: list[list[int]] = [[] for _ in bins]
     loads = [0] * len(bins)
     heap = [(0.0, i) for i in range(len(bins))]
-    for position in sorted((p for b in bins for p in b), key=lambda p: (-costs[p], p)):
-        full = []
+    positions = sorted((p for b in bins for p in b), key=lambda p: (-costs[p], p))
+    smallest = min(room[p] for p in positions)
+    for position in positions:
+        aside = []
         while heap and loads[heap[0][1]] + room[position] > cap:
-            full.append(heapq.heappop(heap))
+            aside.append(heapq.heappop(heap))
         if not heap:
             return bins
-        cost, chosen = heap[0]
+        cost, chosen = heapq.heappop(heap)
         out[chosen].append(position)
         loads[chosen] += room[position]
-        heapq.heapreplace(heap, (cost + costs[position], chosen))
-        for item in full:
+        if loads[chosen] + smallest <= cap:
+            aside.append((cost + costs[position], chosen))
+        for item in aside:
             heapq.heappush(heap, item)
     if max(_costs_of(out, costs)) > max(_costs_of(bins, costs)):
         return bins
