@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.config.args import Args
-from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule
+from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule, was_given
 
 
 def temperature_is_positive(args: Args) -> str | None:
@@ -23,29 +23,25 @@ def sampled_distribution_is_trained(args: Args) -> str | None:
             "leave them at 1.0 and -1 (evaluation may use others)")  # fmt: skip
 
 
-def kl_coef_is_applied(args: Args) -> str | None:
-    """No estimator of this release puts the KL into the reward."""
-    if args.kl_coef == 0:
-        return None
-    return (f"got kl_coef {args.kl_coef} with advantage_estimator {args.advantage_estimator}, which ignores it; "
-            "use --use-kl-loss --kl-loss-coef")  # fmt: skip
-
-
-def kl_loss_is_complete(args: Args) -> str | None:
-    """The switch and its weight come together."""
+def kl_is_complete(args: Args) -> str | None:
+    """Each switch has its weight, and the KL is in one place."""
+    if args.kl_coef and args.kl_loss_coef:
+        return (f"got kl_coef {args.kl_coef} with kl_loss_coef {args.kl_loss_coef}, which would hold the policy to the "
+                "reference twice; give one of them")  # fmt: skip
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         return f"got kl_loss_coef {args.kl_loss_coef} without --use-kl-loss, so it would be ignored; add the switch"
-    if args.ref_load and not args.use_kl_loss:
-        return f"got ref_load {args.ref_load} without --use-kl-loss, so no reference is used; add the switch or drop it"
+    if args.ref_load and not (args.use_kl_loss or args.kl_coef):
+        return (f"got ref_load {args.ref_load} without --use-kl-loss or --kl-coef, so no reference is used; add one of "
+                "them or drop it")  # fmt: skip
     return None
 
 
 def kl_loss_has_a_gradient(args: Args) -> str | None:
     """k1 is the log-ratio itself: the expected gradient of it is zero, whatever the distance to the reference."""
-    if not args.use_kl_loss or args.kl_loss_coef == 0 or args.kl_loss_type != "k1":
+    if not args.use_kl_loss or args.kl_loss_coef == 0 or args.kl_loss_type != "k1" or args.use_unbiased_kl:
         return None
     return (f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}: as a loss its expected gradient is zero, so "
-            "nothing holds the policy to the reference; use low_var_kl, k2 or k3")  # fmt: skip
+            "nothing holds the policy to the reference; use another, or add --use-unbiased-kl")  # fmt: skip
 
 
 def advantages_can_differ_from_zero(args: Args) -> str | None:
@@ -54,7 +50,9 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
     trains = args.num_rollout != 0 and args.loss_type == "policy_loss" and args.compute_advantages_and_returns
     if args.n_samples_per_prompt != 1 or not trains or args.debug_rollout_only or own_groups:
         return None
-    if not args.rewards_normalization:
+    if not args.rewards_normalization or args.advantage_estimator in ("ppo", "reinforce_plus_plus"):
+        return None
+    if args.use_opd or args.custom_advantage_function_path:
         return None
     return ("got n_samples_per_prompt 1 with rewards_normalization: the group's mean is the reward itself, every "
             "advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
@@ -78,23 +76,101 @@ def clip_is_sane(args: Args) -> str | None:
     return None
 
 
+def bounds_are_sane(args: Args) -> str | None:
+    """Intervals of weights have a low and a high end."""
+    pairs = [("cispo_clip_low", "cispo_clip_high"), ("tis_clip_low", "tis_clip"), ("rejection_low", "rejection_high")]
+    wrong = [f"{a} {getattr(args, a)} and {b} {getattr(args, b)}" for a, b in pairs
+             if not 0 <= getattr(args, a) <= getattr(args, b)]  # fmt: skip
+    wrong += [f"{n} {getattr(args, n)}" for n in ("sapo_tau_positive", "sapo_tau_negative", "value_clip", "critic_lr",
+              "loss_constant_length") if getattr(args, n) <= 0]  # fmt: skip
+    wrong += [f"{n} {getattr(args, n)}" for n in ("log_ratio_limit", "opsm_delta", "num_critic_only_steps",
+              "advantage_epsilon") if getattr(args, n) < 0]  # fmt: skip
+    wrong += [f"{n} {getattr(args, n)}" for n in ("gamma", "lambd") if not 0 <= getattr(args, n) <= 1]
+    return f"got {', '.join(wrong)}, which is out of range (0 <= low <= high; see --help)" if wrong else None
+
+
 def corrections_are_compatible(args: Args) -> str | None:
-    """With the engine's log-probs as old policy the correction weight is one."""
-    if args.use_tis and args.use_rollout_logprobs:
-        return "got --use-tis with --use-rollout-logprobs, which makes every weight 1; give one of them"
-    if args.use_tis and not 0 <= args.tis_clip_low <= args.tis_clip:
-        return f"got tis_clip_low {args.tis_clip_low} and tis_clip {args.tis_clip}; give 0 <= low <= high"
+    """With the engine's log-probs as old policy every correction weight is one."""
+    corrects = args.use_tis or args.rejection_level or args.get_mismatch_metrics
+    if corrects and args.use_rollout_logprobs:
+        return ("got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
+                "them with the trainer's; give one of them")  # fmt: skip
     return None
+
+
+def aggregation_is_said_once(args: Args) -> str | None:
+    """The public switch and the setting do not contradict each other."""
+    if not args.calculate_per_token_loss or args.loss_aggregation == "token_mean":
+        return None
+    return f"got --calculate-per-token-loss with --loss-aggregation {args.loss_aggregation}; give one of them"
+
+
+def custom_loss_has_a_function(args: Args) -> str | None:
+    """The loss type and the hook come together."""
+    if (args.loss_type == "custom_loss") == bool(args.custom_loss_function_path):
+        return None
+    return "got one of --loss-type custom_loss and --custom-loss-function-path without the other; give both or none"
+
+
+def distillation_has_a_teacher(args: Args) -> str | None:
+    """Who the teacher is must be said, once."""
+    if not args.use_opd:
+        return None
+    if args.opd_type is None:
+        return "got --use-opd without --opd-type; say sglang (log-probs come with the samples) or megatron"
+    if (args.opd_type == "megatron") != bool(args.opd_teacher_load):
+        return (f"got opd_type {args.opd_type} with opd_teacher_load {args.opd_teacher_load}; the folder goes with "
+                "megatron, and only with it")  # fmt: skip
+    return None
+
+
+def observations_have_a_meaning(args: Args) -> str | None:
+    """GAE bootstraps over observations or through them; there is no reset."""
+    if args.advantage_estimator == "ppo" and args.observation_returns == "reset":
+        return "got observation_returns reset with ppo; give skip or through"
+    return None
+
+
+_NEEDS: tuple[tuple[str, tuple[str | bool, ...], str], ...] = (
+    ("advantage_estimator", ("ppo",), "critic_load critic_lr num_critic_only_steps value_clip lambd"),
+    ("advantage_estimator", ("ppo", "reinforce_plus_plus"), "gamma observation_returns"),
+    ("advantage_estimator", ("grpo", "gspo", "cispo", "sapo"), "advantage_scale advantage_epsilon"),
+    ("policy_loss", ("cispo",), "cispo_clip_low cispo_clip_high"),
+    ("policy_loss", ("sapo",), "sapo_tau_positive sapo_tau_negative"),
+    ("policy_loss", ("ppo_clip", "gspo"), "eps_clip_c"),
+    ("loss_aggregation", ("constant_length",), "loss_constant_length"),
+    ("use_kl_loss", (True,), "use_unbiased_kl"),
+    ("use_tis", (True,), "custom_tis_function_path"),
+    ("use_opsm", (True,), "opsm_delta"),
+    ("use_opd", (True,), "opd_type opd_kl_coef opd_teacher_load"),
+)
+"""(setting, its values, the settings that only then do anything)"""
+
+
+def settings_have_an_effect(args: Args) -> str | None:
+    """What the user gave is read by what the user chose."""
+    idle = []
+    for setting, values, dependants in _NEEDS:
+        if getattr(args, setting) not in values:
+            said = [n for n in dependants.split() if was_given(args, n)]
+            wanted = " or ".join(str(v) for v in values)
+            idle += [f"{name}, which needs {setting} {wanted} (it is {getattr(args, setting)})" for name in said]
+    return f"got {'; '.join(idle)}: it would be ignored; drop it or change the other" if idle else None
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (
     temperature_is_positive,
     sampled_distribution_is_trained,
-    kl_coef_is_applied,
-    kl_loss_is_complete,
+    kl_is_complete,
     kl_loss_has_a_gradient,
     advantages_can_differ_from_zero,
     reward_hook_replaces_normalization,
     clip_is_sane,
+    bounds_are_sane,
     corrections_are_compatible,
+    aggregation_is_said_once,
+    custom_loss_has_a_function,
+    distillation_has_a_teacher,
+    observations_have_a_meaning,
+    settings_have_an_effect,
 )

@@ -85,14 +85,38 @@ def _batches(draft: Draft) -> None:
         size = max(v["global_batch_size"], 1)
         draft.derive("num_steps_per_rollout", max(executions // size, 1), f"{executions} executions // {size}")
     draft.derive("over_sampling_batch_size", v["rollout_batch_size"], "rollout_batch_size")
-    draft.derive("eps_clip_high", v["eps_clip"], "eps_clip")
-    if v["n_samples_per_prompt"] == 1 and v["advantage_estimator"] == "grpo":
-        draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
     if v["custom_reward_post_process_path"]:
         why = "--custom-reward-post-process-path returns the rewards to train on"
         draft.derive("rewards_normalization", False, why)
     if v["load_debug_rollout_data"]:
         draft.derive("debug_train_only", True, "--load-debug-rollout-data replays rollouts")
+
+
+BY_GROUP_STD = ("grpo", "gspo", "cispo", "sapo")
+"""Estimators whose rewards may be divided by a standard deviation."""
+
+
+def _algorithm(draft: Draft) -> None:
+    v = draft.values
+    estimator = v["advantage_estimator"]
+    own = estimator in ("gspo", "cispo", "sapo")
+    draft.derive("policy_loss", estimator if own else "ppo_clip", f"advantage_estimator {estimator}")
+    per_token = v["calculate_per_token_loss"]
+    why = "--calculate-per-token-loss" if per_token else "mean over executions"
+    draft.derive("loss_aggregation", "token_mean" if per_token else "sequence_mean", why)
+    draft.derive("loss_constant_length", v["rollout_max_response_len"], "rollout_max_response_len")
+    draft.derive("eps_clip_high", v["eps_clip"], "eps_clip")
+    draft.derive("cispo_clip_low", 1.0 - v["eps_clip"], "1 - eps_clip")
+    draft.derive("cispo_clip_high", 1.0 + v["eps_clip_high"], "1 + eps_clip_high")
+    if v["n_samples_per_prompt"] == 1 and estimator in BY_GROUP_STD:
+        draft.derive("grpo_std_normalization", False, "a group of one sample has no standard deviation")
+    scale = "group" if v["grpo_std_normalization"] else "none"
+    draft.derive("advantage_scale", scale, f"grpo_std_normalization {v['grpo_std_normalization']}")
+    whitened = estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    draft.derive("normalize_advantages", whitened, f"advantage_estimator {estimator}")
+    draft.derive("critic_lr", draft.megatron["lr"], "lr")
+    if estimator == "ppo":
+        draft.derive("critic_load", v["hf_checkpoint"], "the critic starts from the policy's weights")
 
 
 SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
@@ -170,8 +194,8 @@ def _checkpoint(draft: Draft) -> None:
     if same and not has_checkpoint(v["load"]):
         v["load"] = None
         draft.origins["load"] = "derived: --load is --save and holds no checkpoint yet; starting from --hf-checkpoint"
-    if v["ref_load"] is None and v["use_kl_loss"]:
-        draft.derive("ref_load", v["hf_checkpoint"], "a KL loss needs a reference: the initial weights")
+    if v["ref_load"] is None and (v["use_kl_loss"] or v["kl_coef"]):
+        draft.derive("ref_load", v["hf_checkpoint"], "a KL needs a reference: the initial weights")
 
 
 def has_checkpoint(folder: str) -> bool:
@@ -183,7 +207,7 @@ def has_checkpoint(folder: str) -> bool:
 
 
 DERIVATIONS: tuple[Callable[[Draft], None], ...] = (
-    _device, _dtype, _sft, _placement, _batches, _length, _evaluation, _weight_sync, _checkpoint
+    _device, _dtype, _sft, _placement, _batches, _algorithm, _length, _evaluation, _weight_sync, _checkpoint
 )  # fmt: skip
 """In order: later ones read what earlier ones set."""
 

@@ -39,7 +39,8 @@ def files_exist(args: Args) -> str | None:
         path, _ = split_slice(spec)
         if not path.is_file():
             return f"got {name} {path}, which does not exist; give a .jsonl or .parquet file"
-    for name, folder in (("load", args.load), ("ref_load", args.ref_load)):
+    for name, folder in (("load", args.load), ("ref_load", args.ref_load), ("critic_load", args.critic_load),
+                         ("opd_teacher_load", args.opd_teacher_load)):  # fmt: skip
         if folder is not None and not Path(folder).is_dir():
             return f"got {name} {folder}, which is no folder; give an existing one"
     return None

@@ -60,6 +60,25 @@ CONTRACTS: dict[str, HookContract] = {
     "all_samples": HookContract("rollout_all_samples_process_path", ("args", "all_groups", "data_source")),
     "reward_post_process": HookContract("custom_reward_post_process_path", ("args", "samples")),
     "convert_samples": HookContract("custom_convert_samples_to_train_data_path", ("args", "samples")),
+    "advantage": HookContract("custom_advantage_function_path", ("args", "rollout_data")),
+    "loss": HookContract("custom_loss_function_path", ("args", "batch", "log_probs", "sum_of_sample_mean")),
+    "tis": HookContract(
+        "custom_tis_function_path",
+        (),
+        keywords=(
+            "args",
+            "pg_loss",
+            "train_log_probs",
+            "rollout_log_probs",
+            "loss_masks",
+            "total_lengths",
+            "response_lengths",
+        ),
+    ),
+    "pg_loss_reducer": HookContract(
+        "custom_pg_loss_reducer_function_path",
+        ("total_lengths", "response_lengths", "masks", "calculate_per_token_loss"),
+    ),
     "rollout_log": HookContract(
         "custom_rollout_log_function_path", ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
     ),

@@ -16,6 +16,11 @@ RULES: list[Rule] = []
 RULE_DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
 
 
+def was_given(args: Args, name: str) -> bool:
+    """Whether the user gave a setting, on the command line or in a file."""
+    return not args.origins.get(name, "default").startswith(("default", "derived"))
+
+
 def rule(function: Rule) -> Rule:
     """Registers a rule."""
     RULES.append(function)
@@ -53,7 +58,7 @@ def intervals_are_positive(args: Args) -> str | None:
 def batch_divides(args: Args) -> str | None:
     """Every execution is trained exactly once."""
     executions = args.rollout_batch_size * args.n_samples_per_prompt
-    if args.global_batch_size < 1 or executions % args.global_batch_size == 0:
+    if args.use_dynamic_global_batch_size or args.global_batch_size < 1 or executions % args.global_batch_size == 0:
         return None
     return (f"got rollout_batch_size {args.rollout_batch_size} * n_samples_per_prompt {args.n_samples_per_prompt} = "
             f"{executions} executions, which global_batch_size {args.global_batch_size} does not divide; "
@@ -64,6 +69,11 @@ def batch_divides(args: Args) -> str | None:
 def steps_agree(args: Args) -> str | None:
     """global_batch_size and num_steps_per_rollout say the same thing twice."""
     executions = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.use_dynamic_global_batch_size:
+        if was_given(args, "global_batch_size"):
+            return ("got --global-batch-size with --use-dynamic-global-batch-size, whose steps have no fixed size; "
+                    "give --num-steps-per-rollout")  # fmt: skip
+        return None
     if args.global_batch_size * args.num_steps_per_rollout == executions or executions % args.global_batch_size:
         return None
     return (f"got global_batch_size {args.global_batch_size} with num_steps_per_rollout {args.num_steps_per_rollout}, "
@@ -226,7 +236,7 @@ def template_arguments_are_used(args: Args) -> str | None:
 def one_warm_up(args: Args) -> str | None:
     """Two flags say how long the warm-up is."""
     fraction, iters = args.megatron["lr_warmup_fraction"], args.megatron["lr_warmup_iters"]
-    if fraction is None or args.origins["megatron.lr_warmup_iters"].startswith(("derived", "default")):
+    if fraction is None or not was_given(args, "megatron.lr_warmup_iters"):
         return None
     return f"got lr_warmup_fraction {fraction} with lr_warmup_iters {iters}, which it would replace; give one of them"
 

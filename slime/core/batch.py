@@ -28,12 +28,14 @@ class TrainSample:
     token_versions: npt.NDArray[np.int32]
     """[R] weight version per token, `NOT_SAMPLED` elsewhere."""
     reward: float
-    """Raw scalar reward, before any normalisation."""
+    """Raw scalar reward, before any normalisation; NaN for an unscored sample, which trains nothing."""
     group_index: int
     """Prompt id; advantages are normalised over samples that share it."""
     index: int
     """Execution id; fan-out siblings share it and count once."""
     truncated: bool
+    teacher_log_probs: npt.NDArray[np.float32] | None = None
+    """[R] nats, for on-policy distillation."""
 
     @property
     def response_length(self) -> int:
@@ -62,6 +64,9 @@ class TrainSample:
         log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs, np.float32)
         if log_probs is not None and not np.isfinite(log_probs[mask > 0]).all():
             raise DataError(f"sample {sample.index}: a trained token has a non-finite rollout log-prob")
+        teacher = None if sample.teacher_log_probs is None else np.asarray(sample.teacher_log_probs, np.float32)
+        if teacher is not None and not np.isfinite(teacher[mask > 0]).all():
+            raise DataError(f"sample {sample.index}: a trained token has a non-finite teacher log-prob")
         versions = sample.token_versions if sample.token_versions is not None else [NOT_SAMPLED] * num_response
         return cls(
             tokens=np.asarray(sample.tokens, np.int64),
@@ -72,6 +77,7 @@ class TrainSample:
             group_index=sample.group_index,
             index=sample.index,
             truncated=sample.status.value == "truncated",
+            teacher_log_probs=teacher,
         )
 
 

@@ -4,7 +4,7 @@ Life of a sample: the Data Buffer issues it PENDING with its prompt; a generate 
 status; a grader sets the reward; the conversion freezes it into a `TrainSample`.
 
 Invariants
-1. `len(loss_mask) == len(rollout_log_probs) == len(token_versions) == response_length` whenever they are set.
+1. `loss_mask`, `rollout_log_probs`, `token_versions` and `teacher_log_probs` have `response_length` entries when set.
 2. The last `response_length` entries of `tokens` are the response; the ids before them are the prompt.
 3. A position with `loss_mask == 1` was sampled by an engine: it has that engine's log-prob and weight version.
 4. `reward is None` means "not scored"; a failure is never turned into a number.
@@ -65,6 +65,8 @@ class Sample:
     """[R] log-prob (nats) under the distribution that was sampled from; 0.0 where not sampled."""
     token_versions: list[int] | None = None
     """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
+    teacher_log_probs: list[float] | None = None
+    """[R] log-prob (nats) of each response token under the teacher of `--opd-type sglang`; any number where masked."""
     label: Any = None
     """The reference answer, as the dataset gives it."""
     reward: float | dict[str, Any] | None = None
@@ -146,7 +148,7 @@ class Sample:
         """Raises `DataError` if invariant 1 or 2 of the module does not hold."""
         if not 0 <= self.response_length <= len(self.tokens):
             raise DataError(f"sample {self.index}: response_length {self.response_length} of {len(self.tokens)} tokens")
-        for name in ("loss_mask", "rollout_log_probs", "token_versions"):
+        for name in ("loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs"):
             value = getattr(self, name)
             if value is not None and len(value) != self.response_length:
                 raise DataError(

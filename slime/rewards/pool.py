@@ -206,7 +206,14 @@ def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
     fields = sample.to_dict()
     if whole:
         return fields
-    fields.update(tokens=[], loss_mask=None, rollout_log_probs=None, token_versions=None, response_length=0)
+    fields.update(
+        tokens=[],
+        loss_mask=None,
+        rollout_log_probs=None,
+        token_versions=None,
+        teacher_log_probs=None,
+        response_length=0,
+    )
     return fields
 
 

@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.compat.megatron_cpu import activate
@@ -28,18 +27,26 @@ from slime.training import hf_weights, rank_state
 from slime.training.build import build_model
 from slime.training.hf_files import begin_export, commit_export, require_replaceable, write_hf
 from slime.training.memory import HostStash
-from slime.training.micro_batch import prepare
 from slime.training.model_config import training_dtype
+from slime.training.names import parameters_of
 from slime.training.optimizer import build_trainable
-from slime.training.parallel import ParallelInfo, destroy_process_groups, init_process_groups, seed_everything
+from slime.training.parallel import (
+    ParallelInfo,
+    ParallelSizes,
+    destroy_process_groups,
+    init_process_groups,
+    seed_everything,
+)
+from slime.training.pipeline import micro_batch_multiple
+from slime.training.prepare import PreparedBatch, prepare, with_signals
 from slime.training.step import (
-    LogProbs,
     StepContext,
     first_step_gradients,
-    forward_log_probs,
+    forward_signals,
     measure_gap,
     train_on,
 )
+from slime.training.targets import Arrays, Signals
 from slime.weights.tables import table_for
 
 
@@ -66,8 +73,6 @@ class MegatronBackend:
         it holds `master_port` already.
         Raises `ConfigError` for what cannot be trained, `CheckpointError` for a checkpoint that does not fit.
         """
-        if args.loss_type not in ("policy_loss", "sft_loss"):
-            raise ConfigError(f"got --loss-type {args.loss_type!r}; this release has policy_loss and sft_loss")
         activate(args.device)
         self.args = args
         self.weight_version = 0
@@ -81,25 +86,25 @@ class MegatronBackend:
             world_size=world_size,
             master_address=master_address,
             master_port=master_port,
-            tp_size=int(megatron.get("tensor_model_parallel_size") or 1),
+            sizes=ParallelSizes.of(megatron),
             timeout_s=60.0 * args.distributed_timeout_minutes,
             listener=listener,
         )
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
-        hf_directory = Path(args.hf_checkpoint)
         self.hf_config = read_hf_config(args.hf_checkpoint)
         self.table = table_for(self.hf_config)
-        model = build_model(megatron, self.hf_config, self.device)
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
-        self._load_hf(hf_directory)
-        self._trainable = build_trainable(model, megatron)
+        chunks = build_model(megatron, self.hf_config, self.device)
+        self._parameters: dict[str, Tensor] = parameters_of(chunks)
+        self._holders = hf_weights.find_holders(self._parameters)
+        hf_weights.load_weights(self._parameters, self.table, Path(args.hf_checkpoint), self._holders)
+        self._trainable = build_trainable(chunks, megatron)
         self._context = StepContext(
             args=args,
             device=self.device,
             dtype=training_dtype(megatron),
             dp_rank=self.parallel_info.dp_rank,
-            dp_group=mpu.get_data_parallel_group(),
-            pad_to_multiple=self.parallel_info.tp_size if model.config.sequence_parallel else 1,
+            reports=self.parallel_info.reports,
+            pad_to_multiple=self.parallel_info.tp_size if chunks[0].config.sequence_parallel else 1,
         )
         self._stash = HostStash()
         self._reference = self._load_reference() if self._needs_reference else None
@@ -113,27 +118,42 @@ class MegatronBackend:
         gradient and for a log-prob gap beyond the limit; `DataError` or `ConfigError` for a batch that does not fit.
         """
         self._require_awake("train")
-        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size)
-        model = self._trainable.ddp
-        is_policy = self.args.loss_type == "policy_loss"
-        ref = None
-        if is_policy and self._reference is not None:
-            ref = self._with_reference(lambda: forward_log_probs(self._context, model, prepared))
-        # With one step its own forward pass gives the old log-probs.
-        several = len(prepared.schedule.steps) > 1
-        old = forward_log_probs(self._context, model, prepared) if is_policy and several else None
-        return train_on(self._context, self._trainable, prepared, old=old, ref=ref, version=self.weight_version)
+        prepared = self._with_signals(self._prepare(batch))
+        return train_on(self._context, self._trainable, prepared, version=self.weight_version)
 
     def log_probs(self, batch: TrainBatch) -> list[npt.NDArray[np.float32]]:
         """Log-prob of every response token [R] under the current weights, one array per sample. Collective."""
         self._require_awake("log_probs")
-        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size, one_step=True)
-        own = forward_log_probs(self._context, self._trainable.ddp, prepared)
-        gathered: list[Any] = [None] * self.parallel_info.dp_size
-        mine = {position: values.cpu().numpy() for position, values in own.items()}
-        dist.all_gather_object(gathered, mine, group=self._context.dp_group)
-        merged = {position: values for part in gathered for position, values in part.items()}
-        return [merged[position] for position in range(len(batch.samples))]
+        prepared = self._prepare(batch, one_step=True)
+        return list(self._whole_log_probs(prepared))
+
+    def _prepare(self, batch: TrainBatch, *, one_step: bool = False) -> PreparedBatch:
+        return prepare(
+            batch,
+            self.args,
+            dp_size=self.parallel_info.dp_size,
+            cp_size=self.parallel_info.sizes.cp,
+            micro_batch_multiple=micro_batch_multiple(self._trainable.ddps),
+            one_step=one_step,
+        )
+
+    def _whole_log_probs(self, prepared: PreparedBatch) -> Arrays:
+        """Log-probs under the weights that the model holds, of all samples, on every rank."""
+        return forward_signals(self._context, self._trainable.ddps, prepared)
+
+    def _with_signals(self, prepared: PreparedBatch) -> PreparedBatch:
+        """Adds what the loss needs of forward passes before the update, and the advantages made from it."""
+        args = self.args
+        if args.loss_type == "sft_loss":
+            return with_signals(prepared, args, Signals())
+        ref = None
+        if self._reference is not None:
+            ref = self._with_reference(lambda: self._whole_log_probs(prepared))
+        # With one step its own forward pass gives the old log-probs, unless an advantage is made from them.
+        several = len(prepared.schedule.steps) > 1
+        judged = args.kl_coef or args.use_opd or args.custom_advantage_function_path
+        old = self._whole_log_probs(prepared) if several or judged else None
+        return with_signals(prepared, args, Signals(old=old, ref=ref))
 
     def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
         """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
@@ -141,26 +161,25 @@ class MegatronBackend:
         The metrics of `train` that begin with `train/logprob_gap`. Raises `NumericsError` over the limit. Collective.
         """
         self._require_awake("measure_gap")
-        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size, one_step=True)
-        return measure_gap(self._context, self._trainable.ddp, prepared, version=self.weight_version)
+        prepared = self._prepare(batch, one_step=True)
+        return measure_gap(self._context, self._trainable.ddps, prepared, version=self.weight_version)
 
     def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:
         """HF name -> full float32 gradient of a batch's first optimizer step; nothing changes. Collective."""
         self._require_awake("gradients")
-        prepared = prepare(batch, self.args, dp_size=self.parallel_info.dp_size)
+        prepared = self._with_signals(self._prepare(batch))
         local = first_step_gradients(self._context, self._trainable, prepared)
-        return dict(hf_weights.iter_hf_tensors(local, self.table, tp_group=mpu.get_tensor_model_parallel_group()))
+        return dict(hf_weights.iter_hf_tensors(local, self.table, self._holders))
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) in table order, on every rank. Collective over TP: exhaust it on all ranks.
+        """(HF name, full tensor) in table order, on every rank. Collective: exhaust it on all ranks.
 
         `dtype` converts; None keeps the training dtype. Tensors may alias parameters: read only.
         """
         self._require_awake("iter_hf_tensors")
-        group = mpu.get_tensor_model_parallel_group()
-        return hf_weights.iter_hf_tensors(self._parameters, self.table, tp_group=group, dtype=dtype)
+        return hf_weights.iter_hf_tensors(self._parameters, self.table, self._holders, dtype=dtype)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
@@ -208,11 +227,12 @@ class MegatronBackend:
         """Moves weights and optimizer to the host and frees the gradients; nothing on a CPU."""
         if self.device.type != "cuda" or self._stash.asleep:
             return
-        inner = self._trainable.inner.optimizer
         keep = [p.data for p in self._parameters.values()]
-        keep += [p.data for group in inner.param_groups for p in group["params"]]
-        keep += [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
-        self._stash.put_away(keep, [buffer.grad_data for buffer in self._trainable.ddp.buffers])
+        for optimizer in (inner.optimizer for inner in self._trainable.inner):
+            keep += [p.data for group in optimizer.param_groups for p in group["params"]]
+            keep += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        buffers = [b for ddp in self._trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+        self._stash.put_away(keep, [buffer.grad_data for buffer in buffers])
 
     def wake(self) -> None:
         """Undoes `sleep`, bit for bit."""
@@ -227,11 +247,7 @@ class MegatronBackend:
 
     @property
     def _needs_reference(self) -> bool:
-        return bool(self.args.use_kl_loss) and self.args.loss_type == "policy_loss"
-
-    def _load_hf(self, directory: Path) -> None:
-        info = self.parallel_info
-        hf_weights.load_weights(self._parameters, self.table, directory, tp_rank=info.tp_rank, tp_size=info.tp_size)
+        return bool(self.args.use_kl_loss or self.args.kl_coef) and self.args.loss_type != "sft_loss"
 
     def _load_reference(self) -> dict[str, Tensor]:
         """This rank's shard of the reference weights, on the host."""
@@ -242,20 +258,18 @@ class MegatronBackend:
                 f"family and size"
             )
         host = {name: torch.empty_like(p, device="cpu") for name, p in self._parameters.items()}
-        info = self.parallel_info
-        hf_weights.load_weights(host, self.table, directory, tp_rank=info.tp_rank, tp_size=info.tp_size)
+        hf_weights.load_weights(host, self.table, directory, self._holders)
         return host
 
     @torch.no_grad()
-    def _with_reference(self, compute: Any) -> LogProbs:
+    def _with_reference(self, compute: Callable[[], Arrays]) -> Arrays:
         """Runs `compute` with the reference weights in place of the policy's, and puts these back bit for bit."""
         assert self._reference is not None, "no reference model was loaded"
         kept = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
         try:
             for name, p in self._parameters.items():
                 p.copy_(self._reference[name])
-            result: LogProbs = compute()
-            return result
+            return compute()
         finally:
             for name, p in self._parameters.items():
                 p.copy_(kept[name])

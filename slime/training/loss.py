@@ -67,7 +67,8 @@ def policy_outcome(args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor)
     """The loss of `--policy-loss` per token."""
     given = (log_probs, old, batch.advantages, batch.mask)
     limit = float(args.log_ratio_limit)
-    clip = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high, "log_ratio_limit": limit}
+    clip = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high, "log_ratio_limit": limit,
+            "eps_clip_c": args.eps_clip_c}  # fmt: skip
     if args.policy_loss == "gspo":
         return gspo_loss(*given, sequences=batch.sequences, **clip)
     if args.policy_loss == "cispo":
@@ -77,7 +78,7 @@ def policy_outcome(args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor)
         taus = {"tau_positive": args.sapo_tau_positive, "tau_negative": args.sapo_tau_negative}
         return sapo_loss(*given, log_ratio_limit=limit, **taus)
     assert args.policy_loss == "ppo_clip", f"no policy loss {args.policy_loss}"
-    return clipped_policy_loss(*given, eps_clip_c=args.eps_clip_c, **clip)
+    return clipped_policy_loss(*given, **clip)
 
 
 def _policy(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossParts:

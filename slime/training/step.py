@@ -1,28 +1,32 @@
-"""Training on one batch: forward passes for old and reference log-probs, then the optimizer steps.
+"""Training on one batch: forward passes for signals (log-probs), then the optimizer steps.
 
-The loop is our own (one pipeline stage). Every rank runs the same number of micro-batches, so collectives match.
+All layouts take one path: Megatron's schedules run the micro-batches (`pipeline`). Only the last pipeline stage has
+results, and tensor- and context-parallel ranks have the same ones; a rank that `reports` speaks for these. What it has
+is shared with the whole world, so that metrics, signals and errors are the same on every rank.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime.core.errors import NumericsError
+from slime.data.schedule import StepSchedule
 from slime.training.gap import GapMeter, locate
-from slime.training.loss import Sums, micro_batch_loss
-from slime.training.micro_batch import MicroBatch, PreparedBatch, to_device
+from slime.training.loss import LossParts, Sums, micro_batch_loss
+from slime.training.micro_batch import MicroBatch, to_device
+from slime.training.names import global_name
 from slime.training.optimizer import Trainable, apply_update, gather_grads, reduce_grads, zero_grad
-
-Positions = Sequence[int]
-LogProbs = dict[int, Tensor]
-"""Sample position -> float32 [R] on the device."""
+from slime.training.pipeline import run_micro_batches
+from slime.training.prepare import PreparedBatch
+from slime.training.targets import Arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +37,53 @@ class StepContext:
     device: torch.device
     dtype: torch.dtype
     dp_rank: int
-    dp_group: dist.ProcessGroup
+    reports: bool
+    """Whether this rank speaks for those that compute the same loss; see `ParallelInfo.reports`."""
     pad_to_multiple: int
-    """Rows are padded to it: the tensor-parallel size under sequence parallelism."""
+    """Rows are padded to it, so that every rank that shares a row has as many tokens."""
 
 
-def forward_log_probs(context: StepContext, model: Any, prepared: PreparedBatch) -> LogProbs:
-    """Log-probs under the model's current weights of all samples of this data-parallel rank, without gradients."""
-    out: LogProbs = {}
-    with torch.no_grad():
-        for step in prepared.schedule.steps:
-            for positions in step.micro_batches[context.dp_rank]:
-                batch = to_device(prepared, positions, context.device, pad_to_multiple=context.pad_to_multiple)
-                log_probs, _ = _evaluate(context, model, batch, with_entropy=False)
-                out.update(zip(batch.positions, log_probs.split(batch.lengths), strict=True))
-    return out
+def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch) -> Arrays:
+    """Log-probs [R] float32 under the model's current weights of every sample, on every rank. No gradients. Collective.
+
+    Each position of one flat row is written by one rank and added to zeros of the others, so no bit is lost.
+    """
+    lengths = [s.response_length for s in prepared.batch.samples]
+    ends = np.cumsum(lengths)
+    flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=context.device)
+
+    def keep(batch: MicroBatch, output: tuple[Tensor, Tensor | None]) -> Tensor:
+        if context.reports:
+            for position, part in zip(batch.positions, output[0].split(batch.lengths), strict=True):
+                flat[int(ends[position]) - len(part) : int(ends[position])] = part
+        return torch.zeros((), device=context.device)
+
+    for step in prepared.schedule.steps:
+        run_micro_batches(
+            chunks,
+            _batches(context, prepared, step),
+            step.num_micro_batches,
+            evaluate=lambda chunk, batch: _evaluate(context, chunk, batch, with_entropy=False),
+            finish=keep,
+            forward_only=True,
+        )
+    dist.all_reduce(flat)
+    return tuple(np.split(flat.cpu().numpy(), ends[:-1]))
 
 
-def measure_gap(context: StepContext, model: Any, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
+def measure_gap(
+    context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch, *, version: int
+) -> dict[str, float]:
     """The log-prob gap of a batch under the model's current weights; nothing is trained. See `GapMeter.finish`."""
-    return _gap_of(context, prepared, forward_log_probs(context, model, prepared), version)
+    return _gap_of(context, prepared, forward_signals(context, chunks, prepared), version)
 
 
-def _gap_of(context: StepContext, prepared: PreparedBatch, log_probs: LogProbs, version: int) -> dict[str, float]:
+def _gap_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
     meter = GapMeter(version, context.device)
-    for batch in _own_batches(context, prepared):
-        meter.add(batch, _gather(log_probs, batch, context.device))
+    for step in prepared.schedule.steps if context.reports else ():
+        for batch in _batches(context, prepared, step):
+            own = [log_probs[p] for p in batch.positions]
+            meter.add(batch, torch.from_numpy(np.concatenate(own or [np.zeros(0, np.float32)])).to(context.device))
     return _finish_gap(context, meter, prepared)
 
 
@@ -67,27 +92,25 @@ def train_on(
     trainable: Trainable,
     prepared: PreparedBatch,
     *,
-    old: LogProbs | None,
-    ref: LogProbs | None,
     version: int,
 ) -> dict[str, float]:
     """Runs every optimizer step of the batch; returns metrics averaged over them.
 
-    `old`: log-probs under the weights before the first step, or None if there is only one step, whose own forward pass
-    gives them. Raises `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and
-    for a log-prob gap over its limit.
+    Without old log-probs among its signals the batch has one step, whose own forward pass gives them. Raises
+    `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and for a log-prob gap
+    over its limit.
     """
     results = []
     first_gap = {}
     is_policy = context.args.loss_type == "policy_loss"
+    old = prepared.signals.old
     meter = GapMeter(version, context.device) if is_policy and old is None else None
     if is_policy and old is not None:
         first_gap = _gap_of(context, prepared, old, version)
     for step in prepared.schedule.steps:
         zero_grad(trainable)
-        sums = _run_micro_batches(context, trainable, prepared, step.micro_batches[context.dp_rank], old, ref, meter)
+        metrics = _run_step(context, trainable, prepared, step, meter)
         reduce_grads(trainable)
-        metrics = _reduce_sums(context, sums)
         if meter is not None:
             first_gap = _finish_gap(context, meter, prepared)
         metrics.update(apply_update(trainable))
@@ -97,63 +120,67 @@ def train_on(
 
 
 def first_step_gradients(context: StepContext, trainable: Trainable, prepared: PreparedBatch) -> dict[str, Tensor]:
-    """Megatron name -> gradient [shard shape] float32 of the first optimizer step, summed over all ranks; nothing
+    """Global Megatron name -> gradient [shard shape] float32 of the first optimizer step, summed over all ranks; nothing
     changes.
 
     For checks: a training step leaves each data-parallel rank with its own shard of the gradients only.
     """
     zero_grad(trainable)
-    _run_micro_batches(
-        context, trainable, prepared, prepared.schedule.steps[0].micro_batches[context.dp_rank], None, None, None
-    )
+    _run_step(context, trainable, prepared, prepared.schedule.steps[0], None)
     reduce_grads(trainable)
     gather_grads(trainable)
-    out = {name: p.main_grad.detach().clone() for name, p in trainable.model.named_parameters()}
+    out = {
+        global_name(chunk, name): p.main_grad.detach().clone()
+        for chunk in trainable.chunks
+        for name, p in chunk.named_parameters()
+    }
     zero_grad(trainable)
     return out
 
 
-def _run_micro_batches(
-    context: StepContext,
-    trainable: Trainable,
-    prepared: PreparedBatch,
-    mine: Sequence[Positions],
-    old: LogProbs | None,
-    ref: LogProbs | None,
-    meter: GapMeter | None,
-) -> Sums:
-    """Forward and backward over this rank's micro-batches of one step; returns its metric sums."""
-    total: Sums = {}
-    suspects: list[tuple[MicroBatch, Tensor]] = []
-    for i, positions in enumerate(mine):
-        batch = to_device(prepared, positions, context.device, pad_to_multiple=context.pad_to_multiple)
-        last = i == len(mine) - 1
-        with contextlib.nullcontext() if last else trainable.ddp.no_sync():
-            log_probs, entropy = _evaluate(
-                context, trainable.ddp, batch, with_entropy=context.args.loss_type == "policy_loss"
-            )
-            loss, token_loss, sums = micro_batch_loss(
-                context.args,
-                batch,
-                log_probs,
-                entropy,
-                old_log_probs=None if old is None else _gather(old, batch, context.device),
-                ref_log_probs=None if ref is None else _gather(ref, batch, context.device),
-            )
-            trainable.optimizer.scale_loss(loss).backward()
-        if meter is not None:
-            meter.add(batch, log_probs.detach())
-        suspects.append((batch, ~torch.isfinite(token_loss)))
-        for name, value in sums.items():
-            total[name] = total[name] + value if name in total else value.double()
-    _raise_if_not_finite(context, prepared, suspects)
-    return total
+@dataclass(slots=True)
+class _Collected:
+    """What one rank saw in its micro-batches of one step."""
+
+    sums: Sums = field(default_factory=dict)
+    suspects: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+    """With bool [R]: where the loss is not finite."""
+
+    def add(self, batch: MicroBatch, parts: LossParts) -> None:
+        self.suspects.append((batch, ~torch.isfinite(parts.token_loss)))
+        for name, value in parts.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.double()
 
 
-def _evaluate(
-    context: StepContext, model: Any, batch: MicroBatch, *, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    log_probs, entropy = model(
+def _run_step(
+    context: StepContext, trainable: Trainable, prepared: PreparedBatch, step: StepSchedule, meter: GapMeter | None
+) -> dict[str, float]:
+    """Forward and backward passes of one optimizer step; its metrics, the same on every rank."""
+    seen = _Collected()
+    with_entropy = context.args.loss_type == "policy_loss"
+
+    def finish(batch: MicroBatch, output: tuple[Tensor, Tensor | None]) -> Tensor:
+        log_probs, entropy = output
+        parts = micro_batch_loss(context.args, batch, log_probs, entropy)
+        if context.reports:
+            seen.add(batch, parts)
+            if meter is not None:
+                meter.add(batch, log_probs.detach())
+        return parts.loss
+
+    run_micro_batches(
+        trainable.ddps,
+        _batches(context, prepared, step),
+        step.num_micro_batches,
+        evaluate=lambda chunk, batch: _evaluate(context, chunk, batch, with_entropy=with_entropy),
+        finish=finish,
+    )
+    return _share(prepared, seen)
+
+
+def _evaluate(context: StepContext, chunk: Any, batch: MicroBatch, *, with_entropy: bool) -> Any:
+    """Of the last chunk: log-probs [R] and entropy [R] or None. Of another: what the next one takes."""
+    return chunk(
         batch.tokens,
         batch.position_ids,
         batch.packed,
@@ -164,57 +191,49 @@ def _evaluate(
         entropy_grad=with_entropy and bool(context.args.entropy_coef),
         chunk_tokens=int(context.args.log_probs_chunk_size),
     )
-    return log_probs, entropy
 
 
-def _own_batches(context: StepContext, prepared: PreparedBatch) -> Iterator[MicroBatch]:
-    for step in prepared.schedule.steps:
-        for positions in step.micro_batches[context.dp_rank]:
-            yield to_device(prepared, positions, context.device, pad_to_multiple=context.pad_to_multiple)
-
-
-def _gather(log_probs: LogProbs, batch: MicroBatch, device: torch.device) -> Tensor:
-    parts = [log_probs[p] for p in batch.positions]
-    return torch.cat(parts) if parts else torch.zeros(0, device=device)
+def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of one step, each built when it is asked for."""
+    for positions in step.micro_batches[context.dp_rank]:
+        yield to_device(prepared, positions, context.device, pad_to_multiple=context.pad_to_multiple)
 
 
 def _finish_gap(context: StepContext, meter: GapMeter, prepared: PreparedBatch) -> dict[str, float]:
-    limit = context.args.logprob_gap_limit
-    return meter.finish(prepared.batch, dtype=context.dtype, limit=limit, group=context.dp_group)
+    # Over the world, to which ranks that do not report bring nothing: all of them raise together.
+    limit, world = context.args.logprob_gap_limit, dist.group.WORLD
+    assert world is not None, "the trainer has joined its process group"
+    return meter.finish(prepared.batch, dtype=context.dtype, limit=limit, group=world)
 
 
-def _raise_if_not_finite(
-    context: StepContext, prepared: PreparedBatch, suspects: Sequence[tuple[MicroBatch, Tensor]]
-) -> None:
-    """All ranks raise together, naming the samples of every rank."""
-    flags = [bad.any() for _, bad in suspects]
-    found = torch.stack(flags).any().float() if flags else torch.zeros((), device=context.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=context.dp_group)
-    if not bool(found):
-        return
-    own = []
-    for batch, bad in suspects:
-        first = dict(reversed([locate(batch, index) for index in torch.nonzero(bad).flatten().tolist()]))
-        for position, offset in sorted(first.items()):
-            sample = prepared.batch.samples[position]
-            own.append(f"sample {sample.index} of group {sample.group_index} from response token {offset} on")
-    gathered: list[Any] = [None] * context.dp_group.size()
-    dist.all_gather_object(gathered, own, group=context.dp_group)
-    names = [name for part in gathered for name in part]
-    raise NumericsError(
-        f"got a non-finite loss in {len(names)} samples: {'; '.join(names[:8])}; because a log-prob, old log-prob or "
-        "advantage there is not finite; the weights are unchanged; look at these samples"
-    )
-
-
-def _reduce_sums(context: StepContext, sums: Sums) -> dict[str, float]:
-    """Sums over the data-parallel ranks, in one all-reduce. Every rank has the same names: they depend on
-    settings only.
+def _share(prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
+    """Metric sums over the world. Raises `NumericsError` on every rank, naming the samples of all, for a non-finite
+    loss on any.
     """
-    names = sorted(sums)
-    values = torch.stack([sums[n].double() for n in names])
-    dist.all_reduce(values, group=context.dp_group)
-    return {f"train/{name}": float(value) for name, value in zip(names, values.tolist(), strict=True)}
+    values = torch.stack(list(seen.sums.values())).tolist() if seen.sums else []
+    bad = torch.stack([bad.any() for _, bad in seen.suspects]).tolist() if seen.suspects else []
+    poisoned = [name for found, suspect in zip(bad, seen.suspects, strict=True) if found
+                for name in _poisoned(prepared, *suspect)]  # fmt: skip
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (dict(zip(seen.sums, values, strict=True)), poisoned))
+    names = [name for _, part in reports for name in part]
+    if names:
+        raise NumericsError(
+            f"got a non-finite loss in {len(names)} samples: {'; '.join(names[:8])}; because a log-prob, old log-prob "
+            "or advantage there is not finite; the weights are unchanged; look at these samples"
+        )
+    every = dict.fromkeys(name for sums, _ in reports for name in sums)
+    return {f"train/{name}": math.fsum(sums.get(name, 0.0) for sums, _ in reports) for name in sorted(every)}
+
+
+def _poisoned(prepared: PreparedBatch, batch: MicroBatch, bad: Tensor) -> list[str]:
+    """Who they are, and from which response token on."""
+    first = dict(reversed([locate(batch, index) for index in torch.nonzero(bad).flatten().tolist()]))
+    samples = prepared.batch.samples
+    return [
+        f"sample {samples[position].index} of group {samples[position].group_index} from response token {offset} on"
+        for position, offset in sorted(first.items())
+    ]
 
 
 def _average(results: Sequence[dict[str, float]]) -> dict[str, float]:

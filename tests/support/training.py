@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.config.groups import AlgorithmArgs, CriticArgs, HookArgs, OffPolicyArgs, TeacherArgs, TrainingArgs
 from slime.core.batch import TrainBatch, TrainSample
 
 MEGATRON: dict[str, Any] = {
@@ -40,47 +41,50 @@ MEGATRON: dict[str, Any] = {
 """A constant schedule in float32 on one rank."""
 
 
+GROUPS = (AlgorithmArgs, OffPolicyArgs, TeacherArgs, CriticArgs, TrainingArgs, HookArgs)
+
+
 def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
-    """The settings that the trainer reads, with their public names and defaults."""
-    values: dict[str, Any] = {
+    """The settings that the trainer reads, with their public names and defaults; derived ones follow `changes`."""
+    values: dict[str, Any] = {f.name: f.default for group in GROUPS for f in dataclasses.fields(group)}
+    values |= {
         "hf_checkpoint": str(checkpoint),
         "device": "cpu",
+        "run_dir": None,
         "distributed_timeout_minutes": 2,
-        "seed": 1234,
         "global_batch_size": 8,
+        "num_steps_per_rollout": 1,
         "micro_batch_size": 2,
-        "use_dynamic_batch_size": False,
-        "max_tokens_per_gpu": None,
-        "balance_data": False,
         "log_probs_chunk_size": 16,
         "rollout_temperature": 1.0,
-        "advantage_estimator": "grpo",
-        "loss_type": "policy_loss",
-        "eps_clip": 0.2,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
         "eps_clip_high": 0.28,
-        "eps_clip_c": None,
-        "use_kl_loss": False,
-        "kl_loss_coef": 0.0,
         "kl_loss_type": "k3",
-        "kl_coef": 0.0,
-        "entropy_coef": 0.0,
-        "compute_advantages_and_returns": True,
-        "normalize_advantages": False,
-        "grpo_std_normalization": True,
-        "rewards_normalization": True,
-        "calculate_per_token_loss": False,
-        "use_rollout_logprobs": False,
-        "use_tis": False,
-        "tis_clip": 2.0,
-        "tis_clip_low": 0.0,
-        "ref_load": None,
         "logprob_gap_limit": 1e9,
         "no_save_optim": False,
         "no_load_optim": False,
         "no_load_rng": False,
         "finetune": False,
     }
-    return SimpleNamespace(**{**values, **changes}, megatron={**MEGATRON, **(megatron or {})})
+    settings = {**MEGATRON, **(megatron or {})}
+    return SimpleNamespace(**{**values, **derived_settings({**values, **changes}), **changes}, megatron=settings)
+
+
+def derived_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """What `slime.config.derive` makes of these settings, for those that the trainer reads."""
+    estimator = values["advantage_estimator"]
+    return {
+        "policy_loss": estimator if estimator in ("gspo", "cispo", "sapo") else "ppo_clip",
+        "loss_aggregation": "token_mean" if values["calculate_per_token_loss"] else "sequence_mean",
+        "loss_constant_length": 16,
+        "cispo_clip_low": 1.0 - values["eps_clip"],
+        "cispo_clip_high": 1.0 + values["eps_clip_high"],
+        "advantage_scale": "group" if values["grpo_std_normalization"] else "none",
+        "normalize_advantages": estimator.startswith("reinforce_plus_plus"),
+        "critic_lr": 1e-3,
+        "critic_load": values["hf_checkpoint"] if estimator == "ppo" else None,
+    }
 
 
 def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:

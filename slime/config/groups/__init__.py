@@ -5,14 +5,17 @@ from __future__ import annotations
 from slime.config.groups.algorithm import AlgorithmArgs
 from slime.config.groups.checkpoint import CheckpointArgs
 from slime.config.groups.cluster import ClusterArgs
+from slime.config.groups.critic import CriticArgs
 from slime.config.groups.data import DataArgs
 from slime.config.groups.debug import DebugArgs
 from slime.config.groups.evaluation import EvalArgs
 from slime.config.groups.hooks import HookArgs
 from slime.config.groups.logging import LoggingArgs
+from slime.config.groups.off_policy import OffPolicyArgs
 from slime.config.groups.reward import RewardArgs
 from slime.config.groups.rollout import RolloutArgs
 from slime.config.groups.serving import ServingArgs
+from slime.config.groups.teacher import TeacherArgs
 from slime.config.groups.training import TrainingArgs
 from slime.config.groups.weights import WeightSyncArgs
 
@@ -21,14 +24,17 @@ __all__ = [
     "AlgorithmArgs",
     "CheckpointArgs",
     "ClusterArgs",
+    "CriticArgs",
     "DataArgs",
     "DebugArgs",
     "EvalArgs",
     "HookArgs",
     "LoggingArgs",
+    "OffPolicyArgs",
     "RewardArgs",
     "RolloutArgs",
     "ServingArgs",
+    "TeacherArgs",
     "TrainingArgs",
     "WeightSyncArgs",
 ]
@@ -40,6 +46,9 @@ HEADINGS: dict[type, str] = {
     EvalArgs: "Evaluation",
     RewardArgs: "Reward",
     AlgorithmArgs: "Algorithm",
+    OffPolicyArgs: "Off-policy corrections",
+    TeacherArgs: "On-policy distillation",
+    CriticArgs: "Critic",
     TrainingArgs: "Training batches",
     CheckpointArgs: "Checkpoint",
     WeightSyncArgs: "Weight sync",

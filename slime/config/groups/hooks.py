@@ -29,6 +29,16 @@ class HookArgs:
     """Rewards to train on, in place of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
     """Replaces the conversion of samples to training data: fn(args, samples)."""
+    custom_advantage_function_path: str | None = None
+    """Replaces the estimator: fn(args, rollout_data), sets rollout_data["advantages"] (and "returns")."""
+    custom_loss_function_path: str | None = None
+    """With --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
+    custom_tis_function_path: str | None = None
+    """Replaces the weights of --use-tis: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
+    total_lengths, response_lengths) -> (pg_loss, masks, metrics), called by keyword."""
+    custom_pg_loss_reducer_function_path: str | None = None
+    """Replaces the aggregation of the policy loss: fn(total_lengths, response_lengths, masks,
+    calculate_per_token_loss) -> fn(token loss) -> scalar; the scalars of micro-batches are added up."""
     custom_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
     custom_eval_rollout_log_function_path: str | None = None

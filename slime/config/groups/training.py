@@ -22,8 +22,10 @@ class TrainingArgs:
     """Fill micro-batches up to max_tokens_per_gpu instead."""
     max_tokens_per_gpu: int | None = None
     """Most tokens in a micro-batch with --use-dynamic-batch-size."""
+    use_dynamic_global_batch_size: bool = False
+    """Train whatever number of executions a rollout has, in num_steps_per_rollout steps of nearly equal size."""
     balance_data: bool = False
-    """Spread samples over data-parallel ranks by length."""
+    """Spread samples over data-parallel ranks by the floating-point operations that they cost."""
     log_probs_chunk_size: int = 1024
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
     seed: int = 1234

@@ -316,6 +316,26 @@ def test_a_kl_loss_holds_to_the_reference(base: list[str]) -> None:
     assert parse_args([*base, "--use-kl-loss", "--kl-loss-type", "k1"]).kl_loss_coef == 0
 
 
+def test_an_estimator_brings_what_it_needs(base: list[str]) -> None:
+    def settings(*more: str) -> tuple[object, ...]:
+        args = parse_args([*base, *more])
+        return (
+            args.policy_loss,
+            args.loss_aggregation,
+            args.normalize_advantages,
+            args.critic_load,
+            args.advantage_scale,
+        )
+
+    assert settings() == ("ppo_clip", "sequence_mean", False, None, "group")
+    assert settings("--advantage-estimator", "gspo", "--disable-grpo-std-normalization")[::4] == ("gspo", "none")
+    assert settings("--advantage-estimator", "ppo")[3] == base[1]
+    assert settings("--advantage-estimator", "reinforce_plus_plus", "--calculate-per-token-loss")[1:3] == (
+        "token_mean",
+        True,
+    )
+
+
 def test_a_vocabulary_is_padded_to_the_ranks(base: list[str]) -> None:
     """The trainer pads it; only what cannot be padded has to divide."""
     config = Path(base[1]) / "config.json"
@@ -354,10 +374,21 @@ REFUSALS = [
     ("--start-rollout-id -1", "count from 0"),
     ("--prompt-data data.jsonl@[1:2:3]", "@[start:stop]"),
     ("--save-hf {step}", "only {rollout_id} is known"),
-    ("--kl-coef 0.1", "ignores it"),
+    ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "reference twice"),
+    ("--calculate-per-token-loss --loss-aggregation sequence_sum", "give one of them"),
+    ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss ppo_clip or gspo"),
+    ("--gamma 0.9", "which needs advantage_estimator ppo or reinforce_plus_plus"),
+    ("--custom-tis-function-path a.b", "which needs use_tis True"),
+    ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "tis_clip_low 0.6 and tis_clip 0.5"),
+    ("--advantage-estimator ppo --observation-returns reset", "skip or through"),
+    ("--advantage-estimator ppo --lambd 1.5", "lambd 1.5"),
+    ("--use-opd", "without --opd-type"),
+    ("--use-opd --opd-type megatron", "the folder goes with"),
+    ("--use-dynamic-global-batch-size --global-batch-size 4", "no fixed size"),
+    ("--critic-load missing", "critic_load missing"),
     ("--kl-loss-coef 0.1", "without --use-kl-loss"),
-    ("--use-tis --use-rollout-logprobs", "every weight 1"),
-    ("--loss-type custom_loss", "policy_loss, sft_loss"),
+    ("--use-tis --use-rollout-logprobs", "compare"),
+    ("--loss-type custom_loss", "without the other"),
     ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
     ("--eval-interval 2", "--eval-prompt-data"),
     ("--eval-prompt-data only-a-name", "pairs"),
@@ -391,7 +422,7 @@ def test_async_and_colocate_exclude_each_other(base: list[str]) -> None:
 
 
 def test_all_contradictions_are_reported_together(base: list[str]) -> None:
-    message = refused([*base, "--kl-coef", "1", "--rollout-temperature", "0", "--num-layers", "9"])
+    message = refused([*base, "--kl-loss-coef", "1", "--rollout-temperature", "0", "--num-layers", "9"])
     assert "3 problems" in message
 
 

@@ -1,0 +1,21 @@
+"""On-policy distillation: a teacher's log-probs as a term of the advantage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherArgs:
+    """The student samples, the teacher judges every token."""
+
+    use_opd: bool = False
+    """Subtract opd_kl_coef * (student - teacher log-prob) from every token's advantage."""
+    opd_type: Literal["sglang", "megatron"] | None = None
+    """Where the teacher's log-probs come from: sglang, in `sample.teacher_log_probs`, written by a generate function
+    or reward hook; megatron, a forward pass of the trainer under --opd-teacher-load."""
+    opd_kl_coef: float = 1.0
+    """Weight of the term."""
+    opd_teacher_load: str | None = None
+    """HF folder of the teacher, of the student's family and size."""
