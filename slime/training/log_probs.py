@@ -1,12 +1,18 @@
 """Log-probs and entropy of chosen tokens from hidden states, without a full-vocabulary matrix for the whole batch.
 
-The logits of `chunk_tokens` rows exist at a time, in the forward pass and again in the backward pass (recomputed from
-the hidden states and the saved normaliser). The vocabulary may be split over the tensor-parallel group.
+The logits of `chunk_tokens` rows exist at a time, in the dtype of the model; in the backward pass they are computed
+again and turned in place into their own gradient, which the two matrix products then read. Between the products,
+float32 works on a few rows at a time (`WORK_BYTES`), so nothing of the size of a chunk is ever held in float32.
+The vocabulary may be split over the tensor-parallel group: maximum, sums and target logits are merged per chunk.
 
 Invariants
-1. Rows of the output weight beyond the real vocabulary never enter the softmax.
-2. The result does not depend on `chunk_tokens`, and on the number of vocabulary shards only by float32 rounding.
+1. Rows of the output weight beyond the real vocabulary never enter a product, so even NaN in them cannot matter; their
+   gradient is zero.
+2. The result does not depend on `chunk_tokens`, and on the number of vocabulary shards only by rounding.
 3. The gradient with respect to `hidden` is this rank's part; the caller sums it over the tensor-parallel group.
+4. Float64 in, float64 throughout; any other dtype: products in that dtype, everything else in float32.
+5. Under top-p or top-k the kept set is a constant for the gradient, and the target is in it. Entropy and
+   `full_log_probs` stay those of the whole distribution.
 """
 
 from __future__ import annotations
@@ -18,23 +24,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.training.nucleus import Nucleus, find_nucleus
+from slime.training.vocab_shard import VocabShard
+
+__all__ = ["DEFAULT_CHUNK_TOKENS", "TokenScores", "VocabShard", "score_tokens", "token_log_probs", "token_values"]
+
 DEFAULT_CHUNK_TOKENS = 1024
-"""Rows of logits at a time: 1024 x 152k x 4 bytes = 0.6 GB."""
+"""Rows of logits at a time: 1024 x 152k x 2 bytes = 0.3 GB in bf16."""
+WORK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Device type -> bytes of one float32 work buffer between the matrix products; two of them are alive at a time. On a
+CPU it should fit a core's cache; on a GPU large ones cost few launches."""
 
 
 @dataclass(frozen=True, slots=True)
-class VocabShard:
-    """Which rows of the vocabulary this rank holds."""
+class TokenScores:
+    """What `score_tokens` knows of `T` target tokens; float32, or float64 for float64 hidden states."""
 
-    start: int
-    """Global id of the first local row."""
-    num_valid: int
-    """Local rows that are real tokens; those after them are padding."""
-    group: dist.ProcessGroup | None
-    """Tensor-parallel group; None when the vocabulary is whole."""
+    log_probs: Tensor
+    """[T] nats, under the distribution that tokens are sampled from: temperature, then top-k and top-p."""
+    entropy: Tensor | None
+    """[T] nats, of the whole distribution at that temperature; None if not asked for."""
+    full_log_probs: Tensor
+    """[T] nats, of the whole distribution, no gradient; equals `log_probs` without top-p and top-k."""
+    outside: Tensor
+    """[T] bool: the target lay outside the kept set and was added to it."""
 
 
-def token_log_probs(
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    shard: VocabShard
+    inverse_temperature: float
+    with_entropy: bool
+    entropy_grad: bool
+    chunk_tokens: int
+    top_p: float
+    top_k: int
+
+    @property
+    def cut(self) -> bool:
+        """Whether some tokens can never be sampled."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+def score_tokens(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -44,110 +76,261 @@ def token_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-) -> tuple[Tensor, Tensor | None]:
-    """Natural log-probs of `targets` under softmax(hidden @ weight.T / temperature).
+    top_p: float = 1.0,
+    top_k: int = -1,
+) -> TokenScores:
+    """Scores `targets` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature), cut by top-k and top-p.
 
-    hidden [T, H]; weight [V_local, H]; targets [T] int64, global ids. Returns float32 [T], and the entropy [T] or None;
-    the log-probs can be differentiated, the entropy if `entropy_grad`. The matrix product runs in the dtype of the
-    model, the softmax in float32.
+    hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` if `entropy_grad`. `chunk_tokens`
+    0: all rows at once. `top_p`, `top_k` as SGLang reads them (`nucleus`). Collective over `shard.group`.
     """
+    rows = chunk_tokens if chunk_tokens > 0 else max(hidden.size(0), 1)
     settings = _Settings(
-        shard, float(temperature), with_entropy, entropy_grad, chunk_tokens if chunk_tokens > 0 else 1 << 30
+        shard, 1.0 / temperature, with_entropy, with_entropy and entropy_grad, rows, float(top_p), int(top_k)
     )
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, targets, settings)
-    return log_probs, (entropy if with_entropy else None)
+    log_probs, entropy, full, outside = _TokenScores.apply(hidden, weight, targets, settings)
+    return TokenScores(log_probs, entropy if with_entropy else None, full, outside)
+
+
+def token_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`log_probs` and `entropy` of `score_tokens`, whose options it takes."""
+    scores = score_tokens(hidden, weight, targets, shard, **options)
+    return scores.log_probs, scores.entropy
+
+
+def token_values(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Scalar value head: hidden [R, H], weight [1, H], bias [1] -> float32 [R] (float64 for float64 hidden states).
+
+    Computed in float32, because a bf16 result would round a value of 1 to 1/256.
+    """
+    dtype = _wide(hidden)
+    values = torch.mv(hidden.to(dtype), weight.squeeze(0).to(dtype))
+    return values if bias is None else values + bias.to(dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _row_slices(raw: Tensor) -> list[slice]:
+    """Cuts the rows of a chunk so that one wide buffer of a slice has about `WORK_BYTES`."""
+    size = WORK_BYTES.get(raw.device.type, WORK_BYTES["cuda"])
+    step = max(1, size // (4 * max(raw.size(1), 1)))
+    return [slice(start, min(start + step, raw.size(0))) for start in range(0, raw.size(0), step)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """hidden [n, H] @ weight.T into the first n rows of `buffer`, before temperature."""
+    return torch.mm(hidden, weight.t(), out=buffer[: hidden.size(0)])
+
+
+def _add_weight_grad(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total [V, H] wide += grad.T @ hidden."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), hidden)
+    else:
+        total += torch.mm(grad.t(), hidden)
+
+
+def _sums(raw: Tensor, top: Tensor, inverse_temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """sum(exp(z)) and sum(exp(z) * z) [n] (zeros without entropy) of z = (raw - top) / temperature; raw [n, V]."""
+    z = torch.sub(raw, top.unsqueeze(1))  # promotes half precision
+    if inverse_temperature != 1.0:
+        z = z.mul_(inverse_temperature)
+    if not with_entropy:
+        total = z.exp_().sum(dim=1)
+        return total, torch.zeros_like(total)
+    exp = z.exp()
+    return exp.sum(dim=1), z.mul_(exp).sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    shard: VocabShard
-    temperature: float
-    with_entropy: bool
-    entropy_grad: bool
-    chunk_tokens: int
+class _RowFactors:
+    """What the gradient of each of `n` rows is made of: p * (slope + curve * log p + [kept] * kept_slope) + own at the
+    target."""
+
+    slope: Tensor
+    curve: Tensor | None
+    """None: the entropy has no gradient."""
+    kept_slope: Tensor | None
+    """None: nothing is cut."""
+    local: Tensor
+    """int64: local row of the target."""
+    own: Tensor
+    """0 where another rank holds the target."""
+
+    def at(self, rows: slice) -> _RowFactors:
+        curve = None if self.curve is None else self.curve[rows]
+        kept_slope = None if self.kept_slope is None else self.kept_slope[rows]
+        return _RowFactors(self.slope[rows], curve, kept_slope, self.local[rows], self.own[rows])
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    logits = torch.matmul(hidden, weight.t()).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if shard.num_valid < logits.size(1):
-        logits[:, shard.num_valid :] = float("-inf")
-    return logits
+def _write_gradient(
+    raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, inverse_temperature: float, kept: Tensor | None
+) -> None:
+    """Replaces logits raw [n, V] by the gradient with respect to them. top, log_total [n]; kept: bool [n, V]."""
+    log_p = torch.sub(raw, top.unsqueeze(1))
+    if inverse_temperature != 1.0:
+        log_p = log_p.mul_(inverse_temperature)
+    log_p = log_p.sub_(log_total.unsqueeze(1))
+    slope, at = factors.slope.unsqueeze(1), factors.local.unsqueeze(1)
+    if factors.kept_slope is not None and kept is not None:
+        kept.scatter_(1, at, kept.gather(1, at) | (factors.own != 0).unsqueeze(1))
+        slope = torch.where(kept, factors.kept_slope.unsqueeze(1), 0.0).add_(slope)
+    if factors.curve is None:
+        grad = log_p.exp_().mul_(slope)
+    else:
+        p = log_p.exp()
+        grad = log_p.mul_(factors.curve.unsqueeze(1)).add_(slope).mul_(p)
+    # Before rounding to half precision: p - 1 of a sure token would lose its digits.
+    picked = grad.gather(1, at) + factors.own.unsqueeze(1)
+    raw.copy_(grad)
+    raw.scatter_(1, at, picked.to(raw.dtype))
 
 
-def _finite(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Zero instead of -inf in padded columns, whose probability is zero: 0 * -inf would be NaN."""
-    if shard.num_valid == logits.size(1):
-        return logits
-    return torch.cat([logits[:, : shard.num_valid], torch.zeros_like(logits[:, shard.num_valid :])], dim=1)
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """The forward results of some rows, equal on every rank: [n] each, wide."""
+
+    top: Tensor
+    """The largest logit, before temperature."""
+    log_total: Tensor
+    """log sum exp((logit - top) / temperature)."""
+    target: Tensor
+    """(logit of the target - top) / temperature."""
+    entropy: Tensor
+    log_kept: Tensor
+    """As `log_total`, over the kept set."""
+    outside: Tensor
+    """bool: the target had to be added to the kept set."""
+    nucleus: Nucleus | None
 
 
-def _all_reduce(x: Tensor, shard: VocabShard, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    if shard.group is not None and shard.group.size() > 1:
-        dist.all_reduce(x, op=op, group=shard.group)
-    return x
+def _forward_chunk(raw: Tensor, targets: Tensor, settings: _Settings, wide: torch.dtype) -> _Chunk:
+    """raw [n, V_valid]: local logits; targets [n]."""
+    shard, scale = settings.shard, settings.inverse_temperature
+    slices = _row_slices(raw)
+    if raw.size(1):
+        top = raw.amax(dim=1).to(wide)
+    else:
+        top = torch.full((raw.size(0),), -float("inf"), dtype=wide, device=raw.device)
+    shard.all_reduce(top, dist.ReduceOp.MAX)
+    local, held = shard.local(targets)
+    sums = top.new_zeros(3, raw.size(0))
+    for rows in slices:
+        sums[0, rows], sums[1, rows] = _sums(raw[rows], top[rows], scale, settings.with_entropy)
+    picked = raw.gather(1, local.unsqueeze(1)).squeeze(1) if raw.size(1) else top
+    sums[2] = torch.where(held, (picked.to(wide) - top) * scale, 0.0)
+    total, weighted, target = shard.all_reduce(sums)
+    log_total = total.log()
+    entropy = log_total - weighted / total
+    if not settings.cut:
+        return _Chunk(top, log_total, target, entropy, log_total, torch.zeros_like(held), None)
+    exp = torch.empty(raw.shape, dtype=wide, device=raw.device)
+    for rows in slices:
+        torch.sub(raw[rows], top[rows].unsqueeze(1), out=exp[rows]).mul_(scale).exp_()
+    nucleus = find_nucleus(raw, exp, total, shard, top_p=settings.top_p, top_k=settings.top_k, slices=slices)
+    sums = torch.zeros_like(sums[:2])
+    for rows in slices:
+        kept = nucleus.kept(raw[rows], rows)
+        sums[0, rows] = torch.where(kept, exp[rows], 0.0).sum(dim=1)
+        if raw.size(1):
+            inside = kept.gather(1, local[rows].unsqueeze(1)).squeeze(1)
+            sums[1, rows] = (held[rows] & ~inside).to(wide)
+    mass, added = shard.all_reduce(sums)
+    log_kept = (mass + added * target.exp()).log()
+    return _Chunk(top, log_total, target, entropy, log_kept, added > 0, nucleus)
 
 
-def _local_targets(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Local row of each target (0 where another rank holds it) and whether it is local."""
-    local = targets - shard.start
-    held = (local >= 0) & (local < shard.num_valid)
-    return torch.where(held, local, torch.zeros_like(local)), held
+class _TokenScores(torch.autograd.Function):
+    """-> log-probs, entropy, full log-probs [T] wide, outside [T] bool."""
 
-
-class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        settings: _Settings,
-    ) -> tuple[Tensor, Tensor]:
-        shard, temperature, chunk_tokens = settings.shard, settings.temperature, settings.chunk_tokens
-        num_tokens = hidden.size(0)
-        out, lse, entropy = (torch.zeros(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(3))
-        for start in range(0, num_tokens, chunk_tokens):
-            part = slice(start, min(start + chunk_tokens, num_tokens))
-            logits = _scaled_logits(hidden[part], weight, shard, temperature)
-            local, held = _local_targets(targets[part], shard)
-            picked = logits.gather(1, local.unsqueeze(1)).squeeze(1)
-            picked = _all_reduce(torch.where(held, picked, torch.zeros_like(picked)), shard)
-            top = _all_reduce(logits.max(dim=1).values, shard, dist.ReduceOp.MAX)
-            exp = torch.exp(logits - top.unsqueeze(1))
-            total = _all_reduce(exp.sum(dim=1), shard)
-            lse[part] = top + total.log()
-            out[part] = picked - lse[part]
-            if settings.with_entropy:  # H = lse - E[logit]
-                mean = _all_reduce((exp * _finite(logits, shard)).sum(dim=1), shard) / total
-                entropy[part] = lse[part] - mean
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        ctx.settings = settings
-        if not settings.entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return out, entropy
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.num_rows, weight = weight.size(0), weight[: settings.shard.num_valid]
+        wide, step = _wide(hidden), settings.chunk_tokens
+        buffer = hidden.new_empty(min(step, hidden.size(0)), weight.size(0))
+        chunks: list[_Chunk] = []
+        for start in range(0, hidden.size(0), step):
+            raw = _logits(hidden[start : start + step], weight, buffer)
+            chunks.append(_forward_chunk(raw, targets[start : start + step], settings, wide))
+
+        def whole(name: str, dtype: torch.dtype = wide) -> Tensor:
+            parts = [getattr(chunk, name) for chunk in chunks]
+            return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=hidden.device)
+
+        top, log_total, target, entropy = (whole(name) for name in ("top", "log_total", "target", "entropy"))
+        log_kept, outside = whole("log_kept"), whole("outside", torch.bool)
+        full = target - log_total
+        log_probs = target - log_kept if settings.cut else full.clone()
+        ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy, log_kept)
+        ctx.settings, ctx.nuclei = settings, [chunk.nucleus for chunk in chunks]
+        ctx.mark_non_differentiable(full, outside, *(() if settings.entropy_grad else (entropy,)))
+        return log_probs, entropy, full, outside
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_log_prob, grad_entropy = grads
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight = ctx.saved_tensors[:2]
         settings: _Settings = ctx.settings
-        shard, temperature, chunk_tokens = settings.shard, settings.temperature, settings.chunk_tokens
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, hidden.size(0), chunk_tokens):
-            part = slice(start, min(start + chunk_tokens, hidden.size(0)))
-            logits = _scaled_logits(hidden[part], weight, shard, temperature)
-            log_p = logits - lse[part].unsqueeze(1)
-            p = torch.exp(log_p)
-            grad = -p * grad_log_prob[part].unsqueeze(1)
-            local, held = _local_targets(targets[part], shard)
-            own = torch.where(held, grad_log_prob[part], torch.zeros_like(grad_log_prob[part]))
-            grad.scatter_add_(1, local.unsqueeze(1), own.unsqueeze(1))
-            if settings.entropy_grad:  # dH/dlogit = -p (log p + H)
-                grad -= p * (_finite(log_p, shard) + entropy[part].unsqueeze(1)) * grad_entropy[part].unsqueeze(1)
-            grad = (grad / temperature).to(weight.dtype)
-            grad_hidden[part] = torch.matmul(grad, weight)
-            grad_weight += torch.matmul(grad.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        step, num_tokens = settings.chunk_tokens, hidden.size(0)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        factors = _row_factors(ctx, grads[0], grads[1])
+        top, log_total = ctx.saved_tensors[3:5]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight: Tensor | None = None
+        buffer = hidden.new_empty(min(step, num_tokens), weight.size(0))
+        for index, start in enumerate(range(0, num_tokens, step)):
+            part = slice(start, min(start + step, num_tokens))
+            raw = _logits(hidden[part], weight, buffer)
+            _chunk_gradient(raw, top[part], log_total[part], factors.at(part), settings, ctx.nuclei[index])
+            if grad_hidden is not None:
+                torch.mm(raw, weight, out=grad_hidden[part])
+            if wants_weight and num_tokens <= step:
+                grad_weight = torch.mm(raw.t(), hidden)
+            elif wants_weight:
+                if grad_weight is None:
+                    grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
+                _add_weight_grad(grad_weight, raw, hidden[part])
+        if wants_weight:
+            grad_weight = _with_padding(grad_weight, weight, ctx.num_rows)
+        return grad_hidden, grad_weight, None, None
+
+
+def _with_padding(grad: Tensor | None, weight: Tensor, num_rows: int) -> Tensor:
+    """The gradient of a weight [num_rows, H] of which `weight` holds the valid rows, in its dtype."""
+    if grad is not None and weight.size(0) == num_rows:
+        return grad.to(weight.dtype)
+    whole = weight.new_zeros(num_rows, weight.size(1))
+    if grad is not None:
+        whole[: weight.size(0)] = grad
+    return whole
+
+
+def _row_factors(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> _RowFactors:
+    """The factors of all rows, from the gradients with respect to the outputs [T]."""
+    _, _, targets, _, log_total, entropy, log_kept = ctx.saved_tensors
+    settings: _Settings = ctx.settings
+    scale = settings.inverse_temperature
+    local, held = settings.shard.local(targets)
+    own = torch.where(held, grad_log_probs * scale, 0.0)
+    curve = -grad_entropy * scale if settings.entropy_grad else None  # dH/dlogit = -p (log p + H) / temperature
+    slope = torch.zeros_like(own) if curve is None else curve * entropy
+    if not settings.cut:
+        return _RowFactors(slope - grad_log_probs * scale, curve, None, local, own)
+    kept_slope = -grad_log_probs * scale * (log_total - log_kept).exp()  # p / (mass of the kept set)
+    return _RowFactors(slope, curve, kept_slope, local, own)
+
+
+def _chunk_gradient(
+    raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, settings: _Settings, nucleus: Nucleus | None
+) -> None:
+    """`_write_gradient` for all rows of a chunk, some at a time."""
+    if not raw.size(1):
+        return
+    for rows in _row_slices(raw):
+        kept = None if nucleus is None else nucleus.kept(raw[rows], rows)
+        _write_gradient(raw[rows], top[rows], log_total[rows], factors.at(rows), settings.inverse_temperature, kept)
