@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from slime.config.model_shape import rope_kind, rope_of
@@ -29,28 +33,60 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any], device: torch.device) -> PolicyModel:
-    """Builds this rank's part of the model with undefined weights; `load_hf.load_weights` fills them.
+def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any], device: torch.device) -> list[PolicyModel]:
+    """Builds this rank's chunks of the model with undefined weights; `hf_weights.load_weights` fills them.
 
-    Needs an initialised `parallel_state`. Raises `ConfigError` for models or settings that cannot be trained.
+    One chunk, or as many as virtual pipeline stages, first to last. Needs an initialised `parallel_state`. Raises
+    `ConfigError` for models or settings that cannot be trained.
     """
     config = transformer_config(megatron, hf_config)
-    tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    _check_cut(config)
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    stages = range(num_chunks) if num_chunks > 1 else (None,)
+    return [_build_chunk(config, hf_config, device, vp_stage) for vp_stage in stages]
+
+
+def _check_cut(config: TransformerConfig) -> None:
+    tp_size, pp_size = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     for what, count in (("attention heads", config.num_attention_heads), ("key-value heads", config.num_query_groups)):
         if count % tp_size:
             raise ConfigError(f"got --tensor-model-parallel-size {tp_size} and {count} {what}; it must divide them")
+    try:
+        for pp_rank in range(pp_size):
+            for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
+                get_num_layers_to_build(config, vp_stage, pp_rank)
+    except AssertionError as error:
+        raise ConfigError(
+            f"got {config.num_layers} layers for --pipeline-model-parallel-size {pp_size} and "
+            f"--virtual-pipeline-model-parallel-size {config.virtual_pipeline_model_parallel_size}, because they do "
+            f"not divide ({' '.join(str(error).split())}); choose divisors, or give "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        ) from None
+
+
+def _build_chunk(
+    config: TransformerConfig, hf_config: Mapping[str, Any], device: torch.device, vp_stage: int | None
+) -> PolicyModel:
+    tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, tp_size)
     theta, _ = rope_of(hf_config)
+    offset = get_transformer_layer_offset(config, vp_stage)
+    spec = decoder_spec(config)
+    own = slice(offset, offset + get_num_layers_to_build(config, vp_stage))
     model = PolicyModel(
         config,
-        decoder_spec(config),
+        dataclasses.replace(spec, layer_specs=spec.layer_specs[own]),
         vocab_size=padded,
         max_sequence_length=int(hf_config.get("max_position_embeddings") or 1 << 20),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
         rotary_base=theta,
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")),
+        vp_stage=vp_stage,
     )
+    model.layer_offset = offset
     local = padded // tp_size
     start = tp_rank * local
     group = mpu.get_tensor_model_parallel_group() if tp_size > 1 else None

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.config.megatron_defaults import FIXED
 from slime.config.model_shape import megatron_shape
-from slime.core.errors import ConfigError
+from slime.training.parallel import ParallelSizes
 from slime.training.schema import config_kwargs
 
 
@@ -37,13 +37,9 @@ def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
 def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]) -> TransformerConfig:
     """The model's configuration: shape from the HF config, everything else from the settings.
 
-    Raises `ConfigError` for a family, an activation or a parallelism that this release cannot train.
+    Raises `ConfigError` for a family, an activation or parallel sizes that this release cannot train.
     """
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
-        if int(megatron.get(name) or 1) != 1:
-            raise ConfigError(
-                f"got {name}={megatron[name]}, because this release splits models by tensor parallelism only; set 1"
-            )
+    sizes = ParallelSizes.of(megatron)
     dtype = training_dtype(megatron)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     values = config_kwargs(TransformerConfig, megatron)
@@ -58,7 +54,13 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
         # Megatron divides gradients by the data-parallel size unless this is set; our losses already carry the
         # denominators of the whole step, so the sum over ranks is the gradient. The user's flag of this name is ours.
         calculate_per_token_loss=True,
+        virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
+        # Micro-batches are packed rows of any length: pipeline stages tell each other the shape first.
+        variable_seq_lengths=sizes.pp > 1,
     )
+    if sizes.vp > 1:
+        # Batched exchanges of two stages that are each other's predecessor and successor mix up the two directions.
+        values.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     return TransformerConfig(**values)
 
 

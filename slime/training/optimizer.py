@@ -1,15 +1,17 @@
-"""Megatron's data-parallel wrapper, distributed optimizer and schedule, and one careful optimizer step.
+"""Megatron's data-parallel wrappers, distributed optimizers and schedule, and one careful optimizer step.
+
+Experts have an optimizer of their own: they are sharded over other ranks than the rest of the model.
 
 Invariants
-1. Gradients are sums over the data-parallel ranks: Megatron's own division is switched off (`model_config`), because
-   the loss carries the denominators of the whole step.
+1. Gradients are sums over all ranks that have the parameter: Megatron's own division is switched off
+   (`model_config`), because the loss carries the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,28 +31,41 @@ from slime.training.model_config import ddp_config, optimizer_config
 class Trainable:
     """What an optimizer step works on."""
 
-    ddp: DistributedDataParallel
+    ddps: tuple[DistributedDataParallel, ...]
+    """Of each model chunk of this rank."""
     optimizer: Any
-    """Megatron's `ChainedOptimizer` over one `DistributedOptimizer`."""
+    """Megatron's `ChainedOptimizer` over the `inner` ones."""
     scheduler: OptimizerParamScheduler
 
     @property
-    def model(self) -> PolicyModel:
-        module: PolicyModel = self.ddp.module
-        return module
+    def chunks(self) -> list[PolicyModel]:
+        """The model chunks themselves."""
+        return [ddp.module for ddp in self.ddps]
 
     @property
-    def inner(self) -> Any:
-        """The one `DistributedOptimizer`."""
-        assert len(self.optimizer.chained_optimizers) == 1, "one optimizer for a dense model"
-        return self.optimizer.chained_optimizers[0]
+    def inner(self) -> list[Any]:
+        """The `DistributedOptimizer`s: of all but experts, and of experts where there are any."""
+        return list(self.optimizer.chained_optimizers)
 
 
-def build_trainable(model: PolicyModel, megatron: Mapping[str, Any]) -> Trainable:
-    """Wraps a model whose weights are loaded already: the optimizer copies its master weights now."""
-    ddp = DistributedDataParallel(model.config, ddp_config(megatron), model)
-    optimizer = get_megatron_optimizer(optimizer_config(megatron), [ddp], use_gloo_process_groups=False)
-    return Trainable(ddp, optimizer, _scheduler(optimizer, megatron))
+def build_trainable(chunks: Sequence[PolicyModel], megatron: Mapping[str, Any]) -> Trainable:
+    """Wraps chunks whose weights are loaded already: the optimizer copies its master weights now.
+
+    Raises `ConfigError` for float16 with experts.
+    """
+    config = chunks[0].config
+    # Buckets let communication start early; chunks after the first have later ones to hide behind.
+    ddps = tuple(
+        DistributedDataParallel(config, ddp_config(megatron), chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    )
+    optimizer = get_megatron_optimizer(optimizer_config(megatron), list(ddps), use_gloo_process_groups=False)
+    if len(optimizer.chained_optimizers) > 1 and megatron.get("fp16"):
+        raise ConfigError("got --fp16 with experts, whose optimizer would keep another loss scale; use --bf16")
+    no_sync = [ddp.no_sync for ddp in ddps]
+    config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    config.grad_scale_func = optimizer.scale_loss
+    return Trainable(ddps, optimizer, _scheduler(optimizer, megatron))
 
 
 def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
@@ -87,25 +102,28 @@ def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamSch
 
 def zero_grad(trainable: Trainable) -> None:
     """Before the first backward pass of a step."""
-    trainable.ddp.zero_grad_buffer()
+    for ddp in trainable.ddps:
+        ddp.zero_grad_buffer()
     trainable.optimizer.zero_grad()
 
 
 def reduce_grads(trainable: Trainable) -> None:
-    """After a step's last backward pass: sums over data-parallel ranks, and over tensor-parallel ones where needed.
+    """After a step's last backward pass: sums over data-parallel ranks, over tensor-parallel ones where needed, and
+    over the two copies of a tied embedding.
 
     Each data-parallel rank ends with its own shard of the sum; what stands elsewhere in the buffers is partial.
     """
-    finalize_model_grads([trainable.ddp])
+    finalize_model_grads(list(trainable.ddps))
 
 
 def gather_grads(trainable: Trainable) -> None:
     """After `reduce_grads`: gives every data-parallel rank all shards, for checks. Collective."""
-    group = trainable.ddp.intra_dp_cp_group
-    for buffer in trainable.ddp.buffers:
-        for bucket in buffer.buckets:
-            own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    for ddp in trainable.ddps:
+        dense, experts = (ddp.buffers, ddp.intra_dp_cp_group), (ddp.expert_parallel_buffers, ddp.intra_expt_dp_group)
+        for buffers, group in (dense, experts):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 @torch.no_grad()
@@ -115,7 +133,7 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
     With float16 a gradient that overflowed the loss scale skips the update (`train/skipped_updates`). Any other
     non-finite gradient raises `NumericsError` on every rank, before the weights change.
     """
-    optimizer, inner = trainable.optimizer, trainable.inner
+    optimizer = trainable.optimizer
     rate = float(optimizer.param_groups[0]["lr"])
     overflow = bool(optimizer.prepare_grads())
     if overflow:
@@ -127,10 +145,11 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
             f"got a gradient norm of {norm} with finite losses, because the backward pass overflowed or hit NaN; "
             "the weights are unchanged; look at the learning rate, the dtype and the last batch"
         )
-    if inner.config.clip_grad > 0.0:
-        megatron_optimizer.clip_grad_by_total_norm_fp32(
-            inner.get_parameters(), max_norm=inner.config.clip_grad, total_norm=norm
-        )
+    for inner in trainable.inner:
+        if inner.config.clip_grad > 0.0:
+            megatron_optimizer.clip_grad_by_total_norm_fp32(
+                inner.get_parameters(), max_norm=inner.config.clip_grad, total_norm=norm
+            )
     if not optimizer.step_with_ready_grads():
         raise NumericsError("got a refused optimizer step from Megatron with finite gradients")
     trainable.scheduler.step(1)

@@ -1,11 +1,12 @@
-"""Process groups of the trainer: tensor parallel and data parallel, gloo on a CPU and NCCL on a GPU, with a
-deadline.
+"""Process groups of the trainer: tensor, pipeline, context, expert and data parallel; gloo on a CPU and NCCL on a GPU,
+with a deadline.
 """
 
 from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,15 +22,80 @@ from slime.weights.rendezvous import join_store, keep_gloo_on, listen_on, open_s
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How one model is cut; what is left of the world is data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    """Model chunks of each pipeline rank (interleaved pipelining)."""
+    cp: int = 1
+    ep: int = 1
+    """Expert-parallel ranks; they are data-, context- and tensor-parallel ranks to everything but experts."""
+
+    @classmethod
+    def of(cls, megatron: Mapping[str, Any]) -> ParallelSizes:
+        """From Megatron's settings. Raises `ConfigError` for sizes that no world can have."""
+
+        def size(name: str) -> int:
+            return int(megatron.get(name) or 1)
+
+        out = cls(
+            tp=size("tensor_model_parallel_size"),
+            pp=size("pipeline_model_parallel_size"),
+            vp=size("virtual_pipeline_model_parallel_size"),
+            cp=size("context_parallel_size"),
+            ep=size("expert_model_parallel_size"),
+        )
+        if min(out.tp, out.pp, out.vp, out.cp, out.ep) < 1:
+            raise ConfigError(f"got {out}; each parallel size must be at least 1")
+        if out.vp > 1 and out.pp == 1:
+            raise ConfigError(
+                f"got --virtual-pipeline-model-parallel-size {out.vp} without pipeline stages to interleave; set "
+                "--pipeline-model-parallel-size or leave it out"
+            )
+        return out
+
+    def dp(self, world_size: int) -> int:
+        """The data-parallel size. Raises `ConfigError` if the sizes do not divide the world."""
+        model = self.tp * self.pp * self.cp
+        if world_size % model:
+            raise ConfigError(
+                f"got {world_size} training ranks with --tensor-model-parallel-size {self.tp}, "
+                f"--pipeline-model-parallel-size {self.pp} and --context-parallel-size {self.cp}; their product "
+                f"{model} must divide the ranks"
+            )
+        if world_size % (self.ep * self.pp):
+            raise ConfigError(
+                f"got {world_size} training ranks with --expert-model-parallel-size {self.ep} and "
+                f"--pipeline-model-parallel-size {self.pp}; their product must divide the ranks"
+            )
+        return world_size // model
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelInfo:
     """Where one rank stands."""
 
     rank: int
     world_size: int
+    sizes: ParallelSizes
     tp_rank: int
-    tp_size: int
+    pp_rank: int
+    cp_rank: int
+    ep_rank: int
     dp_rank: int
     dp_size: int
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share each layer."""
+        return self.sizes.tp
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its data-parallel share: one rank of those that compute the same loss does."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.sizes.pp - 1
 
 
 def init_process_groups(
@@ -39,20 +105,17 @@ def init_process_groups(
     world_size: int,
     master_address: str,
     master_port: int,
-    tp_size: int,
+    sizes: ParallelSizes,
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> ParallelInfo:
-    """Joins the world and cuts it: neighbouring ranks share a model (TP), the rest is data parallel.
+    """Joins the world and cuts it. Neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
 
     Rank 0 opens the store on `master_address` alone: on `listener` if it holds that port already, else on
     `master_port`. Every collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not
     fit.
     """
-    if world_size % tp_size:
-        raise ConfigError(
-            f"got --tensor-model-parallel-size {tp_size} and {world_size} training ranks; it must divide them"
-        )
+    dp_size = sizes.dp(world_size)
     limit = timedelta(seconds=timeout_s)
     keep_gloo_on(master_address)
     if rank == 0:
@@ -69,15 +132,25 @@ def init_process_groups(
         **options,
     )
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=tp_size, distributed_timeout_minutes=max(1, int(timeout_s / 60))
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )
+    assert dp_size == mpu.get_data_parallel_world_size(), f"Megatron has another data-parallel size than {dp_size}"
     return ParallelInfo(
         rank=rank,
         world_size=world_size,
+        sizes=sizes,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
-        tp_size=tp_size,
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        cp_rank=mpu.get_context_parallel_rank(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),
-        dp_size=mpu.get_data_parallel_world_size(),
+        dp_size=dp_size,
     )
 
 

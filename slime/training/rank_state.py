@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
+from slime.training.names import parameters_of
 from slime.training.optimizer import Trainable
 from slime.training.parallel import ParallelInfo
 
-FORMAT = 1
+FORMAT = 2
 MODEL, MASTER, MOMENT, RNG = "model/", "master/", "moment/", "rng/"
 """Prefixes of tensor names in a rank's file."""
 COMPUTED = frozenset({"step"})
@@ -34,7 +36,7 @@ def save_rank(
     directory: Path, trainable: Trainable, info: ParallelInfo, *, weight_version: int, with_optimizer: bool = True
 ) -> None:
     """Writes `rank_NNNNN.safetensors` and `rank_NNNNN.json`. Every rank calls it, each for itself."""
-    tensors = {MODEL + name: p for name, p in trainable.model.named_parameters()}
+    tensors = {MODEL + name: p for name, p in parameters_of(trainable.chunks).items()}
     meta: dict[str, Any] = {
         "format": FORMAT,
         "layout": _layout(info),
@@ -72,7 +74,7 @@ def load_rank(
             "--no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from step "
             "0)"
         )
-    _copy_all({MODEL + n: p for n, p in trainable.model.named_parameters()}, tensors, MODEL, directory)
+    _copy_all({MODEL + n: p for n, p in parameters_of(trainable.chunks).items()}, tensors, MODEL, directory)
     if with_optimizer:
         _load_optimizer(trainable, tensors, meta["optimizer"], directory)
         trainable.scheduler.num_steps = 0
@@ -85,7 +87,7 @@ def load_rank(
 
 
 def _layout(info: ParallelInfo) -> dict[str, int]:
-    return {"rank": info.rank, "world_size": info.world_size, "tp_size": info.tp_size, "dp_size": info.dp_size}
+    return {"rank": info.rank, "world_size": info.world_size, **dataclasses.asdict(info.sizes)}
 
 
 def _read(directory: Path, info: ParallelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -121,50 +123,53 @@ def _copy_all(targets: dict[str, Tensor], tensors: dict[str, Tensor], prefix: st
         target.copy_(source)
 
 
+def _groups(trainable: Trainable) -> list[tuple[Any, dict[str, Any]]]:
+    """(torch optimizer, parameter group) of all inner optimizers, in their order."""
+    return [(inner.optimizer, group) for inner in trainable.inner for group in inner.optimizer.param_groups]
+
+
 def _optimizer_state(trainable: Trainable) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by `group.index.key`, and the plain numbers of each group (most for people: see `COMPUTED`)."""
-    inner = trainable.inner
     tensors: dict[str, Tensor] = {}
     groups = []
-    for g, group in enumerate(inner.optimizer.param_groups):
+    for g, (optimizer, group) in enumerate(_groups(trainable)):
         groups.append(
             {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | list | tuple) and k != "params"}
         )
         for i, parameter in enumerate(group["params"]):
             tensors[f"{MASTER}{g}.{i}"] = parameter
-            for key, value in inner.optimizer.state.get(parameter, {}).items():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{MOMENT}{g}.{i}.{key}"] = torch.as_tensor(value)
-    scaler = (
-        {k: torch.as_tensor(v).tolist() for k, v in inner.grad_scaler.state_dict().items()}
-        if inner.grad_scaler
-        else None
-    )
-    return tensors, {"groups": groups, "grad_scaler": scaler}
+    scaler = trainable.inner[0].grad_scaler
+    state = {k: torch.as_tensor(v).tolist() for k, v in scaler.state_dict().items()} if scaler else None
+    return tensors, {"groups": groups, "grad_scaler": state}
 
 
 def _load_optimizer(trainable: Trainable, tensors: dict[str, Tensor], meta: dict[str, Any], directory: Path) -> None:
-    inner = trainable.inner
+    groups = _groups(trainable)
     masters = {
-        f"{MASTER}{g}.{i}": p
-        for g, group in enumerate(inner.optimizer.param_groups)
+        f"{MASTER}{g}.{i}": (optimizer, p)
+        for g, (optimizer, group) in enumerate(groups)
         for i, p in enumerate(group["params"])
     }
-    _copy_all(masters, tensors, MASTER, directory)
-    inner.optimizer.state.clear()
+    _copy_all({name: p for name, (_, p) in masters.items()}, tensors, MASTER, directory)
+    for inner in trainable.inner:
+        inner.optimizer.state.clear()
     for name, tensor in tensors.items():
         if name.startswith(MOMENT):
             g, i, key = name.removeprefix(MOMENT).split(".", 2)
-            parameter = masters[f"{MASTER}{g}.{i}"]
+            optimizer, parameter = masters[f"{MASTER}{g}.{i}"]
             # torch keeps the step counter on the host; moments live beside their parameter.
             value = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
-            inner.optimizer.state[parameter][key] = value
-    for group, saved in zip(inner.optimizer.param_groups, meta["groups"], strict=True):
+            optimizer.state[parameter][key] = value
+    for (_, group), saved in zip(groups, meta["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k in COMPUTED})
-    if inner.grad_scaler and meta["grad_scaler"]:
+    scaler = trainable.inner[0].grad_scaler
+    if scaler and meta["grad_scaler"]:
         # Megatron's own load_state_dict moves the scale to a GPU by name.
-        inner.grad_scaler._scale.fill_(meta["grad_scaler"]["scale"][0])
-        inner.grad_scaler._growth_tracker = meta["grad_scaler"]["growth_tracker"]
-        inner.grad_scaler._hysteresis_tracker = meta["grad_scaler"]["hysteresis_tracker"]
+        scaler._scale.fill_(meta["grad_scaler"]["scale"][0])
+        scaler._growth_tracker = meta["grad_scaler"]["growth_tracker"]
+        scaler._hysteresis_tracker = meta["grad_scaler"]["hysteresis_tracker"]
 
 
 def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -120,9 +120,9 @@ def train_on(
 
 
 def first_step_gradients(context: StepContext, trainable: Trainable, prepared: PreparedBatch) -> dict[str, Tensor]:
-    """Global Megatron name -> gradient [shard shape] float32 of the first optimizer step, summed over all ranks; nothing
-    changes.
+    """Global Megatron name -> gradient [shard shape] float32 of the first optimizer step, summed over all ranks.
 
+    Nothing changes.
     For checks: a training step leaves each data-parallel rank with its own shard of the gradients only.
     """
     zero_grad(trainable)

@@ -93,7 +93,7 @@ def test_settings_of_the_optimizer_are_this_runs_and_not_the_checkpoints(
     changed = {"lr": 4e-4, "adam_beta2": 0.9, "start_weight_decay": 0.02, "end_weight_decay": 0.02}
     resumed = make_backend(tiny_qwen3, megatron={**changed, "lr_decay_style": "linear", "lr_decay_iters": 4})
     resumed.load(tmp_path / "mid")
-    groups = resumed._trainable.inner.optimizer.param_groups
+    groups = resumed._trainable.inner[0].optimizer.param_groups
     assert [g["weight_decay"] for g in groups] == [0.02, 0.0] and all(g["betas"] == (0.9, 0.9) for g in groups)
     assert resumed.train(random_batch())["train/lr-pg_0"] == pytest.approx(3e-4), "second step of its own schedule"
 
@@ -269,7 +269,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_settings_that_cannot_work_are_refused(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="pipeline_model_parallel_size"):
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 2"):
         make_backend(tiny_qwen3, megatron={"pipeline_model_parallel_size": 2})
     with pytest.raises(ConfigError, match="lr-decay-iters"):
         make_backend(tiny_qwen3, megatron={"lr_decay_style": "linear"})
