@@ -1,26 +1,33 @@
-"""Losses: the formulas of the papers, and law 5, what is masked cannot matter."""
+"""Losses, KL and corrections: the formulas of the papers, at and beyond the bounds."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from slime.algorithms.aggregation import token_weights
 from slime.algorithms.kl import KL_TYPES, kl_estimate
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio
-from slime.algorithms.off_policy import truncated_weights
-from slime.algorithms.policy_loss import clipped_policy_loss
-from slime.algorithms.sft_loss import negative_log_likelihood
+from slime.algorithms.off_policy.importance import importance_weights
+from slime.algorithms.off_policy.opsm import opsm_mask
+from slime.algorithms.off_policy.rejection import rejection_mask
+from slime.algorithms.policy.cispo import cispo_bounds, cispo_loss
+from slime.algorithms.policy.clip import clipped_policy_loss
+from slime.algorithms.policy.gspo import gspo_loss
+from slime.algorithms.policy.outcome import PolicyLoss
+from slime.algorithms.policy.sapo import sapo_loss
+from slime.algorithms.sequences import Sequences
+from slime.algorithms.value_loss import value_loss
 from slime.core.errors import ConfigError
 
-POISONS = [float("nan"), float("inf"), -float("inf"), 1e6]
+
+def _t(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
-def _ratio(value: float) -> torch.Tensor:
-    return torch.tensor([math.log(value)])
+def _one_sequence(num: int) -> Sequences:
+    return Sequences(torch.zeros(num, dtype=torch.int64), 1)
 
 
 @pytest.mark.parametrize(
@@ -35,52 +42,100 @@ def _ratio(value: float) -> torch.Tensor:
         (9.0, -2.0, 6.0, 1.0),  # dual clip at 3
     ],
 )
-def test_clipping(ratio: float, advantage: float, loss: float, clipped: float) -> None:
-    got = clipped_policy_loss(
-        _ratio(ratio),
-        torch.zeros(1),
-        torch.tensor([advantage]),
-        torch.ones(1),
-        eps_clip=0.2,
-        eps_clip_high=0.28,
-        eps_clip_c=3.0,
-    )
-    assert got.loss.item() == pytest.approx(loss, rel=1e-5)
+@pytest.mark.parametrize("loss_name", ["clip", "gspo"])
+def test_clipping(loss_name: str, ratio: float, advantage: float, loss: float, clipped: float) -> None:
+    args = (_t(math.log(ratio)).requires_grad_(), _t(0), _t(advantage), _t(1))
+    if loss_name == "clip":
+        got = clipped_policy_loss(*args, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0)
+    else:
+        got = gspo_loss(*args, sequences=_one_sequence(1), eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0)
+    got.loss.sum().backward()
+    assert got.loss.item() == pytest.approx(loss, abs=1e-12)
     assert got.clipped.item() == clipped
-    assert got.old_minus_new.item() == pytest.approx(-math.log(ratio), abs=1e-6)
+    assert got.old_minus_new.item() == pytest.approx(-math.log(ratio), abs=1e-12)
+    assert args[0].grad is not None
+    assert args[0].grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def _all_losses(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> dict[str, PolicyLoss]:
+    args = (log_probs, old, advantages, torch.ones_like(old))
+    return {
+        "clip": clipped_policy_loss(*args, eps_clip=0.2, eps_clip_c=3.0),
+        "gspo": gspo_loss(*args, sequences=Sequences(torch.arange(len(old)), len(old)), eps_clip=0.2, eps_clip_c=3.0),
+        "cispo": cispo_loss(*args, clip_low=0.8, clip_high=1.2),
+        "sapo": sapo_loss(*args),
+    }
 
 
 def test_gradient_on_policy_is_the_policy_gradient() -> None:
-    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -2.0, 0.5])
-    result = clipped_policy_loss(log_probs, log_probs.detach(), advantages, torch.ones(3), eps_clip=0.2)
-    result.loss.sum().backward()
-    assert log_probs.grad is not None
-    assert torch.equal(log_probs.grad, -advantages)
-
-
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("kind", KL_TYPES)
-def test_masked_values_change_no_bit(poison: float, kind: str) -> None:
-    mask = torch.tensor([1.0, 0.0, 1.0])
-
-    def run(value: float) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = torch.tensor([-1.0, value, -2.0], requires_grad=True)
-        old, ref = torch.tensor([-1.1, value, -1.7]), torch.tensor([-0.9, value, -2.2])
-        policy = clipped_policy_loss(
-            log_probs, old, torch.tensor([1.0, value, -1.0]), mask, eps_clip=0.2, eps_clip_c=3.0
-        )
-        weights = truncated_weights(old, ref, mask, clip=2.0, clip_low=0.0)
-        loss = policy.loss * weights.weight + kl_estimate(log_probs, ref, mask, kind)
-        loss = loss + negative_log_likelihood(log_probs, mask)
-        loss.sum().backward()
+    advantages = _t(1.0, -2.0, 0.5)
+    for name in ("clip", "gspo", "cispo", "sapo"):
+        log_probs = _t(-1.0, -2.0, -3.0).requires_grad_()
+        _all_losses(log_probs, log_probs.detach(), advantages)[name].loss.sum().backward()
         assert log_probs.grad is not None
-        return loss.detach(), log_probs.grad
+        assert log_probs.grad.tolist() == pytest.approx((-advantages).tolist(), abs=1e-12), name
 
-    want_loss, want_grad = run(-1.5)
-    loss, grad = run(poison)
-    assert torch.equal(loss, want_loss)
-    assert torch.equal(grad, want_grad)
+
+@pytest.mark.parametrize("log_ratio", [-90.0, -30.0, -5.0, 5.0, 30.0, 90.0])
+def test_extreme_ratios_stay_finite_and_are_counted(log_ratio: float) -> None:
+    for name in ("clip", "gspo", "cispo", "sapo"):
+        for advantage in (1.0, -1.0):
+            log_probs = _t(log_ratio).requires_grad_()
+            got = _all_losses(log_probs, _t(0.0), _t(advantage))[name]
+            got.loss.sum().backward()
+            assert log_probs.grad is not None
+            assert bool(got.loss.isfinite().all() & log_probs.grad.isfinite().all()), name
+            assert got.ratio_limited.item() == float(abs(log_ratio) > LOG_RATIO_LIMIT), name
+            if name in ("clip", "gspo") and log_ratio > 0 and advantage < 0:
+                assert got.loss.item() == 3.0
+
+
+def test_without_a_limit_the_ratio_is_what_it_is() -> None:
+    args = (_t(30.0, 90.0), _t(0.0, 0.0), _t(-1.0, -1.0), _t(1.0, 1.0))
+    got = clipped_policy_loss(*args, eps_clip=0.2, log_ratio_limit=0.0)
+    assert got.loss.tolist() == pytest.approx([math.exp(30.0), math.exp(90.0)])
+    assert got.ratio_limited.sum() == 0
+    assert clipped_policy_loss(*args, eps_clip=0.2).loss.tolist() == pytest.approx([math.exp(20.0)] * 2)
+    assert clipped_policy_loss(*args, eps_clip=0.2, log_ratio_limit=2.0).loss.tolist() == pytest.approx([math.e**2] * 2)
+
+
+def test_gspo_gives_every_token_of_a_sequence_the_same_gradient_or_none() -> None:
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    log_probs = _t(0.3, -0.2, 0.1, 0.9, -0.1).requires_grad_()
+    got = gspo_loss(
+        log_probs, torch.zeros_like(log_probs), torch.ones_like(log_probs), torch.ones_like(log_probs),
+        sequences=Sequences(ids, 2), eps_clip=0.2, eps_clip_high=0.28,
+    )  # fmt: skip
+    got.loss.sum().backward()
+    s = math.exp(0.2 / 3)
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-s, -s, -s, 0.0, 0.0], abs=1e-12)
+    assert got.clipped.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
+    log_probs = _t(math.log(0.5), 0.0, math.log(3.0)).requires_grad_()
+    one = torch.ones(3, dtype=torch.float64)
+    got = cispo_loss(log_probs, 0 * one, one, one, clip_low=0.8, clip_high=1.28)
+    got.loss.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-0.8, -1.0, -1.28])
+    assert got.clipped.tolist() == [1.0, 0.0, 1.0]
+    assert cispo_bounds(None, None, 0.2, None) == (0.8, 1.2)
+    assert cispo_bounds(None, None, 0.2, 0.28) == (0.8, 1.28)
+    assert cispo_bounds(0.0, 5.0, 0.2, 0.28) == (0.0, 5.0)
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(1.5, 1.0), (-1.5, 1.05), (0.0, 1.05)])
+def test_sapo_gate(advantage: float, tau: float) -> None:
+    for ratio in (0.2, 1.0, 1.7, 6.0):
+        log_probs = _t(math.log(ratio)).requires_grad_()
+        got = sapo_loss(log_probs, _t(0), _t(advantage), _t(1))
+        got.loss.sum().backward()
+        p = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert got.loss.item() == pytest.approx(-p * 4 / tau * advantage, abs=1e-12)
+        assert log_probs.grad is not None
+        assert log_probs.grad.item() == pytest.approx(-4 * p * (1 - p) * ratio * advantage, abs=1e-12)
 
 
 def test_kl_estimators() -> None:
@@ -94,12 +149,41 @@ def test_kl_estimators() -> None:
         kl_estimate(d, zero, one, "k4")
 
 
+P, OLD, Q = _t(0.5, 0.3, 0.2), _t(0.3, 0.4, 0.3), _t(0.2, 0.3, 0.5)
+
+
 def test_kl_estimators_are_unbiased_where_the_paper_says_so() -> None:
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    exact = (p * (p / q).log()).sum()
+    exact = (P * (P / Q).log()).sum().item()
     for kind in ("k1", "k3"):
-        mean = (p * kl_estimate(p.log(), q.log(), torch.ones(3), kind)).sum()
-        assert mean.item() == pytest.approx(exact.item(), rel=1e-5)
+        mean = (P * kl_estimate(P.log(), Q.log(), torch.ones(3), kind)).sum()
+        assert mean.item() == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+def test_with_the_ratio_value_and_gradient_are_those_of_the_exact_kl_under_old_samples(kind: str) -> None:
+    logits = P.log().clone().requires_grad_()
+    log_p = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits)
+    log_p = logits.log_softmax(0)
+    mean = (OLD * kl_estimate(log_p, Q.log(), torch.ones(3), kind, old_log_probs=OLD.log())).sum()
+    (got,) = torch.autograd.grad(mean, logits)
+    assert mean.item() == pytest.approx((P * (P / Q).log()).sum().item(), rel=1e-12)
+    assert got.tolist() == pytest.approx(exact.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_gradient_of_kl_is_its_finite_difference(kind: str, unbiased: bool) -> None:
+    x, ref, old, step = _t(-1.0, -0.3, -2.0), _t(-0.8, -0.9, -1.9), _t(-1.3, -0.2, -2.0), 1e-6
+
+    def value(new: torch.Tensor) -> torch.Tensor:
+        return kl_estimate(new, ref, torch.ones(3), kind, old_log_probs=old if unbiased else None)
+
+    new = x.clone().requires_grad_()
+    value(new).sum().backward()
+    assert new.grad is not None
+    want = (value(x + step) - value(x - step)) / (2 * step)
+    assert new.grad.tolist() == pytest.approx(want.tolist(), abs=1e-8)
 
 
 def test_log_ratio_is_clamped_and_counted() -> None:
@@ -108,35 +192,67 @@ def test_log_ratio_is_clamped_and_counted() -> None:
     assert limited.tolist() == [False, True]
 
 
-def test_truncated_weights() -> None:
-    ratios = torch.tensor([0.1, 1.0, 5.0])
-    got = truncated_weights(ratios.log(), torch.zeros(3), torch.ones(3), clip=2.0, clip_low=0.5)
-    assert got.weight.tolist() == pytest.approx([0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("mode", "want"), [("truncate", [0.5, 1.0, 2.0]), ("mask", [0.0, 1.0, 0.0])])
+def test_token_weights_within_bounds(mode: str, want: list[float]) -> None:
+    ratios = _t(0.1, 1.0, 5.0)
+    got = importance_weights(ratios.log(), 0 * ratios, torch.ones(3), _one_sequence(3), mode=mode, low=0.5, high=2.0)
+    assert got.weight.tolist() == pytest.approx(want)
+    assert got.raw.tolist() == pytest.approx(ratios.tolist())
     assert got.truncated.tolist() == [1.0, 0.0, 1.0]
 
 
-def _masks(lengths: list[int]) -> list[np.ndarray]:
-    return [np.ones(n, np.float32) for n in lengths]
+def test_levels_take_unmasked_tokens_alone() -> None:
+    ids, mask = torch.tensor([0, 0, 0, 1]), _t(1, 0, 1, 1)
+    old = _t(2.0, 77.0, 3.0, 0.5).log()
+    for level, want in (("sequence", [6.0, 1.0, 6.0, 0.5]), ("geometric", [6**0.5, 1.0, 6**0.5, 0.5])):
+        got = importance_weights(old, 0 * old, mask, Sequences(ids, 2), level=level, low=0.0, high=10.0)
+        assert got.weight.tolist() == pytest.approx(want)
 
 
-def test_default_aggregation_is_the_mean_over_executions() -> None:
-    weights = token_weights(_masks([2, 10]), [0, 1], per_token=False)
-    assert [float(w.sum()) for w in weights] == pytest.approx([0.5, 0.5])
+def test_a_product_that_leaves_the_limit_is_clamped_and_counted() -> None:
+    old = torch.full((3,), 9.0, dtype=torch.float64)
+    got = importance_weights(
+        old, 0 * old, torch.ones(3), _one_sequence(3), level="sequence", low=0.0, high=float("inf")
+    )
+    assert got.raw.tolist() == pytest.approx([math.exp(20.0)] * 3)
+    assert got.ratio_limited.tolist() == [1.0] * 3
 
 
-def test_siblings_share_one_execution() -> None:
-    weights = token_weights(_masks([2, 6, 4]), [0, 0, 1], per_token=False)
-    assert [float(w.sum()) for w in weights] == pytest.approx([0.125, 0.375, 0.5])
+def test_rejection_and_veto() -> None:
+    ids, mask = torch.tensor([0, 0, 1, 1, 1]), _t(1, 1, 1, 0, 1)
+    old, zero = _t(0.4, 1.0, 3.0, 0.001, 1.0).log(), torch.zeros(5, dtype=torch.float64)
+    args = (old, zero, mask, Sequences(ids, 2))
+    assert rejection_mask(*args).tolist() == [1.0] * 5
+    assert rejection_mask(*args, low=0.5).tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert rejection_mask(*args, high=2.0).tolist() == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert rejection_mask(*args, level="sequence", low=0.5, high=2.0).tolist() == [0.0, 0.0, 0.0, 1.0, 0.0]
+    assert rejection_mask(*args, level="geometric", low=0.5, high=2.0).tolist() == [1.0] * 5
+    assert rejection_mask(*args, veto=0.5).tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
-def test_an_execution_without_trained_tokens_stays_in_the_denominator() -> None:
-    masks = [np.zeros(3, np.float32), np.ones(4, np.float32)]
-    weights = token_weights(masks, [0, 1], per_token=False)
-    assert float(weights[0].sum()) == 0.0
-    assert float(weights[1].sum()) == pytest.approx(0.5)
-    assert all(np.isfinite(w).all() for w in token_weights(masks[:1], [0], per_token=False))
+def test_sequences_that_the_policy_left_are_masked_only_when_bad() -> None:
+    ids, one = torch.tensor([0, 0, 1, 1, 2]), torch.ones(5, dtype=torch.float64)
+    new, old, advantages = _t(-1, -1, -1, -1, -1), _t(-0.5, -0.9, -0.5, -0.9, -0.9), _t(-1, -1, 1, 1, -1)
+    keep = opsm_mask(new, old, advantages, one, Sequences(ids, 3), delta=0.2)
+    assert keep.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
-def test_per_token_aggregation() -> None:
-    weights = token_weights(_masks([2, 6]), [0, 1], per_token=True)
-    assert np.concatenate(weights).tolist() == pytest.approx([0.125] * 8)
+def test_value_loss_is_the_larger_error() -> None:
+    values = _t(1.0, 2.0, 0.0).requires_grad_()
+    loss, clipped = value_loss(values, _t(1.0, 0.0, 0.0), _t(0.0, 0.0, 1.0), torch.ones(3), value_clip=0.5)
+    assert loss.tolist() == [1.0, 4.0, 1.0]
+    assert clipped.tolist() == [0.0, 0.0, 0.0]
+    loss, clipped = value_loss(values, _t(0.0, 0.0, 0.0), _t(0.5, 2.0, 0.0), torch.ones(3), value_clip=0.5)
+    assert loss.tolist() == [0.25, 2.25, 0.0]
+    assert clipped.tolist() == [0.0, 1.0, 0.0]
+    loss.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_unknown_choices_are_refused() -> None:
+    args = (_t(0), _t(0), _t(1), _one_sequence(1))
+    with pytest.raises(ConfigError, match="word"):
+        importance_weights(*args, level="word", low=0.0, high=1.0)
+    with pytest.raises(ConfigError, match="drop"):
+        importance_weights(*args, mode="drop", low=0.0, high=1.0)

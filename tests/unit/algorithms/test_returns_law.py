@@ -1,0 +1,91 @@
+"""Returns and GAE: the chunked scan is the serial recursion, and observations take part as documented."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slime.algorithms.advantages.gae import generalized_advantages
+from slime.algorithms.advantages.returns import discounted_returns, spread_advantage, token_rewards
+from slime.algorithms.advantages.scan import reverse_scan
+from slime.core.errors import ConfigError, DataError
+
+
+def _masks(num: int) -> dict[str, np.ndarray]:
+    """Masks with an observation nowhere, at the start, in the middle, at the end, everywhere but one, everywhere."""
+    masks = {name: np.ones(num) for name in ("none", "start", "middle", "end", "most")} | {"all": np.zeros(num)}
+    masks["start"][: num // 3] = 0
+    masks["middle"][num // 3 : num // 2] = 0
+    masks["end"][num // 2 :] = 0
+    masks["most"][1:] = 0
+    return masks
+
+
+def _serial_gae(
+    r: np.ndarray, v: np.ndarray, mask: np.ndarray, gamma: float, lambd: float, through: bool
+) -> np.ndarray:
+    out, next_value, carry = np.zeros(len(r)), 0.0, 0.0
+    for t in reversed(range(len(r))):
+        if through or mask[t]:
+            carry = (r[t] if mask[t] else 0.0) + gamma * next_value - v[t] + gamma * lambd * carry
+            next_value, out[t] = v[t], carry
+    return out
+
+
+def _serial_returns(r: np.ndarray, mask: np.ndarray, gamma: float, observations: str) -> np.ndarray:
+    out, carry = np.zeros(len(r)), 0.0
+    for t in reversed(range(len(r))):
+        if mask[t] or observations != "skip":
+            carry = (r[t] if mask[t] else 0.0) + gamma * carry
+            out[t] = carry
+        if not mask[t] and observations == "reset":
+            carry = 0.0
+    return out
+
+
+@pytest.mark.parametrize("observations", ["skip", "through"])
+@pytest.mark.parametrize("gamma, lambd", [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize("num", [1, 127, 128, 129, 1000])
+def test_gae_is_the_serial_recursion(num: int, gamma: float, lambd: float, observations: str) -> None:
+    rng = np.random.default_rng(num)
+    r, v = rng.normal(size=num), rng.normal(size=num)
+    for name, mask in _masks(num).items():
+        advantages, returns = generalized_advantages(r, v, mask, gamma, lambd, observations)
+        want = _serial_gae(r, v, mask, gamma, lambd, observations == "through")
+        assert np.abs(advantages - want).max() < 1e-9, name
+        live = mask > 0 if observations == "skip" else np.ones(num, bool)
+        assert returns == pytest.approx(np.where(live, want + v, 0.0), abs=1e-9), name
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 128, 4096])
+def test_the_chunk_changes_nothing(chunk: int) -> None:
+    x = np.random.default_rng(3).normal(size=1001)
+    assert np.abs(reverse_scan(x, 0.99, chunk) - reverse_scan(x, 0.99, 1)).max() < 1e-9
+    assert len(reverse_scan(x[:0], 0.99, chunk)) == 0
+
+
+@pytest.mark.parametrize("observations", ["skip", "through", "reset"])
+@pytest.mark.parametrize("num", [1, 5, 300])
+def test_returns_are_the_serial_recursion(num: int, observations: str) -> None:
+    r = np.random.default_rng(num).normal(size=num)
+    for name, mask in _masks(num).items():
+        got = discounted_returns(r, mask, 0.97, observations)
+        assert np.abs(got - _serial_returns(r, mask, 0.97, observations)).max() < 1e-9, name
+
+
+def test_the_score_is_at_the_last_trained_token_and_the_penalty_at_each() -> None:
+    mask, kl = np.array([1, 0, 1, 0]), np.array([0.5, 9.0, 0.25, 9.0])
+    assert token_rewards(2.0, mask, kl, 0.1).tolist() == pytest.approx([-0.05, 0.0, 1.975, 0.0])
+    assert token_rewards(2.0, np.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+    assert spread_advantage(2.0, mask, kl, 0.1).tolist() == pytest.approx([1.95, 0.0, 1.975, 0.0])
+    assert spread_advantage(2.0, mask).tolist() == [2.0, 0.0, 2.0, 0.0]
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    one = np.ones(1)
+    with pytest.raises(DataError, match="unscored"):
+        token_rewards(float("nan"), one)
+    with pytest.raises(ConfigError, match="reset"):
+        generalized_advantages(one, one, one, 1.0, 1.0, "reset")
+    with pytest.raises(ConfigError, match="forget"):
+        discounted_returns(one, one, 1.0, "forget")
