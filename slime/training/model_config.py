@@ -55,13 +55,15 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
         # denominators of the whole step, so the sum over ranks is the gradient. The user's flag of this name is ours.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
-        # Micro-batches are packed rows of any length: pipeline stages tell each other the shape first.
-        variable_seq_lengths=sizes.pp > 1,
     )
     if sizes.vp > 1:
         # Batched exchanges of two stages that are each other's predecessor and successor mix up the two directions.
         values.update(overlap_p2p_comm=True, batch_p2p_comm=False)
-    return TransformerConfig(**values)
+    config = TransformerConfig(**values)
+    # Micro-batches are packed rows of any length: pipeline stages tell each other the shape first. Set afterwards,
+    # because Megatron's own all-gather dispatcher refuses it; ours takes rows of different lengths.
+    config.variable_seq_lengths = sizes.pp > 1
+    return config
 
 
 def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:

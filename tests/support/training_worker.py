@@ -1,10 +1,11 @@
 """One training rank in a process of its own, driven by a JSON file: `python -m tests.support.training_worker SPEC
 RANK`.
 
-SPEC: checkpoint, world_size, port, out (folder), megatron (settings), scenarios ({name: {order, args}}), seed of the
-batch, rounds (training steps after the scenarios), save_after (a round) and load (a folder that `save` wrote). Rank 0
-writes `<name>.safetensors` with the gradients of each scenario, `weights.safetensors` after training and `result.json`
-with metrics; every rank writes its part of a checkpoint into `after_N` and `end`.
+SPEC: `layouts`, a list that all ranks work through, since importing costs more than training. A layout: checkpoint,
+world_size (ranks beyond it skip the layout), port, out (folder), megatron and args (settings), scenarios ({name:
+{order, args}}), seed of the batch, rounds (training steps after the scenarios), save_after (a round) and load (a
+folder that `save` wrote). Rank 0 writes `<name>.safetensors` with the gradients of each scenario, `weights.safetensors`
+after training and `result.json` with metrics; every rank writes its part of a checkpoint into `after_N` and `end`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,23 @@ def main(spec_path: str, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import torch
+
+    torch.set_num_threads(1)
+    for layout in json.loads(Path(spec_path).read_text())["layouts"]:
+        if rank < layout["world_size"]:
+            run_layout(layout, rank)
+
+
+def run_layout(spec: dict[str, Any], rank: int) -> None:
+    """One rank of one layout, from joining the process group to leaving it."""
     from safetensors.torch import save_file
 
     from slime.training.backend import MegatronBackend
     from tests.support.training import random_batch, training_args, with_samples
 
-    torch.set_num_threads(1)
-    spec: dict[str, Any] = json.loads(Path(spec_path).read_text())
     out = Path(spec["out"])
-    args = training_args(Path(spec["checkpoint"]), megatron=spec["megatron"])
+    settings = spec.get("args", {})
+    args = training_args(Path(spec["checkpoint"]), megatron=spec["megatron"], **settings)
     backend = MegatronBackend(
         args,
         rank=rank,
@@ -40,15 +49,16 @@ def main(spec_path: str, rank: int) -> None:
     )
     backend.weight_version = 1
     batch = random_batch(seed=spec.get("seed", 0))
-    defaults = dict(vars(args))
     results: dict[str, Any] = {}
     for name, scenario in spec["scenarios"].items():
-        vars(args).update(defaults | scenario.get("args", {}))
+        changed = training_args(Path(spec["checkpoint"]), **{**settings, **scenario.get("args", {})})
+        kept = dict(vars(args))
+        vars(args).update({k: v for k, v in vars(changed).items() if k != "megatron"})
         order = scenario.get("order") or range(len(batch.samples))
         gradients = backend.gradients(with_samples(batch, [batch.samples[i] for i in order]))
         if rank == 0:
             save_file({k: v.contiguous().clone() for k, v in gradients.items()}, out / f"{name}.safetensors")
-    vars(args).update(defaults)
+        vars(args).update(kept)
     results["log_probs"] = [x.tolist() for x in backend.log_probs(batch)]
     if spec.get("load"):
         backend.load(Path(spec["load"]))
@@ -57,7 +67,8 @@ def main(spec_path: str, rank: int) -> None:
         results["metrics"].append(backend.train(batch))
         if done == spec.get("save_after"):
             backend.save(out / f"after_{done}")
-    backend.save(out / "end")
+    if spec.get("save_end"):
+        backend.save(out / "end")
     weights = {k: v.contiguous().clone() for k, v in backend.iter_hf_tensors()}
     if rank == 0:
         save_file(weights, out / "weights.safetensors")

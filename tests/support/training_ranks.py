@@ -1,0 +1,58 @@
+"""Starts the processes of `training_worker`, waits for them, and reads what they wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.support.training import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks of one layout wrote."""
+
+    gradients: dict[str, dict[str, Any]]
+    """Scenario -> HF name -> gradient."""
+    weights: dict[str, Any]
+    result: dict[str, Any]
+
+
+def run_layouts(
+    folder: Path, layouts: dict[str, dict[str, Any]], *, defaults: dict[str, Any], timeout_s: float = 300.0
+) -> dict[str, Outcome]:
+    """Runs every layout, one after the other, in one set of processes; `defaults` fill what a layout leaves out."""
+    specs = {}
+    for name, layout in layouts.items():
+        (folder / name).mkdir(parents=True)
+        specs[name] = {"scenarios": {}, **defaults, **layout, "port": free_port(), "out": str(folder / name)}
+    (folder / "spec.json").write_text(json.dumps({"layouts": list(specs.values())}))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.training_worker", str(folder / "spec.json")]
+    processes = []
+    for rank in range(max(spec["world_size"] for spec in specs.values())):
+        with (folder / f"rank_{rank}.log").open("wb") as log:
+            processes.append(subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=log, stderr=log))
+    try:
+        codes = [p.wait(timeout=timeout_s) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    logs = "\n".join(f.read_text()[-3000:] for f in sorted(folder.glob("*.log")))
+    assert not any(codes), f"exit codes {codes}\n{logs}"
+    return {name: _read(folder / name, spec["scenarios"]) for name, spec in specs.items()}
+
+
+def _read(folder: Path, scenarios: dict[str, Any]) -> Outcome:
+    return Outcome(
+        gradients={name: load_file(folder / f"{name}.safetensors") for name in scenarios},
+        weights=load_file(folder / "weights.safetensors"),
+        result=json.loads((folder / "result.json").read_text()),
+    )
