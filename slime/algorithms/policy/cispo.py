@@ -29,11 +29,3 @@ def cispo_loss(
     loss = -weight * unmasked(advantages.detach(), mask) * unmasked(log_probs, mask)
     clipped = (weight != ratio) & (mask > 0)
     return PolicyLoss(loss, clipped.to(loss.dtype), -log_ratio, limited.to(loss.dtype))
-
-
-def cispo_bounds(
-    clip_low: float | None, clip_high: float | None, eps_clip: float, eps_clip_high: float | None
-) -> tuple[float, float]:
-    """The bounds of the ratio: those given, else 1 - eps_clip and 1 + eps_clip_high (eps_clip if that is None)."""
-    high = eps_clip if eps_clip_high is None else eps_clip_high
-    return (1.0 - eps_clip if clip_low is None else clip_low, 1.0 + high if clip_high is None else clip_high)
