@@ -54,7 +54,8 @@ def activate(device: str) -> list[PatchReport]:
         return []
     for name in _USED_MODULES:
         importlib.import_module(name)
-    return [patch() for patch in (_patch_torch_facade, _patch_rng, _patch_type_names, _patch_moe_name)]
+    patches = (_patch_torch_facade, _patch_rng, _patch_type_names, _patch_moe_name, _patch_split_sizes)
+    return [patch() for patch in patches]
 
 
 def _report(name: str, symptom: str, removal: str) -> PatchReport:
@@ -244,4 +245,25 @@ def _patch_moe_name() -> PatchReport:
         "te_general_gemm",
         "NameError: te_general_gemm is not defined, in the router of a mixture of experts",
         "moe_utils defines the name in its except branch",
+    )
+
+
+def _patch_split_sizes() -> PatchReport:
+    """The all-to-all dispatcher hands split sizes to the collective as tensors or NumPy arrays."""
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    original = dispatcher.all_to_all
+    if not getattr(original, "_slime_list_sizes", False):
+
+        @functools.wraps(original)
+        def all_to_all(group: Any, x: Any, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any) -> Any:
+            sizes = (None if s is None else [int(n) for n in s] for s in (output_sizes, input_sizes))
+            return original(group, x, *sizes, **kwargs)
+
+        all_to_all._slime_list_sizes = True  # type: ignore[attr-defined]
+        dispatcher.all_to_all = all_to_all
+    _require(getattr(dispatcher.all_to_all, "_slime_list_sizes", False), "split sizes")
+    return _report(
+        "split sizes",
+        "TypeError: all_to_all_single got split sizes that are no lists, from the all-to-all dispatcher of experts",
+        "the dispatcher passes lists of int",
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` values that this release trains."""
 
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -78,7 +78,7 @@ def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_base": theta,
         "rope_scaling": scaling,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "qk_layernorm": family == "qwen3",
+        "qk_layernorm": family in ("qwen3", "qwen3_moe"),
         "add_qkv_bias": family == "qwen2",
         "add_bias_linear": False,
         "gated_linear_unit": True,
@@ -86,6 +86,37 @@ def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
+        **(_expert_shape(config) if family == "qwen3_moe" else {}),
+    }
+
+
+def num_experts_of(config: Mapping[str, Any]) -> int:
+    """Routed experts of each layer, from the spelling of transformers 4 or 5; 0 for a dense model."""
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def _expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's settings of routed experts. Raises `ConfigError` for what this release does not train."""
+    if int(config.get("decoder_sparse_step") or 1) != 1 or config.get("mlp_only_layers"):
+        raise ConfigError(
+            f"got a checkpoint with decoder_sparse_step {config.get('decoder_sparse_step')} and mlp_only_layers "
+            f"{config.get('mlp_only_layers')}; this release trains models whose layers all have experts"
+        )
+    if not num_experts_of(config) or not config.get("moe_intermediate_size") or not config.get("num_experts_per_tok"):
+        raise ConfigError(
+            "the checkpoint's config.json lacks num_experts, num_experts_per_tok or moe_intermediate_size; it does not "
+            "describe a qwen3_moe"
+        )
+    return {
+        "num_moe_experts": num_experts_of(config),
+        "moe_router_topk": int(config["num_experts_per_tok"]),
+        "moe_ffn_hidden_size": int(config["moe_intermediate_size"]),
+        # Softmax over the chosen experts equals softmax over all, chosen and normalised.
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_router_score_function": "softmax",
+        "moe_router_topk_scaling_factor": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_layer_freq": 1,
     }
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.core.errors import ConfigError
 from slime.training.attention import PackedAttention, PackedSequences
+from slime.training.moe import ExpertLayer, check_moe
 
 __all__ = ["PackedSequences", "RMSNorm", "decoder_spec"]
 
@@ -46,8 +46,14 @@ def _current_device() -> torch.device:
 
 
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer specification with our norm and attention in place of its own, for each layer."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    """Megatron's local layer specification with our norm and attention in place of its own, for each layer.
+
+    Every layer has experts if the configuration names any. Raises `ConfigError` for settings of experts that cannot be
+    trained.
+    """
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
@@ -55,9 +61,7 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[_checked(layer)] * config.num_layers, layer_norm=RMSNorm)
-
-
-def _checked(layer: ModuleSpec) -> ModuleSpec:
-    assert hasattr(layer.submodules, "mlp"), f"unexpected layer specification {layer}"
-    return layer
+    if config.num_moe_experts:
+        check_moe(config)
+        parts.mlp.module = ExpertLayer
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)

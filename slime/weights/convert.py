@@ -23,7 +23,8 @@ def load_shard(
 ) -> Tensor:
     """The shard of a Megatron parameter that rank `tp_rank` holds, contiguous, in the dtype of the checkpoint.
 
-    Vocabulary rows are padded with zeros to a multiple of `vocab_multiple * tp_size`, as Megatron does.
+    For an expert, rank and size are those of its own tensor-parallel group. Vocabulary rows are padded with zeros to a
+    multiple of `vocab_multiple * tp_size`, as Megatron does.
     Raises `CheckpointError` if a tensor has another shape than the config implies, `ConfigError` if the cut is uneven.
     """
     assert 0 <= tp_rank < tp_size, f"tp_rank {tp_rank} of {tp_size}"
@@ -76,9 +77,9 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
     """Raises `ConfigError` if the trainer cannot cut `entry` into `tp_size` equal shards."""
     size, what = {
         Kind.QKV: (table.shape.num_kv_heads, "KV heads"),
-        Kind.GATE_UP: (table.shape.intermediate_size, "MLP features"),
+        Kind.GATE_UP: (table.mlp_size(entry), "MLP features"),
         Kind.ROW: (
-            table.shape.num_kv_heads if "linear_proj" in entry.megatron else table.shape.intermediate_size,
+            table.shape.num_kv_heads if "linear_proj" in entry.megatron else table.mlp_size(entry),
             "inputs",
         ),
     }.get(entry.kind, (tp_size, ""))

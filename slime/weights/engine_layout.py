@@ -6,6 +6,7 @@ afterwards covers names, fusing, sharding, padding, dtype and every bit on the w
 Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
 - q, k, v are stacked within each rank's shard, and so are gate and up; a tied head is not resident;
 - the vocabulary is padded with zero rows to a multiple of 64 (times the ranks, where 64 does not divide evenly);
+- the experts of a layer are stacked, [gate; up] of each within its shard, and so are their down projections;
 - on a GPU, fewer KV heads than ranks are replicated;
 - on a CPU, KV heads are padded with zero heads to a multiple of the ranks (and query heads with them), the MLP with
   zero features to a multiple of 32 times the ranks.
@@ -103,7 +104,8 @@ def _up(size: int, multiple: int) -> int:
 class ExpectedDigests:
     """Digests of every resident tensor, on engines of the same kind of device, built while HF tensors stream by.
 
-    Holds at most one incomplete row when tensors come in table order: never a second copy of the model.
+    Holds at most one incomplete resident tensor when tensors come in table order (the largest: the experts of one
+    layer), never a second copy of the model.
     """
 
     def __init__(self, table: FamilyTable, tp_sizes: Sequence[int], digest: Digest) -> None:
@@ -122,17 +124,18 @@ class ExpectedDigests:
         self._seen.add(hf_name)
         waiting = self._waiting.setdefault(entry.engine, {})
         waiting[hf_name] = tensor.detach()
-        if len(waiting) == len(entry.hf):
+        held = self._table.resident[entry.engine]
+        if len(waiting) == sum(len(e.hf) for e in held):
             del self._waiting[entry.engine]
-            self._complete(entry, [waiting[name] for name in entry.hf])
+            self._complete(held, waiting)
 
-    def _complete(self, entry: Entry, parts: Sequence[Tensor]) -> None:
-        on_cpu = not parts[0].is_cuda
+    def _complete(self, held: Sequence[Entry], state: Mapping[str, Tensor]) -> None:
+        on_cpu = not state[held[0].hf[0]].is_cuda
         for tp_size, ranks in self._digests.items():
-            same = self._digest(parts) if entry.kind is Kind.COPY else None
+            same = self._digest([state[held[0].hf[0]]]) if held[0].kind is Kind.COPY else None
             for rank, digests in enumerate(ranks):
-                digests[entry.engine] = same or self._digest(
-                    engine_pieces(self._table, entry, parts, tp_rank=rank, tp_size=tp_size, on_cpu=on_cpu)
+                digests[held[0].engine] = same or self._digest(
+                    _stack(self._table, held, state, tp_rank=rank, tp_size=tp_size, on_cpu=on_cpu)
                 )
 
     def finish(self) -> dict[int, list[dict[str, str]]]:
@@ -148,8 +151,19 @@ class ExpectedDigests:
 def engine_tensors(
     table: FamilyTable, state: Mapping[str, Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """All resident tensors of one rank from a whole HF state dict (for tests and tools)."""
-    for entry in table.entries:
-        parts = [state[name] for name in entry.hf]
-        pieces = engine_pieces(table, entry, parts, tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu)
-        yield entry.engine, torch.cat(pieces)
+    """All resident tensors of one rank from a whole HF state dict (for tests and tools); experts come stacked flat."""
+    for name, held in table.resident.items():
+        yield name, torch.cat(_stack(table, held, state, tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu))
+
+
+def _stack(
+    table: FamilyTable, held: Sequence[Entry], state: Mapping[str, Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
+) -> list[Tensor]:
+    """The pieces of one resident tensor: those of its entries in order."""
+    return [
+        piece
+        for entry in held
+        for piece in engine_pieces(
+            table, entry, [state[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu
+        )
+    ]

@@ -77,13 +77,17 @@ def require_equal(
 
 def describe(table: FamilyTable, difference: Difference) -> str:
     """One line: resident names with the HF tensors that they hold."""
-    hf = {e.engine: e.hf for e in table.entries}
+    hf = {name: tuple(n for e in held for n in e.hf) for name, held in table.resident.items()}
 
     def some(names: tuple[str, ...]) -> str:
-        shown = [n if hf.get(n, (n,)) == (n,) else f"{n} (holds {', '.join(hf[n])})" for n in names[:NAMES_SHOWN]]
+        shown = [n if hf.get(n, (n,)) == (n,) else f"{n} (holds {_listed(hf[n])})" for n in names[:NAMES_SHOWN]]
         return ", ".join(shown) + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
 
     kinds = (("differing", difference.differing), ("missing", difference.missing), ("extra", difference.extra))
     text = "; ".join(f"{kind}: {some(names)}" for kind, names in kinds if names)
     hint = " (no tensor is equal: do trainer and engine use the same dtype?)" if not difference.num_equal else ""
     return text + hint
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -57,12 +57,23 @@ def write_tokenizer(directory: Path) -> None:
 def write_tiny_model(
     directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides: Any
 ) -> Path:
-    """Writes a random float32 checkpoint of `family` ("qwen3" or "llama") with its tokenizer; returns `directory`."""
+    """Writes a random float32 checkpoint ("qwen3", "qwen3_moe" or "llama") with its tokenizer; returns `directory`."""
     import torch
     import transformers
 
     config_class, model_class, own = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
+        "qwen3_moe": (
+            transformers.Qwen3MoeConfig,
+            transformers.Qwen3MoeForCausalLM,
+            {
+                "head_dim": 16,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "norm_topk_prob": True,
+            },
+        ),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"head_dim": 16}),
     }[family]
     config = config_class(**{**SHAPE, **own, "tie_word_embeddings": tied, **overrides})
@@ -72,6 +83,9 @@ def write_tiny_model(
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms start at one; random ones make every mapping mistake visible
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):  # routers start near zero; a wide one makes a wrong choice visible
+                torch.nn.init.normal_(parameter, std=0.5)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     write_tokenizer(directory)

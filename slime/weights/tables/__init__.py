@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.weights.tables.llama import llama_table
-from slime.weights.tables.qwen3 import qwen2_table, qwen3_table
+from slime.weights.tables.qwen3 import qwen2_table, qwen3_moe_table, qwen3_table
 from slime.weights.tables.table import Entry, FamilyTable, Kind, ModelShape, Row
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], FamilyTable]] = {
@@ -19,6 +19,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], FamilyTable]] = {
     "mistral": llama_table,
     "qwen2": qwen2_table,
     "qwen3": qwen3_table,
+    "qwen3_moe": qwen3_moe_table,
 }
 """`model_type` of a HF config -> the builder of its table."""
 

@@ -28,6 +28,33 @@ def gate_up_row(suffix: str) -> Row:
     return layer_row(f"mlp.linear_fc1.{suffix}", f"mlp.gate_up_proj.{suffix}", Kind.GATE_UP, *parts)
 
 
+def mlp_rows(bias: bool) -> tuple[Row, ...]:
+    """A dense gated MLP."""
+    rows = (
+        (True, gate_up_row("weight")),
+        (bias, gate_up_row("bias")),
+        (True, layer_row("mlp.linear_fc2.weight", "mlp.down_proj.weight", Kind.ROW)),
+        (bias, layer_row("mlp.linear_fc2.bias", "mlp.down_proj.bias", Kind.COPY)),
+    )
+    return tuple(row for present, row in rows if present)
+
+
+def expert_rows() -> tuple[Row, ...]:
+    """A router and its gated experts. The engine stacks [gate; up] of all experts, and down of all experts."""
+    megatron, hf = "mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."
+    return (
+        layer_row("mlp.router.weight", "mlp.gate.weight", Kind.COPY),
+        layer_row(
+            megatron + "linear_fc1.weight",
+            "mlp.experts.w13_weight",
+            Kind.GATE_UP,
+            hf + "gate_proj.weight",
+            hf + "up_proj.weight",
+        ),
+        layer_row(megatron + "linear_fc2.weight", "mlp.experts.w2_weight", Kind.ROW, hf + "down_proj.weight"),
+    )
+
+
 EMBEDDING = Row(
     "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "model.embed_tokens.weight", Kind.VOCAB
 )
@@ -35,17 +62,17 @@ FINAL_NORM = Row("decoder.final_layernorm.weight", ("model.norm.weight",), "mode
 OUTPUT = Row("output_layer.weight", ("lm_head.weight",), "lm_head.weight", Kind.VOCAB)
 
 
-def dense_table(
+def decoder_table(
     family: str,
     hf_config: Mapping[str, Any],
     *,
     qkv_bias: bool = False,
     out_bias: bool = False,
-    mlp_bias: bool = False,
     qk_norm: bool = False,
+    mlp: tuple[Row, ...] | None = None,
     tied_default: bool = False,
 ) -> FamilyTable:
-    """The rows of a dense pre-norm decoder with the given options."""
+    """The rows of a pre-norm decoder with the given options; `mlp` is dense without biases unless given."""
     tied = bool(hf_config.get("tie_word_embeddings", tied_default))
     options = (
         (True, layer_row("input_layernorm.weight", "input_layernorm.weight", Kind.COPY)),
@@ -56,22 +83,19 @@ def dense_table(
         (True, layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Kind.ROW)),
         (out_bias, layer_row("self_attention.linear_proj.bias", "self_attn.o_proj.bias", Kind.COPY)),
         (True, layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Kind.COPY)),
-        (True, gate_up_row("weight")),
-        (mlp_bias, gate_up_row("bias")),
-        (True, layer_row("mlp.linear_fc2.weight", "mlp.down_proj.weight", Kind.ROW)),
-        (mlp_bias, layer_row("mlp.linear_fc2.bias", "mlp.down_proj.bias", Kind.COPY)),
     )
-    rows = (EMBEDDING, *(row for present, row in options if present), FINAL_NORM, *(() if tied else (OUTPUT,)))
+    layer = (*(row for present, row in options if present), *(mlp_rows(bias=False) if mlp is None else mlp))
+    rows = (EMBEDDING, *layer, FINAL_NORM, *(() if tied else (OUTPUT,)))
     return FamilyTable(family=family, shape=ModelShape.from_hf(hf_config), rows=rows, tied=tied)
 
 
 def llama_table(hf_config: Mapping[str, Any]) -> FamilyTable:
     """Rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""
     bias = bool(hf_config.get("attention_bias", False))
-    return dense_table(
+    return decoder_table(
         str(hf_config["model_type"]),
         hf_config,
         qkv_bias=bias,
         out_bias=bias,
-        mlp_bias=bool(hf_config.get("mlp_bias", False)),
+        mlp=mlp_rows(bias=bool(hf_config.get("mlp_bias", False))),
     )

@@ -1,7 +1,9 @@
 """Rows that say how one Megatron parameter, its Hugging Face tensors and the engine's resident tensor belong together.
 
 Invariants
-1. Every Megatron parameter and every HF tensor of a model is named by exactly one row (`FamilyTable.check`).
+1. Every Megatron parameter and every HF tensor of a model is named by exactly one row (`FamilyTable.check`). A row of
+   experts names one parameter per expert, under the expert's number in the whole model; the engine holds all experts of
+   a row in one tensor.
 2. A row is read in both directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
    for verification. No direction has names or rules of its own.
 """
@@ -14,10 +16,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from slime.config.model_shape import num_experts_of
 from slime.core.errors import ConfigError, WeightSyncError
 
 LAYER = "{layer}"
 """Stands for the layer number in name patterns."""
+EXPERT = "{expert}"
+"""Stands for the number of a routed expert in name patterns."""
 
 
 class Kind(str, Enum):
@@ -39,14 +44,14 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One parameter under its three names; `{layer}` is the layer number."""
+    """One parameter under its three names; `{layer}` is the layer number, `{expert}` that of a routed expert."""
 
     megatron: str
     """Name in `GPTModel.named_parameters()` under the local layer spec."""
     hf: tuple[str, ...]
     """The HF tensors that it holds, in fusing order."""
     engine: str
-    """Name of the resident tensor of an SGLang model."""
+    """Name of the resident tensor of an SGLang model; without `{expert}`, for it holds all of them."""
     kind: Kind
 
 
@@ -63,6 +68,10 @@ class ModelShape:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    num_experts: int = 0
+    """Routed experts of each layer; 0 for a dense model."""
+    moe_intermediate_size: int = 0
+    """MLP features of one routed expert."""
 
     @classmethod
     def from_hf(cls, hf_config: Mapping[str, Any]) -> ModelShape:
@@ -77,6 +86,8 @@ class ModelShape:
                 hidden_size=hidden,
                 intermediate_size=int(hf_config["intermediate_size"]),
                 vocab_size=int(hf_config["vocab_size"]),
+                num_experts=num_experts_of(hf_config),
+                moe_intermediate_size=int(hf_config.get("moe_intermediate_size") or 0),
             )
         except KeyError as error:
             raise ConfigError(
@@ -97,19 +108,21 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row with its layer number filled in."""
+    """A row with its layer and expert number filled in."""
 
     megatron: str
     hf: tuple[str, ...]
     engine: str
     kind: Kind
+    expert: int | None = None
+    """Number of the routed expert in its layer; None for everything else."""
 
     @classmethod
-    def of(cls, row: Row, layer: int | None) -> Entry:
+    def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
         def fill(pattern: str) -> str:
-            return pattern.replace(LAYER, str(layer))
+            return pattern.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
-        return cls(fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine), row.kind)
+        return cls(fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine), row.kind, expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +137,25 @@ class FamilyTable:
     tied: bool
     """The output layer shares the embedding: no row of its own, neither in Megatron nor in the engine."""
     entries: tuple[Entry, ...] = field(init=False)
-    """Rows with layer numbers, in export order: embedding, layers, final norm, output layer."""
+    """Rows with layer and expert numbers, in export order: embedding, layers, final norm, output layer."""
+    resident: Mapping[str, tuple[Entry, ...]] = field(init=False, repr=False, compare=False)
+    """Resident tensor of an engine -> the entries that it holds, in stacking order (one, or one per expert)."""
     _by_megatron: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
     _by_hf: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         entries = tuple(self._expand())
         object.__setattr__(self, "entries", entries)
+        resident: dict[str, tuple[Entry, ...]] = {}
+        for e in entries:
+            resident[e.engine] = (*resident.get(e.engine, ()), e)
+        object.__setattr__(self, "resident", resident)
         object.__setattr__(self, "_by_megatron", {e.megatron: e for e in entries})
         object.__setattr__(self, "_by_hf", {name: e for e in entries for name in e.hf})
         for what, names in (
             ("Megatron", [e.megatron for e in entries]),
             ("HF", [name for e in entries for name in e.hf]),
-            ("engine", [e.engine for e in entries]),
+            ("engine", [(e.engine, e.expert) for e in entries]),
         ):
             doubled = [name for name, count in Counter(names).items() if count > 1]
             assert not doubled, f"table {self.family}: {what} names in two rows: {doubled}"
@@ -146,7 +165,9 @@ class FamilyTable:
         first_layer_row = self.rows.index(per_layer[0]) if per_layer else len(self.rows)
         yield from (Entry.of(row, None) for row in self.rows[:first_layer_row])
         for layer in range(self.shape.num_layers):
-            yield from (Entry.of(row, layer) for row in per_layer)
+            for row in per_layer:
+                experts = range(self.shape.num_experts) if EXPERT in row.megatron else (None,)
+                yield from (Entry.of(row, layer, expert) for expert in experts)
         yield from (Entry.of(row, None) for row in self.rows[first_layer_row:] if LAYER not in row.megatron)
 
     def entry(self, megatron_name: str) -> Entry:
@@ -176,6 +197,10 @@ class FamilyTable:
         """All HF tensors, in export order."""
         return tuple(name for e in self.entries for name in e.hf)
 
+    def mlp_size(self, entry: Entry) -> int:
+        """MLP features of the tensor: of the dense layer, or of one expert."""
+        return self.shape.intermediate_size if entry.expert is None else self.shape.moe_intermediate_size
+
     def hf_shape(self, hf_name: str) -> tuple[int, ...]:
         """Shape of a HF tensor as the config implies it."""
         entry, s = self.entry_of_hf(hf_name), self.shape
@@ -187,11 +212,13 @@ class FamilyTable:
             rows = (s.num_heads if part == 0 else s.num_kv_heads) * s.head_dim
             return (rows, s.hidden_size) if weight else (rows,)
         if entry.kind is Kind.GATE_UP:
-            return (s.intermediate_size, s.hidden_size) if weight else (s.intermediate_size,)
+            return (self.mlp_size(entry), s.hidden_size) if weight else (self.mlp_size(entry),)
         if entry.kind is Kind.ROW:
-            columns = s.intermediate_size if "mlp" in hf_name else s.num_heads * s.head_dim
+            columns = self.mlp_size(entry) if "mlp" in hf_name else s.num_heads * s.head_dim
             return (s.hidden_size, columns)
         assert entry.kind is Kind.COPY, f"no shape rule for {entry.kind} of {hf_name}"
+        if hf_name.endswith("mlp.gate.weight"):
+            return (s.num_experts, s.hidden_size)
         return (s.head_dim,) if hf_name.endswith(("q_norm.weight", "k_norm.weight")) else (s.hidden_size,)
 
     def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:

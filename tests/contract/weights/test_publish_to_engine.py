@@ -42,8 +42,9 @@ def reference_logprobs(path: Path, state: StateDict, tokens: list[int]) -> torch
     """[T-1] log-probs of tokens[1:] under transformers."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model.load_state_dict(state, strict=False)
+    config = transformers.AutoConfig.from_pretrained(path)
+    kind = getattr(transformers, config.architectures[0])
+    model = kind.from_pretrained(None, config=config, state_dict=dict(state), dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
@@ -193,7 +194,9 @@ def test_a_publication_under_load_drains_first(rig: Rig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, overrides", [("llama", {"tied": True, "vocab_size": 131}), ("qwen3", {})])
+@pytest.mark.parametrize(
+    "family, overrides", [("llama", {"tied": True, "vocab_size": 131}), ("qwen3", {}), ("qwen3_moe", {})]
+)
 def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     """Fusing, sharding, the padding of heads, MLP and vocabulary are as declared, over every transport."""
     kv_heads = 1 if family == "qwen3" else 2

@@ -10,7 +10,7 @@ import torch
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket, cut
-from slime.weights.engine_layout import ExpectedDigests, engine_pieces, padded_vocab_size
+from slime.weights.engine_layout import ExpectedDigests, engine_pieces, engine_tensors, padded_vocab_size
 from slime.weights.verify import compare
 from tests.support.weights import model
 
@@ -102,3 +102,19 @@ def test_doubled_missing_and_misshapen_tensors_are_refused() -> None:
         expected.add("lm_head.weight", state["lm_head.weight"][1:])
     with pytest.raises(WeightSyncError, match="without"):
         expected.finish()
+
+
+def test_the_experts_of_a_layer_are_one_resident_tensor() -> None:
+    table, state = model(model_type="qwen3_moe", num_experts=3, moe_intermediate_size=36)
+    first, second = (dict(engine_tensors(table, state, tp_rank=r, tp_size=2, on_cpu=True)) for r in range(2))
+    prefix = "model.layers.1.mlp.experts."
+    gate, up, down = (state[f"{prefix}2.{p}_proj.weight"] for p in ("gate", "up", "down"))
+    w13, w2 = first[f"{prefix}w13_weight"].view(3, -1, 20), first[f"{prefix}w2_weight"].view(3, 20, -1)
+    assert torch.equal(w13[2], torch.cat([gate[:32], up[:32]])) and torch.equal(w2[2], down[:, :32])
+    rest = second[f"{prefix}w13_weight"].view(3, 64, 20)[2]  # 36 features become 64; the second rank has the last 4
+    assert torch.equal(rest[:4], gate[32:]) and torch.equal(rest[32:36], up[32:]) and not rest[4:32].any()
+
+    expected = ExpectedDigests(table, [2], digest)
+    for name in reversed(table.hf_names):
+        expected.add(name, state[name])
+    assert expected.finish()[2][0] == {name: digest(tensor) for name, tensor in first.items()}

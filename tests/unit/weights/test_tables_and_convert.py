@@ -10,6 +10,7 @@ import torch
 from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
 from slime.weights.convert import export, load_shard
 from slime.weights.tables import FamilyTable, table_for
+from tests.support.experts import by_checkpoint_name
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -26,6 +27,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"model_type": "qwen2", **SIZES},
     {"model_type": "qwen3", **SIZES},
     {"model_type": "qwen3", **SIZES, "tie_word_embeddings": True},
+    {"model_type": "qwen3_moe", **SIZES, "num_local_experts": 3, "moe_intermediate_size": 8},
 ]
 
 
@@ -81,7 +83,7 @@ def test_the_names_are_those_of_transformers() -> None:
     import transformers
 
     for config in CONFIGS:
-        classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+        classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
         prefix = classes[config["model_type"]]
         model_config = getattr(transformers, f"{prefix}Config")(
             **{k: v for k, v in config.items() if k != "model_type"}
@@ -89,7 +91,7 @@ def test_the_names_are_those_of_transformers() -> None:
         with torch.device("meta"):
             model = getattr(transformers, f"{prefix}ForCausalLM")(model_config)
         table = table_for(model_config.to_dict())
-        named = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        named = {n: tuple(p.shape) for n, p in by_checkpoint_name(model.named_parameters()).items()}
         table.check(hf_names=named)
         assert {n: table.hf_shape(n) for n in named} == named
 
