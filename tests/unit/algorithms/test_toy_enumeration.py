@@ -328,16 +328,18 @@ def test_sequence_importance_sampling_is_unbiased_and_truncation_is_not() -> Non
 
 
 def test_importance_weights_in_the_policy_gradient() -> None:
-    """Sampled by another policy: sequence weights give the exact gradient; token weights ignore what came before."""
+    """Sampled by another policy: sequence weights give the exact gradient; token weights ignore what came before.
+
+    The weights are computed from the log-probs that are trained, so they must have no gradient of their own.
+    """
+    advantages = torch.from_numpy(REWARD)[:, None].expand(64, 3).reshape(-1)
 
     def gradient(level: str) -> Array:
-        weight = torch.from_numpy(_weights(level, "truncate", 0.0, 1e9)).reshape(-1)
-        advantages = torch.from_numpy(REWARD)[:, None].expand(64, 3).reshape(-1)
-        slopes = loss_slopes(
-            lambda lp, mask, s: LOSSES["clip"](lp, LOG_P.reshape(-1), advantages, mask, s) * weight,
-            LOG_P,
-            torch.from_numpy(MU)[:, None].expand(64, 3),
-        )
+        def loss(lp: Tensor, mask: Tensor, s: Sequences) -> Tensor:
+            weight = importance_weights(lp, LOG_MU.reshape(-1), mask, s, level=level, low=0.0, high=1e9).weight
+            return LOSSES["clip"](lp, LOG_P.reshape(-1), advantages, mask, s) * weight
+
+        slopes = loss_slopes(loss, LOG_P, torch.from_numpy(MU)[:, None].expand(64, 3))
         return -np.einsum("st,std->d", slopes, J)
 
     np.testing.assert_allclose(gradient("sequence"), EXACT, rtol=0, atol=1e-12)

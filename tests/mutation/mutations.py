@@ -1,0 +1,240 @@
+"""Bugs that RL frameworks have had, each as one replacement in our code. A record is found by its name.
+
+`before` must stand in its file exactly once, so a mutation that no longer fits the code fails loudly. `suite` names the
+tests that have to notice it (`SUITES`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "algorithms": ("tests/unit/algorithms/test_*.py",),
+    "data": ("tests/unit/data/test_packing.py", "tests/unit/data/test_schedule.py"),
+    "training": ("tests/unit/training/test_step_partition.py",),
+    "log_probs": ("tests/unit/training/test_log_probs*.py",),
+}
+"""The fast tests on formula level of each room, as patterns."""
+LEFT_OUT = ("test_against_trl.py",)
+"""Not run against mutations: importing trl costs more than all the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One bug."""
+
+    suite: str
+    file: str
+    """Below slime/."""
+    before: str
+    after: str
+
+
+ALGORITHMS: dict[str, Mutation] = {
+    "groups by position": Mutation(
+        "algorithms",
+        "algorithms/advantages/groups.py",
+        "    for group in np.unique(groups[scored]):",
+        "    groups = np.arange(len(rewards)) // (len(rewards) // len(np.unique(groups)))\n"
+        "    for group in np.unique(groups[scored]):",
+    ),
+    "std of the population": Mutation(
+        "algorithms", "algorithms/advantages/groups.py", "np.std(own, ddof=1)", "np.std(own)"
+    ),
+    "siblings counted twice": Mutation(
+        "algorithms",
+        "algorithms/advantages/groups.py",
+        "_, which = np.unique(executions[members], return_inverse=True)",
+        "which = np.arange(len(members))",
+    ),
+    "unscored is a reward of zero": Mutation(
+        "algorithms",
+        "algorithms/advantages/groups.py",
+        "    scored = ~np.isnan(rewards)",
+        "    rewards = np.nan_to_num(rewards)\n    scored = ~np.isnan(rewards)",
+    ),
+    "rounding of equal rewards is a signal": Mutation(
+        "algorithms",
+        "algorithms/advantages/groups.py",
+        "return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())",
+        "return len(own) < 2",
+    ),
+    "leave-one-out leaves none out": Mutation(
+        "algorithms", "algorithms/advantages/groups.py", "(own.sum() - own[which]) / (len(own) - 1)", "own.mean()"
+    ),
+    "masked tokens in whitening": Mutation(
+        "algorithms",
+        "algorithms/advantages/whitening.py",
+        "keep = [np.asarray(m) > 0 for m in mask_S]",
+        "keep = [np.asarray(m) > -1 for m in mask_S]",
+    ),
+    "one-pass variance": Mutation(
+        "algorithms",
+        "algorithms/advantages/whitening.py",
+        "variance = math.fsum(np.square(tokens - mean).tolist()) / (len(tokens) - 1)",
+        "variance = float(np.square(tokens.astype(np.float32)).mean() - np.float32(mean) ** 2)\n"
+        "    variance *= len(tokens) / (len(tokens) - 1)",
+    ),
+    "GAE through masked tokens": Mutation(
+        "algorithms",
+        "algorithms/advantages/gae.py",
+        "        steps = trained\n",
+        "        steps = np.ones_like(trained)\n",
+    ),
+    "GAE bootstraps the last token": Mutation(
+        "algorithms", "algorithms/advantages/gae.py", "np.append(value[1:], 0.0)", "np.append(value[1:], value[-1:])"
+    ),
+    "returns discounted through observations": Mutation(
+        "algorithms",
+        "algorithms/advantages/returns.py",
+        "        out[trained] = reverse_scan(rewards[trained], gamma)",
+        "        out = np.where(trained, reverse_scan(rewards, gamma), 0.0)",
+    ),
+    "score at the last token, trained or not": Mutation(
+        "algorithms", "algorithms/advantages/returns.py", "out[trained[-1]] += reward", "out[-1] += reward"
+    ),
+    "KL in the reward is a bonus": Mutation(
+        "algorithms", "algorithms/advantages/returns.py", "values = values - kl_coef", "values = values + kl_coef"
+    ),
+    "distillation away from the teacher": Mutation(
+        "algorithms", "algorithms/advantages/distillation.py", "- coef * gap", "+ coef * gap"
+    ),
+    "siblings with a mean each": Mutation(
+        "algorithms",
+        "algorithms/aggregation.py",
+        "per_execution[execution] = per_execution.get(execution, 0.0) + total",
+        "per_execution[execution] = total",
+    ),
+    "masked executions leave the denominator": Mutation(
+        "algorithms", "algorithms/aggregation.py", "sum(count_masked or total > 0 for", "sum(total > 0 for"
+    ),
+    "token mean over padding": Mutation(
+        "algorithms",
+        "algorithms/aggregation.py",
+        "denominator = math.fsum(totals)",
+        "denominator = float(sum(len(m) for m in mask_S))",
+    ),
+    "KL in the other direction": Mutation(
+        "algorithms",
+        "algorithms/kl.py",
+        "d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)",
+        "d, _ = clamped_log_ratio(ref_log_probs.detach(), log_probs, mask, log_ratio_limit)",
+    ),
+    "KL sign": Mutation("algorithms", "algorithms/kl.py", "        estimate = d\n", "        estimate = -d\n"),
+    "unbiased KL without gradient of the ratio": Mutation(
+        "algorithms", "algorithms/kl.py", "estimate * log_ratio.exp()", "estimate * log_ratio.exp().detach()"
+    ),
+    "clip bounds swapped": Mutation(
+        "algorithms",
+        "algorithms/policy/clip.py",
+        "ratio.clamp(1.0 - eps_clip, 1.0 + high)",
+        "ratio.clamp(1.0 - high, 1.0 + eps_clip)",
+    ),
+    "optimistic clip": Mutation(
+        "algorithms",
+        "algorithms/policy/clip.py",
+        "loss = torch.maximum(plain, bounded)",
+        "loss = torch.minimum(plain, bounded)",
+    ),
+    "dual clip of positive advantages": Mutation(
+        "algorithms", "algorithms/policy/clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
+    ),
+    "GSPO sums instead of mean": Mutation(
+        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(log_ratio, mask)", "sequences.sum(log_ratio)"
+    ),
+    "sequence mean over masked tokens": Mutation(
+        "algorithms",
+        "algorithms/sequences.py",
+        "num = self.sum((mask > 0).to(values.dtype))",
+        "num = self.sum(torch.ones_like(values))",
+    ),
+    "CISPO without stop-gradient": Mutation(
+        "algorithms",
+        "algorithms/policy/cispo.py",
+        "clamped_log_ratio(log_probs.detach(), old_log_probs",
+        "clamped_log_ratio(log_probs, old_log_probs",
+    ),
+    "CISPO cuts gradients": Mutation(
+        "algorithms",
+        "algorithms/policy/cispo.py",
+        "    clipped = (weight != ratio) & (mask > 0)",
+        "    clipped = (weight != ratio) & (mask > 0)\n    loss = loss * ~clipped",
+    ),
+    "SAPO temperatures swapped": Mutation(
+        "algorithms",
+        "algorithms/policy/sapo.py",
+        "torch.full_like(advantage, tau_positive), torch.full_like(advantage, tau_negative)",
+        "torch.full_like(advantage, tau_negative), torch.full_like(advantage, tau_positive)",
+    ),
+    "importance weight with a gradient": Mutation(
+        "algorithms",
+        "algorithms/off_policy/levels.py",
+        "clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(),",
+        "clamped_log_ratio(old_log_probs, rollout_log_probs.detach(),",
+    ),
+    "importance ratio upside down": Mutation(
+        "algorithms",
+        "algorithms/off_policy/levels.py",
+        "clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(),",
+        "clamped_log_ratio(rollout_log_probs.detach(), old_log_probs.detach(),",
+    ),
+    "masking that truncates": Mutation(
+        "algorithms",
+        "algorithms/off_policy/importance.py",
+        "weight = torch.where(outside, torch.zeros_like(raw), raw)",
+        "weight = torch.where(outside, raw.clamp(low, high), raw)",
+    ),
+    "OPSM drops what came near": Mutation(
+        "algorithms",
+        "algorithms/off_policy/opsm.py",
+        "sequences.mean(-log_ratio, mask)",
+        "sequences.mean(log_ratio, mask)",
+    ),
+    "OPSM drops good answers": Mutation(
+        "algorithms",
+        "algorithms/off_policy/opsm.py",
+        "(far & (unmasked(advantages, mask) < 0))",
+        "far",
+    ),
+    "the mask multiplies": Mutation(
+        "algorithms",
+        "algorithms/log_ratio.py",
+        "return torch.where(mask > 0, values, torch.zeros_like(values))",
+        "return values * (mask > 0)",
+    ),
+    "no clamp of log-ratios": Mutation(
+        "algorithms",
+        "algorithms/log_ratio.py",
+        "return raw.clamp(-limit, limit), raw.abs() > limit",
+        "return raw, raw.abs() > limit",
+    ),
+    "optimistic value clip": Mutation(
+        "algorithms",
+        "algorithms/value_loss.py",
+        "torch.maximum(plain, bounded)",
+        "torch.minimum(plain, bounded)",
+    ),
+}
+
+DATA: dict[str, Mutation] = {
+    "response mask off by one": Mutation(
+        "data",
+        "data/packing.py",
+        "np.arange(end - s.response_length - 1, end - 1, dtype=np.int64)",
+        "np.arange(end - s.response_length, end, dtype=np.int64)",
+    ),
+    "targets not shifted": Mutation(
+        "data",
+        "data/packing.py",
+        "target_tokens[start : end - 1] = s.tokens[1:]",
+        "target_tokens[start:end] = s.tokens",
+    ),
+    "positions run on across sequences": Mutation(
+        "data",
+        "data/packing.py",
+        "np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])",
+        "np.arange(num_tokens, dtype=np.int64)",
+    ),
+}
+
+MUTATIONS: dict[str, Mutation] = {**ALGORITHMS, **DATA}
