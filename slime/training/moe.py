@@ -59,6 +59,10 @@ class ExpertLayer(MoELayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        for parameter in self.experts.parameters():
+            # Megatron sets this under expert parallelism only, as if experts were otherwise cut like dense layers. Ours
+            # are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
+            parameter.allreduce = False
         if config.moe_token_dispatcher_type == "allgather":
             self.token_dispatcher = UnevenAllGatherDispatcher(
                 self.num_local_experts,
