@@ -39,7 +39,7 @@ def corrected(
             low=args.tis_clip_low,
             high=args.tis_clip,
         )
-        metrics = {"tis": weights.raw, "tis_clipfrac": weights.truncated}
+        metrics = {"tis": weights.raw, "tis_clipfrac": weights.truncated, "tis_abs": (weights.raw - 1.0).abs()}
         if args.use_tis:
             policy_loss = policy_loss * weights.weight
     if args.rejection_level:

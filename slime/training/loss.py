@@ -58,7 +58,6 @@ def micro_batch_value_loss(args: Any, batch: MicroBatch, values: Tensor) -> Loss
         "value_loss": weighted_sum(loss, batch),
         "value_clipfrac": weighted_sum(clipped, batch),
         "values": weighted_sum(values, batch),
-        "returns": weighted_sum(batch.returns, batch),
     }
     return LossParts(weighted(loss, batch), loss.detach(), sums)
 
@@ -91,6 +90,9 @@ def _policy(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | N
     sums["ppo_kl"] = weighted_sum(result.old_minus_new, batch)
     sums["log_ratio_clamped"] = result.ratio_limited.double().sum()
     sums["pg_loss"] = weighted_sum(policy_loss, batch)
+    sums["ois"] = weighted_sum((-result.old_minus_new).exp(), batch)
+    sums["log_probs"] = weighted_sum(log_probs, batch)
+    sums["rollout_log_probs"] = weighted_sum(batch.rollout_log_probs * batch.sampled, batch)
     extra = torch.zeros_like(policy_loss)
     if entropy is not None:
         sums["entropy_loss"] = weighted_sum(entropy, batch)
@@ -106,6 +108,7 @@ def _policy(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | N
             old_log_probs=old if args.use_unbiased_kl else None,
         )
         extra = extra + args.kl_loss_coef * kl
+        sums["ref_log_probs"] = weighted_sum(batch.ref_log_probs, batch)
         sums["kl_loss"] = weighted_sum(kl, batch)
     token_loss = policy_loss + extra
     sums["loss"] = weighted_sum(token_loss, batch)

@@ -68,7 +68,7 @@ def prepare(
         micro_batch_size=None if dynamic else int(args.micro_batch_size),
         max_tokens_per_gpu=int(args.max_tokens_per_gpu) * cp_size if dynamic else None,
         balance=bool(args.balance_data),
-        cost_S=[flops.forward(s.num_tokens) for s in samples] if flops is not None else None,
+        cost_S=None if flops is None else [flops.forward(s.num_tokens, num_logits=s.response_length) for s in samples],
         micro_batch_multiple=micro_batch_multiple,
     )
     masks = tuple(s.loss_mask if _is_scored(s) else np.zeros_like(s.loss_mask) for s in samples)

@@ -61,10 +61,6 @@ def compute_targets(batch: TrainBatch, masks: Arrays, args: Any, signals: Signal
     if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
         return Targets(zeros, zeros if signals.values is not None else None, {})
     kl = _kl_to_reference(masks, args, signals) if args.kl_coef else None
-    metrics = {}
-    if kl is not None:
-        num = max(1.0, float(sum((m > 0).sum() for m in masks)))
-        metrics["train/kl_in_reward"] = float(sum(k.sum() for k in kl)) / num
     if args.custom_advantage_function_path:
         advantages, returns = _of_hook(batch, masks, args, signals, kl)
     else:
@@ -76,7 +72,13 @@ def compute_targets(batch: TrainBatch, masks: Arrays, args: Any, signals: Signal
         advantages = tuple(distilled(a, old, t, m, args.opd_kl_coef) for a, old, t, m in parts)
     if args.normalize_advantages:
         advantages = tuple(whiten(list(advantages), list(masks)))
-    return Targets(advantages, returns, metrics)
+    named = {"train/kl_in_reward": kl, "train/advantages": advantages, "train/returns": returns}
+    return Targets(advantages, returns, {name: _mean(x, masks) for name, x in named.items() if x is not None})
+
+
+def _mean(values: Arrays, masks: Arrays) -> float:
+    """Over all trained tokens; values are zero elsewhere."""
+    return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
 
 
 def _of_estimator(
