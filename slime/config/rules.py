@@ -91,12 +91,15 @@ def over_sampling_covers_batch(args: Args) -> str | None:
 
 @rule
 def world_divides(args: Args) -> str | None:
-    """Ranks form whole tensor-parallel groups."""
-    world, tp = args.actor_num_nodes * args.actor_num_gpus_per_node, args.megatron["tensor_model_parallel_size"]
-    if tp >= 1 and world % tp == 0:
+    """Ranks form whole models."""
+    m, world = args.megatron, args.actor_num_nodes * args.actor_num_gpus_per_node
+    tp, pp, cp, ep = (m[f"{name}_parallel_size"] or 1 for name in
+                      ("tensor_model", "pipeline_model", "context", "expert_model"))  # fmt: skip
+    if min(tp, pp, cp, ep) >= 1 and world % (tp * pp * cp) == 0 and world % (ep * pp) == 0:
         return None
-    return (f"got {world} training GPUs with tensor_model_parallel_size {tp}, which does not divide them; "
-            "change --actor-num-gpus-per-node or --tensor-model-parallel-size")  # fmt: skip
+    return (f"got {world} training GPUs with tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, "
+            f"context_parallel_size {cp} and expert_model_parallel_size {ep}; the product of the first three, and that "
+            "of the second and the last, must divide them: change --actor-num-gpus-per-node or a size")  # fmt: skip
 
 
 @rule
@@ -132,14 +135,26 @@ def engines_divide(args: Args) -> str | None:
 
 @rule
 def only_supported_parallelism(args: Args) -> str | None:
-    """What this release trains: dense models over tensor and data parallel ranks."""
+    """What this release trains, and cuts that leave whole layers and experts on every rank."""
     m = args.megatron
-    wrong = [f"{n} {m[n]}" for n in ("pipeline_model_parallel_size", "context_parallel_size",
-             "expert_model_parallel_size") if (m[n] or 1) != 1]  # fmt: skip
-    wrong += [n for n in ("multi_latent_attention", "num_moe_experts", "mtp_num_layers", "fp8", "fp4") if m[n]]
-    if not wrong:
-        return None
-    return f"got {', '.join(wrong)}; this release trains dense models with tensor and data parallelism: leave it out"
+    wrong = [n for n in ("multi_latent_attention", "mtp_num_layers", "fp8", "fp4") if m[n]]
+    if wrong:
+        return f"got {', '.join(wrong)}, which this release does not train: leave it out"
+    pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1
+    if vp > 1 and pp == 1:
+        return (f"got virtual_pipeline_model_parallel_size {vp} without pipeline stages to interleave; give "
+                "--pipeline-model-parallel-size or leave it out")  # fmt: skip
+    uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+              "pipeline_model_parallel_layout")  # fmt: skip
+    if m["num_layers"] % (pp * vp) and not any(m[n] for n in uneven):
+        return (f"got {m['num_layers']} layers for pipeline_model_parallel_size {pp} and "
+                f"virtual_pipeline_model_parallel_size {vp}, which do not divide them; choose divisors, or give "
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers")  # fmt: skip
+    ep, experts = m["expert_model_parallel_size"] or 1, m["num_moe_experts"] or 0
+    if ep > 1 and (not experts or experts % ep):
+        return f"got expert_model_parallel_size {ep} for {experts} experts; choose a divisor of their number"
+    return None
 
 
 @rule

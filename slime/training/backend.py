@@ -79,14 +79,14 @@ class MegatronBackend:
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        megatron = args.megatron
+        megatron, sizes = args.megatron, ParallelSizes.of(args.megatron)
         self.parallel_info: ParallelInfo = init_process_groups(
             self.device,
             rank=rank,
             world_size=world_size,
             master_address=master_address,
             master_port=master_port,
-            sizes=ParallelSizes.of(megatron),
+            sizes=sizes,
             timeout_s=60.0 * args.distributed_timeout_minutes,
             listener=listener,
         )
@@ -104,7 +104,8 @@ class MegatronBackend:
             dtype=training_dtype(megatron),
             dp_rank=self.parallel_info.dp_rank,
             reports=self.parallel_info.reports,
-            pad_to_multiple=self.parallel_info.tp_size if chunks[0].config.sequence_parallel else 1,
+            pad_to_multiple=sizes.cp * (sizes.tp if chunks[0].config.sequence_parallel else 1),
+            pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
         )
         self._stash = HostStash()
         self._reference = self._load_reference() if self._needs_reference else None

@@ -41,6 +41,8 @@ class StepContext:
     """Whether this rank speaks for those that compute the same loss; see `ParallelInfo.reports`."""
     pad_to_multiple: int
     """Rows are padded to it, so that every rank that shares a row has as many tokens."""
+    pad_each_to: int
+    """Sequences are padded to it: context-parallel ranks cut each one into two chunks."""
 
 
 def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch) -> Arrays:
@@ -196,7 +198,13 @@ def _evaluate(context: StepContext, chunk: Any, batch: MicroBatch, *, with_entro
 def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Iterator[MicroBatch]:
     """This rank's micro-batches of one step, each built when it is asked for."""
     for positions in step.micro_batches[context.dp_rank]:
-        yield to_device(prepared, positions, context.device, pad_to_multiple=context.pad_to_multiple)
+        yield to_device(
+            prepared,
+            positions,
+            context.device,
+            pad_to_multiple=context.pad_to_multiple,
+            pad_each_to=context.pad_each_to,
+        )
 
 
 def _finish_gap(context: StepContext, meter: GapMeter, prepared: PreparedBatch) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,24 @@ def run_layouts(
         with (folder / f"rank_{rank}.log").open("wb") as log:
             processes.append(subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=log, stderr=log))
     try:
-        codes = [p.wait(timeout=timeout_s) for p in processes]
+        codes = _wait(processes, timeout_s)
     finally:
         for p in processes:
             p.kill()
     logs = "\n".join(f.read_text()[-3000:] for f in sorted(folder.glob("*.log")))
     assert not any(codes), f"exit codes {codes}\n{logs}"
     return {name: _read(folder / name, spec["scenarios"]) for name, spec in specs.items()}
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """Exit codes; without those of ranks that would wait for one that has failed."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        codes = [p.poll() for p in processes]
+        if all(code is not None for code in codes) or any(codes):
+            return codes
+        time.sleep(0.1)
+    raise TimeoutError(f"got no end of the training ranks within {timeout_s} s; exit codes {codes}")
 
 
 def _read(folder: Path, scenarios: dict[str, Any]) -> Outcome:
