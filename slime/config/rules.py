@@ -98,8 +98,8 @@ def world_divides(args: Args) -> str | None:
     if min(tp, pp, cp, ep) >= 1 and world % (tp * pp * cp) == 0 and world % (ep * pp) == 0:
         return None
     return (f"got {world} training GPUs with tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, "
-            f"context_parallel_size {cp} and expert_model_parallel_size {ep}; the product of the first three, and that "
-            "of the second and the last, must divide them: change --actor-num-gpus-per-node or a size")  # fmt: skip
+            f"context_parallel_size {cp} and expert_model_parallel_size {ep}: the product of the first three, or that "
+            "of the second and the last, does not divide them; change --actor-num-gpus-per-node or a size")  # fmt: skip
 
 
 @rule
