@@ -215,6 +215,12 @@ def test_a_product_that_leaves_the_limit_is_clamped_and_counted() -> None:
     assert got.ratio_limited.tolist() == [1.0] * 3
 
 
+def test_bounds_belong_to_the_band() -> None:
+    args = (_t(-1.0), _t(-1.0), _t(1), _one_sequence(1))
+    assert importance_weights(*args, mode="mask", low=1.0, high=1.0).truncated.item() == 0.0
+    assert rejection_mask(*args, low=1.0, high=1.0, veto=1.0).item() == 1.0
+
+
 def test_rejection_and_veto() -> None:
     ids, mask = torch.tensor([0, 0, 1, 1, 1]), _t(1, 1, 1, 0, 1)
     old, zero = _t(0.4, 1.0, 3.0, 0.001, 1.0).log(), torch.zeros(5, dtype=torch.float64)
@@ -232,6 +238,7 @@ def test_sequences_that_the_policy_left_are_masked_only_when_bad() -> None:
     new, old, advantages = _t(-1, -1, -1, -1, -1), _t(-0.5, -0.9, -0.5, -0.9, -0.9), _t(-1, -1, 1, 1, -1)
     keep = opsm_mask(new, old, advantages, one, Sequences(ids, 3), delta=0.2)
     assert keep.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert opsm_mask(new, old, 0 * one, one, Sequences(ids, 3), delta=0.2).tolist() == [1.0] * 5
 
 
 def test_value_loss_is_the_larger_error() -> None:
