@@ -11,7 +11,7 @@ from dataclasses import dataclass
 SUITES: dict[str, tuple[str, ...]] = {
     "algorithms": ("tests/unit/algorithms/test_*.py",),
     "data": ("tests/unit/data/test_packing.py", "tests/unit/data/test_schedule.py"),
-    "training": ("tests/unit/training/test_step_partition.py",),
+    "training": ("tests/unit/training/test_step_reference.py",),
     "log_probs": ("tests/unit/training/test_log_probs*.py",),
 }
 """The fast tests on formula level of each room, as patterns."""
@@ -237,4 +237,139 @@ DATA: dict[str, Mutation] = {
     ),
 }
 
-MUTATIONS: dict[str, Mutation] = {**ALGORITHMS, **DATA}
+_STEP_WEIGHTS = """        members = [p for p in step.positions if _is_scored(samples[p])]
+        parts = token_weights(
+            [masks[p] for p in members],
+            [executions[p] for p in members],
+            kind=args.loss_aggregation,
+            constant_length=args.loss_constant_length,
+            count_masked=not args.drop_masked_executions,
+        )
+        for position, part in zip(members, parts, strict=True):
+            weights[position] = np.asarray(part, np.float32)
+"""
+
+
+def _weights_by_part(parts: str) -> str:
+    """The same with the denominators of each of `parts`, and the mean over parts."""
+    body = "".join(f"    {line}\n" for line in _STEP_WEIGHTS.splitlines())
+    body = body.replace("step.positions", "part_positions").replace(
+        "(part, np.float32)", "(part, np.float32) / len(cut)"
+    )
+    return f"        cut = [part for part in {parts} if part]\n        for part_positions in cut:\n{body}"
+
+
+TRAINING: dict[str, Mutation] = {
+    "mean of means over micro-batches": Mutation(
+        "training",
+        "training/prepare.py",
+        _STEP_WEIGHTS,
+        _weights_by_part("[mb for rank in step.micro_batches for mb in rank]"),
+    ),
+    "denominators of each rank": Mutation(
+        "training",
+        "training/prepare.py",
+        _STEP_WEIGHTS,
+        _weights_by_part("[[p for mb in rank for p in mb] for rank in step.micro_batches]"),
+    ),
+    "unscored samples in the denominator": Mutation(
+        "training",
+        "training/prepare.py",
+        "members = [p for p in step.positions if _is_scored(samples[p])]",
+        "members = list(step.positions)",
+    ),
+    "advantages of other samples": Mutation(
+        "training",
+        "training/micro_batch.py",
+        "_join([arrays[p] for p in positions], np.float32)",
+        "_join([next(a for q, a in enumerate(arrays) if len(a) == len(arrays[p])) for p in positions], np.float32)",
+    ),
+    "a micro-batch is one sequence": Mutation(
+        "training",
+        "training/micro_batch.py",
+        "np.repeat(np.arange(len(samples)), lengths)",
+        "np.repeat(np.zeros(len(samples), np.int64), lengths)",
+    ),
+    "log-probs of the token after": Mutation(
+        "training",
+        "training/micro_batch.py",
+        "predicting=tensor(row.response_positions)",
+        "predicting=tensor(np.minimum(row.response_positions + 1, len(row.tokens) - 1))",
+    ),
+    "ratio to the engine's log-probs": Mutation(
+        "training",
+        "training/loss.py",
+        "old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed",
+        "old = batch.rollout_log_probs",
+    ),
+    "entropy is punished": Mutation(
+        "training",
+        "training/loss.py",
+        "extra = extra - args.entropy_coef",
+        "extra = extra + args.entropy_coef",
+    ),
+    "KL loss pushes away": Mutation(
+        "training", "training/loss.py", "extra = extra + args.kl_loss_coef", "extra = extra - args.kl_loss_coef"
+    ),
+    "importance weight of the current policy": Mutation(
+        "training",
+        "training/loss.py",
+        "log_probs.detach(), recomputed)",
+        "log_probs.detach(), log_probs.detach())",
+    ),
+    "teacher term not whitened": Mutation(
+        "training",
+        "training/targets.py",
+        "    if args.normalize_advantages:\n",
+        "    if args.normalize_advantages and not args.use_opd:\n",
+    ),
+}
+
+LOG_PROBS: dict[str, Mutation] = {
+    "temperature forgotten": Mutation(
+        "log_probs", "training/log_probs.py", "shard, 1.0 / temperature, with_entropy", "shard, 1.0, with_entropy"
+    ),
+    "temperature forgotten in the gradient": Mutation(
+        "log_probs",
+        "training/log_probs.py",
+        "own = torch.where(held, grad_log_probs * scale, 0.0)",
+        "own = torch.where(held, grad_log_probs, 0.0)",
+    ),
+    "padded vocabulary in the softmax": Mutation(
+        "log_probs",
+        "training/log_probs.py",
+        "weight.size(0), weight[: settings.shard.num_valid]",
+        "weight.size(0), weight",
+    ),
+    "entropy of logits": Mutation(
+        "log_probs",
+        "training/log_probs.py",
+        "entropy = log_total - weighted / total",
+        "entropy = log_total + weighted / total",
+    ),
+}
+
+MUTATIONS: dict[str, Mutation] = {**ALGORITHMS, **DATA, **TRAINING, **LOG_PROBS}
+QUICK = frozenset(
+    {
+        "mean of means over micro-batches",
+        "denominators of each rank",
+        "groups by position",
+        "siblings counted twice",
+        "masked tokens in whitening",
+        "one-pass variance",
+        "std of the population",
+        "GAE through masked tokens",
+        "response mask off by one",
+        "KL sign",
+        "KL in the other direction",
+        "optimistic clip",
+        "clip bounds swapped",
+        "CISPO without stop-gradient",
+        "GSPO sums instead of mean",
+        "importance ratio upside down",
+        "padded vocabulary in the softmax",
+        "temperature forgotten",
+    }
+)
+"""Those that run with every `make test`; the others are slow."""
