@@ -8,6 +8,7 @@
       traces/         one Chrome trace per process
       tensorboard/
       checkpoints/
+      poison/         samples whose loss was not finite
       report.png report.md
 
 Invariants

@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,16 @@ from torch import Tensor
 from slime.compat.megatron_cpu import activate
 from slime.config.model_shape import read_hf_config
 from slime.core.batch import TrainBatch
-from slime.core.errors import ConfigError
 from slime.training import hf_weights, rank_state
 from slime.training.build import build_model
+from slime.training.critic import Critic
 from slime.training.hf_files import begin_export, commit_export, require_replaceable, write_hf
+from slime.training.host_weights import HostWeights
 from slime.training.memory import HostStash
 from slime.training.model_config import training_dtype
 from slime.training.names import parameters_of
-from slime.training.optimizer import build_trainable
+from slime.training.non_finite import check_signals
+from slime.training.optimizer import Trainable, build_trainable
 from slime.training.parallel import (
     ParallelInfo,
     ParallelSizes,
@@ -47,6 +49,7 @@ from slime.training.step import (
     train_on,
 )
 from slime.training.targets import Arrays, Signals
+from slime.training.task import PolicyTask
 from slime.weights.tables import table_for
 
 
@@ -102,13 +105,20 @@ class MegatronBackend:
             args=args,
             device=self.device,
             dtype=training_dtype(megatron),
+            task=PolicyTask(args),
             dp_rank=self.parallel_info.dp_rank,
             reports=self.parallel_info.reports,
             pad_to_multiple=sizes.cp * (sizes.tp if chunks[0].config.sequence_parallel else 1),
             pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
         )
         self._stash = HostStash()
-        self._reference = self._load_reference() if self._needs_reference else None
+        learns_from_samples = args.loss_type != "sft_loss"
+        needs_reference = learns_from_samples and (args.use_kl_loss or args.kl_coef)
+        needs_teacher = learns_from_samples and args.use_opd and args.opd_type == "megatron"
+        needs_critic = learns_from_samples and args.advantage_estimator == "ppo"
+        self._reference = self._host_weights(args.ref_load, "--ref-load") if needs_reference else None
+        self._teacher = self._host_weights(args.opd_teacher_load, "--opd-teacher-load") if needs_teacher else None
+        self._critic = Critic(args, self._context) if needs_critic else None
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +130,12 @@ class MegatronBackend:
         """
         self._require_awake("train")
         prepared = self._with_signals(self._prepare(batch))
-        return train_on(self._context, self._trainable, prepared, version=self.weight_version)
+        metrics = dict(prepared.targets.metrics) if prepared.targets is not None else {}
+        if self._critic is not None:
+            metrics |= self._critic.train(prepared, version=self.weight_version)
+            if batch.rollout_id < int(self.args.num_critic_only_steps):
+                return metrics
+        return metrics | train_on(self._context, self._trainable, prepared, version=self.weight_version)
 
     def log_probs(self, batch: TrainBatch) -> list[npt.NDArray[np.float32]]:
         """Log-prob of every response token [R] under the current weights, one array per sample. Collective."""
@@ -147,14 +162,23 @@ class MegatronBackend:
         args = self.args
         if args.loss_type == "sft_loss":
             return with_signals(prepared, args, Signals())
-        ref = None
-        if self._reference is not None:
-            ref = self._with_reference(lambda: self._whole_log_probs(prepared))
         # With one step its own forward pass gives the old log-probs, unless an advantage is made from them.
         several = len(prepared.schedule.steps) > 1
         judged = args.kl_coef or args.use_opd or args.custom_advantage_function_path
-        old = self._whole_log_probs(prepared) if several or judged else None
-        return with_signals(prepared, args, Signals(old=old, ref=ref))
+        signals = Signals(
+            old=self._whole_log_probs(prepared) if several or judged else None,
+            ref=self._log_probs_of(self._reference, prepared),
+            teacher=self._log_probs_of(self._teacher, prepared),
+            values=self._critic.values(prepared) if self._critic is not None else None,
+        )
+        check_signals(prepared, signals, run_dir=args.run_dir)
+        return with_signals(prepared, args, signals)
+
+    def _log_probs_of(self, other: HostWeights | None, prepared: PreparedBatch) -> Arrays | None:
+        if other is None:
+            return None
+        with other.lent():
+            return self._whole_log_probs(prepared)
 
     def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
         """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
@@ -203,24 +227,28 @@ class MegatronBackend:
     def save(self, directory: Path) -> None:
         """Writes this rank's files into `directory` (see `checkpoint` for the commit). All ranks, no communication."""
         self._require_awake("save")
-        rank_state.save_rank(
-            directory,
-            self._trainable,
-            self.parallel_info,
-            weight_version=self.weight_version,
-            with_optimizer=not getattr(self.args, "no_save_optim", False),
-        )
+        for folder, trainable in self._trainables.items():
+            rank_state.save_rank(
+                directory / folder,
+                trainable,
+                self.parallel_info,
+                weight_version=self.weight_version,
+                with_optimizer=not getattr(self.args, "no_save_optim", False),
+            )
 
     def load(self, directory: Path) -> None:
         """Restores this rank's files and the weight version. Raises `CheckpointError` if they do not fit this run."""
         self._require_awake("load")
-        self.weight_version = rank_state.load_rank(
-            directory,
-            self._trainable,
-            self.parallel_info,
-            with_optimizer=not (getattr(self.args, "no_load_optim", False) or getattr(self.args, "finetune", False)),
-            with_rng=not (getattr(self.args, "no_load_rng", False) or getattr(self.args, "finetune", False)),
-        )
+        for folder, trainable in self._trainables.items():
+            self.weight_version = rank_state.load_rank(
+                directory / folder,
+                trainable,
+                self.parallel_info,
+                with_optimizer=not (
+                    getattr(self.args, "no_load_optim", False) or getattr(self.args, "finetune", False)
+                ),
+                with_rng=not (getattr(self.args, "no_load_rng", False) or getattr(self.args, "finetune", False)),
+            )
 
     # --- memory and life ----------------------------------------------------------------------------------------------
 
@@ -228,12 +256,16 @@ class MegatronBackend:
         """Moves weights and optimizer to the host and frees the gradients; nothing on a CPU."""
         if self.device.type != "cuda" or self._stash.asleep:
             return
-        keep = [p.data for p in self._parameters.values()]
-        for optimizer in (inner.optimizer for inner in self._trainable.inner):
-            keep += [p.data for group in optimizer.param_groups for p in group["params"]]
-            keep += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-        buffers = [b for ddp in self._trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-        self._stash.put_away(keep, [buffer.grad_data for buffer in buffers])
+        keep: list[Tensor] = []
+        drop: list[Tensor] = []
+        for trainable in self._trainables.values():
+            keep += [p.data for p in parameters_of(trainable.chunks).values()]
+            for optimizer in (inner.optimizer for inner in trainable.inner):
+                keep += [p.data for group in optimizer.param_groups for p in group["params"]]
+                keep += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+            buffers = [b for ddp in trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+            drop += [buffer.grad_data for buffer in buffers]
+        self._stash.put_away(keep, drop)
 
     def wake(self) -> None:
         """Undoes `sleep`, bit for bit."""
@@ -246,34 +278,14 @@ class MegatronBackend:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _host_weights(self, directory: str | None, flag: str) -> HostWeights:
+        folder = Path(directory or self.args.hf_checkpoint)
+        return HostWeights(folder, flag, self._parameters, self.table, self._holders)
+
     @property
-    def _needs_reference(self) -> bool:
-        return bool(self.args.use_kl_loss or self.args.kl_coef) and self.args.loss_type != "sft_loss"
-
-    def _load_reference(self) -> dict[str, Tensor]:
-        """This rank's shard of the reference weights, on the host."""
-        directory = Path(self.args.ref_load or self.args.hf_checkpoint)
-        if self.args.ref_load and table_for(read_hf_config(self.args.ref_load)).shape != self.table.shape:
-            raise ConfigError(
-                f"got --ref-load {directory} of another shape than {self.args.hf_checkpoint}; use the same "
-                f"family and size"
-            )
-        host = {name: torch.empty_like(p, device="cpu") for name, p in self._parameters.items()}
-        hf_weights.load_weights(host, self.table, directory, self._holders)
-        return host
-
-    @torch.no_grad()
-    def _with_reference(self, compute: Callable[[], Arrays]) -> Arrays:
-        """Runs `compute` with the reference weights in place of the policy's, and puts these back bit for bit."""
-        assert self._reference is not None, "no reference model was loaded"
-        kept = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
-        try:
-            for name, p in self._parameters.items():
-                p.copy_(self._reference[name])
-            return compute()
-        finally:
-            for name, p in self._parameters.items():
-                p.copy_(kept[name])
+    def _trainables(self) -> dict[str, Trainable]:
+        """By the folder of a checkpoint that holds them."""
+        return {"": self._trainable} | ({"critic": self._critic.trainable} if self._critic is not None else {})
 
     def _require_awake(self, what: str) -> None:
         assert not self._stash.asleep, f"{what} of a sleeping trainer; call wake() first"

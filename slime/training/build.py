@@ -33,8 +33,13 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any], device: torch.device) -> list[PolicyModel]:
-    """Builds this rank's chunks of the model with undefined weights; `hf_weights.load_weights` fills them.
+def build_model(
+    megatron: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
+    device: torch.device,
+    kind: type[PolicyModel] = PolicyModel,
+) -> list[PolicyModel]:
+    """Builds this rank's chunks of a model of `kind` with undefined weights; `hf_weights.load_weights` fills them.
 
     One chunk, or as many as virtual pipeline stages, first to last. Needs an initialised `parallel_state`. Raises
     `ConfigError` for models or settings that cannot be trained.
@@ -43,7 +48,7 @@ def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any], devic
     _check_cut(config)
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     stages = range(num_chunks) if num_chunks > 1 else (None,)
-    return [_build_chunk(config, hf_config, device, vp_stage) for vp_stage in stages]
+    return [_build_chunk(kind, config, hf_config, device, vp_stage) for vp_stage in stages]
 
 
 def _check_cut(config: TransformerConfig) -> None:
@@ -65,7 +70,11 @@ def _check_cut(config: TransformerConfig) -> None:
 
 
 def _build_chunk(
-    config: TransformerConfig, hf_config: Mapping[str, Any], device: torch.device, vp_stage: int | None
+    kind: type[PolicyModel],
+    config: TransformerConfig,
+    hf_config: Mapping[str, Any],
+    device: torch.device,
+    vp_stage: int | None,
 ) -> PolicyModel:
     tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     vocab_size = int(hf_config["vocab_size"])
@@ -74,7 +83,7 @@ def _build_chunk(
     offset = get_transformer_layer_offset(config, vp_stage)
     spec = decoder_spec(config)
     own = slice(offset, offset + get_num_layers_to_build(config, vp_stage))
-    model = PolicyModel(
+    model = kind(
         config,
         dataclasses.replace(spec, layer_specs=spec.layer_specs[own]),
         vocab_size=padded,
@@ -83,7 +92,7 @@ def _build_chunk(
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
         rotary_base=theta,
-        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")),
+        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")) and kind is PolicyModel,
         vp_stage=vp_stage,
     )
     model.layer_offset = offset

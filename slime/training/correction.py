@@ -28,6 +28,7 @@ def corrected(
     """
     metrics: dict[str, Tensor] = {}
     pair = (recomputed, batch.rollout_log_probs, batch.sampled)
+    limit = float(args.log_ratio_limit)
     if args.use_tis and args.custom_tis_function_path:
         policy_loss, metrics = _by_hook(args, batch, policy_loss, recomputed)
     elif args.use_tis or args.get_mismatch_metrics:
@@ -38,6 +39,7 @@ def corrected(
             mode=args.tis_mode,
             low=args.tis_clip_low,
             high=args.tis_clip,
+            log_ratio_limit=limit,
         )
         metrics = {"tis": weights.raw, "tis_clipfrac": weights.truncated, "tis_abs": (weights.raw - 1.0).abs()}
         if args.use_tis:
@@ -50,13 +52,15 @@ def corrected(
             low=args.rejection_low,
             high=args.rejection_high,
             veto=args.rejection_veto,
+            log_ratio_limit=limit,
         )
         keep = torch.where(batch.sampled > 0, keep, torch.ones_like(keep))
         metrics["rejected"] = 1.0 - keep
         policy_loss = policy_loss * keep
     if args.use_opsm:
         old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
-        keep = opsm_mask(log_probs, old, batch.advantages, batch.mask, batch.sequences, delta=args.opsm_delta)
+        keep = opsm_mask(log_probs, old, batch.advantages, batch.mask, batch.sequences, delta=args.opsm_delta,
+                         log_ratio_limit=limit)  # fmt: skip
         metrics["opsm_clipfrac"] = 1.0 - keep
         policy_loss = policy_loss * keep
     return policy_loss, metrics

@@ -51,9 +51,7 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     Every layer has experts if the configuration names any. Raises `ConfigError` for settings of experts that cannot be
     trained.
     """
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
@@ -63,5 +61,5 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.num_moe_experts:
         check_moe(config)
-        parts.mlp.module = ExpertLayer
+        parts.mlp = ExpertLayer
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)

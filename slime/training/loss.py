@@ -36,7 +36,7 @@ class LossParts:
     loss: Tensor
     """Scalar; the sum over micro-batches and ranks is the loss of the step."""
     token_loss: Tensor
-    """[R] detached, before weights: what a search for a non-finite number looks at."""
+    """[R] detached, before weights."""
     sums: Sums
 
 
@@ -106,6 +106,7 @@ def _policy(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | N
             batch.mask,
             args.kl_loss_type,
             old_log_probs=old if args.use_unbiased_kl else None,
+            log_ratio_limit=float(args.log_ratio_limit),
         )
         extra = extra + args.kl_loss_coef * kl
         sums["ref_log_probs"] = weighted_sum(batch.ref_log_probs, batch)

@@ -1,4 +1,5 @@
-"""`PolicyModel`: Megatron's GPT model that answers with log-probs of response tokens instead of logits.
+"""`PolicyModel`: Megatron's GPT model that answers with log-probs of response tokens instead of logits; `ValueModel`,
+the critic, with values.
 
 The output layer is applied inside a loop over tokens (`log_probs`), and only to positions that predict a response
 token.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -16,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from slime.training.layers import PackedSequences
-from slime.training.log_probs import DEFAULT_CHUNK_TOKENS, VocabShard, token_log_probs
+from slime.training.log_probs import DEFAULT_CHUNK_TOKENS, VocabShard, token_log_probs, token_values
 
 
 class PolicyModel(GPTModel):
@@ -116,3 +118,50 @@ class PolicyModel(GPTModel):
         if cut is None:
             return log_probs, entropy
         return cut.whole(log_probs, which, size), None if entropy is None else cut.whole(entropy, which, size)
+
+
+class ValueModel(PolicyModel):
+    """A decoder that answers with one number per response token instead of a log-prob: the critic."""
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Puts a value head, zero at first, in place of the output layer. Every tensor-parallel rank has all of it."""
+        if self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(
+                self.config.hidden_size, 1, dtype=self.config.params_dtype, device=torch.get_default_device()
+            )
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences, positions: Tensor
+    ) -> Tensor:
+        """Values float32 [R] before the response tokens that are predicted at `positions` [R] of a row of T tokens.
+
+        Context-parallel ranks and chunks that are not the last as in `PolicyModel.forward`.
+        """
+        hidden = self.hidden(tokens, position_ids, packed)
+        if not self.post_process:
+            return hidden
+        cut, size = packed.cut, positions.size(0)
+        if cut is not None:
+            which, positions = cut.owned(positions)
+        # Every tensor-parallel rank computes the whole value, and the gradients of all of them are summed.
+        hidden = _Share.apply(hidden, self.config.tensor_model_parallel_size)
+        values = token_values(hidden.index_select(0, positions), self.value_head.weight, self.value_head.bias)
+        return values if cut is None else cut.whole(values, which, size)
+
+
+class _Share(torch.autograd.Function):
+    """The same value; 1 / n of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: int) -> Tensor:
+        ctx.n = n
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.n, None

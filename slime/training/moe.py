@@ -11,10 +11,9 @@ Invariants
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
@@ -57,18 +56,17 @@ def check_moe(config: TransformerConfig) -> None:
 class ExpertLayer(MoELayer):
     """Megatron's layer of experts, with a dispatcher that takes rows of different lengths."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config: TransformerConfig) -> None:
+        groups = get_default_pg_collection()
+        parts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        super().__init__(config, parts.submodules, pg_collection=groups)
         for parameter in self.experts.parameters():
             # Megatron sets this under expert parallelism only, as if experts were otherwise cut like dense layers. Ours
             # are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
             parameter.allreduce = False
         if config.moe_token_dispatcher_type == "allgather":
             self.token_dispatcher = UnevenAllGatherDispatcher(
-                self.num_local_experts,
-                self.local_expert_indices,
-                config=config,
-                pg_collection=kwargs.get("pg_collection") or get_default_pg_collection(),
+                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
             )
 
 

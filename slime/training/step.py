@@ -17,16 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.core.errors import NumericsError
 from slime.data.schedule import StepSchedule
-from slime.training.gap import GapMeter, locate
-from slime.training.loss import LossParts, Sums, micro_batch_loss
+from slime.training.gap import GapMeter
+from slime.training.loss import LossParts, Sums
 from slime.training.micro_batch import MicroBatch, to_device
 from slime.training.names import global_name
+from slime.training.non_finite import Suspects, dump, names_of, raise_for
 from slime.training.optimizer import Trainable, apply_update, gather_grads, reduce_grads, zero_grad
 from slime.training.pipeline import run_micro_batches
 from slime.training.prepare import PreparedBatch
 from slime.training.targets import Arrays
+from slime.training.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class StepContext:
     args: Any
     device: torch.device
     dtype: torch.dtype
+    task: Task
     dp_rank: int
     reports: bool
     """Whether this rank speaks for those that compute the same loss; see `ParallelInfo.reports`."""
@@ -46,7 +48,7 @@ class StepContext:
 
 
 def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch) -> Arrays:
-    """Log-probs [R] float32 under the model's current weights of every sample, on every rank. No gradients. Collective.
+    """What the model answers [R] float32 of every sample, on every rank. No gradients. Collective.
 
     Each position of one flat row is written by one rank and added to zeros of the others, so no bit is lost.
     """
@@ -54,9 +56,10 @@ def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: Prepa
     ends = np.cumsum(lengths)
     flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=context.device)
 
-    def keep(batch: MicroBatch, output: tuple[Tensor, Tensor | None]) -> Tensor:
+    def keep(batch: MicroBatch, output: Any) -> Tensor:
         if context.reports:
-            for position, part in zip(batch.positions, output[0].split(batch.lengths), strict=True):
+            parts = context.task.scores(output).split(batch.lengths)
+            for position, part in zip(batch.positions, parts, strict=True):
                 flat[int(ends[position]) - len(part) : int(ends[position])] = part
         return torch.zeros((), device=context.device)
 
@@ -65,7 +68,7 @@ def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: Prepa
             chunks,
             _batches(context, prepared, step),
             step.num_micro_batches,
-            evaluate=lambda chunk, batch: _evaluate(context, chunk, batch, with_entropy=False),
+            evaluate=lambda chunk, batch: context.task.evaluate(chunk, batch, trains=False),
             finish=keep,
             forward_only=True,
         )
@@ -104,10 +107,9 @@ def train_on(
     """
     results = []
     first_gap = {}
-    is_policy = context.args.loss_type == "policy_loss"
-    old = prepared.signals.old
-    meter = GapMeter(version, context.device) if is_policy and old is None else None
-    if is_policy and old is not None:
+    compares, old = context.task.meets_engines, prepared.signals.old
+    meter = GapMeter(version, context.device) if compares and old is None else None
+    if compares and old is not None:
         first_gap = _gap_of(context, prepared, old, version)
     for step in prepared.schedule.steps:
         zero_grad(trainable)
@@ -145,11 +147,10 @@ class _Collected:
     """What one rank saw in its micro-batches of one step."""
 
     sums: Sums = field(default_factory=dict)
-    suspects: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
-    """With bool [R]: where the loss is not finite."""
+    suspects: Suspects = field(default_factory=Suspects)
 
-    def add(self, batch: MicroBatch, parts: LossParts) -> None:
-        self.suspects.append((batch, ~torch.isfinite(parts.token_loss)))
+    def add(self, batch: MicroBatch, scores: Tensor, parts: LossParts) -> None:
+        self.suspects.add(batch, scores, parts.token_loss)
         for name, value in parts.sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value.double()
 
@@ -159,40 +160,24 @@ def _run_step(
 ) -> dict[str, float]:
     """Forward and backward passes of one optimizer step; its metrics, the same on every rank."""
     seen = _Collected()
-    with_entropy = context.args.loss_type == "policy_loss"
 
-    def finish(batch: MicroBatch, output: tuple[Tensor, Tensor | None]) -> Tensor:
-        log_probs, entropy = output
-        parts = micro_batch_loss(context.args, batch, log_probs, entropy)
+    def finish(batch: MicroBatch, output: Any) -> Tensor:
+        parts = context.task.loss(batch, output)
         if context.reports:
-            seen.add(batch, parts)
+            scores = context.task.scores(output).detach()
+            seen.add(batch, scores, parts)
             if meter is not None:
-                meter.add(batch, log_probs.detach())
+                meter.add(batch, scores)
         return parts.loss
 
     run_micro_batches(
         trainable.ddps,
         _batches(context, prepared, step),
         step.num_micro_batches,
-        evaluate=lambda chunk, batch: _evaluate(context, chunk, batch, with_entropy=with_entropy),
+        evaluate=lambda chunk, batch: context.task.evaluate(chunk, batch, trains=True),
         finish=finish,
     )
-    return _share(prepared, seen)
-
-
-def _evaluate(context: StepContext, chunk: Any, batch: MicroBatch, *, with_entropy: bool) -> Any:
-    """Of the last chunk: log-probs [R] and entropy [R] or None. Of another: what the next one takes."""
-    return chunk(
-        batch.tokens,
-        batch.position_ids,
-        batch.packed,
-        batch.predicting,
-        batch.targets,
-        temperature=float(context.args.rollout_temperature) if context.args.loss_type == "policy_loss" else 1.0,
-        with_entropy=with_entropy,
-        entropy_grad=with_entropy and bool(context.args.entropy_coef),
-        chunk_tokens=int(context.args.log_probs_chunk_size),
-    )
+    return _share(context, prepared, seen)
 
 
 def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Iterator[MicroBatch]:
@@ -214,34 +199,18 @@ def _finish_gap(context: StepContext, meter: GapMeter, prepared: PreparedBatch) 
     return meter.finish(prepared.batch, dtype=context.dtype, limit=limit, group=world)
 
 
-def _share(prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
+def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
     """Metric sums over the world. Raises `NumericsError` on every rank, naming the samples of all, for a non-finite
     loss on any.
     """
     values = torch.stack(list(seen.sums.values())).tolist() if seen.sums else []
-    bad = torch.stack([bad.any() for _, bad in seen.suspects]).tolist() if seen.suspects else []
-    poisoned = [name for found, suspect in zip(bad, seen.suspects, strict=True) if found
-                for name in _poisoned(prepared, *suspect)]  # fmt: skip
+    bad = seen.suspects.offsets()
+    folder = dump(prepared, bad, seen.suspects, run_dir=context.args.run_dir)
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (dict(zip(seen.sums, values, strict=True)), poisoned))
-    names = [name for _, part in reports for name in part]
-    if names:
-        raise NumericsError(
-            f"got a non-finite loss in {len(names)} samples: {'; '.join(names[:8])}; because a log-prob, old log-prob "
-            "or advantage there is not finite; the weights are unchanged; look at these samples"
-        )
-    every = dict.fromkeys(name for sums, _ in reports for name in sums)
-    return {f"train/{name}": math.fsum(sums.get(name, 0.0) for sums, _ in reports) for name in sorted(every)}
-
-
-def _poisoned(prepared: PreparedBatch, batch: MicroBatch, bad: Tensor) -> list[str]:
-    """Who they are, and from which response token on."""
-    first = dict(reversed([locate(batch, index) for index in torch.nonzero(bad).flatten().tolist()]))
-    samples = prepared.batch.samples
-    return [
-        f"sample {samples[position].index} of group {samples[position].group_index} from response token {offset} on"
-        for position, offset in sorted(first.items())
-    ]
+    dist.all_gather_object(reports, (dict(zip(seen.sums, values, strict=True)), names_of(prepared, bad), folder))
+    raise_for([name for _, part, _ in reports for name in part], [folder for _, _, folder in reports])
+    every = dict.fromkeys(name for sums, _, _ in reports for name in sums)
+    return {f"train/{name}": math.fsum(sums.get(name, 0.0) for sums, _, _ in reports) for name in sorted(every)}
 
 
 def _average(results: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -125,7 +125,9 @@ def _kl_to_reference(masks: Arrays, args: Any, signals: Signals) -> Arrays:
     out = []
     for old, ref, mask in zip(signals.old, signals.ref, masks, strict=True):
         policy, reference, keep = (torch.from_numpy(np.asarray(x, np.float64)) for x in (old, ref, mask))
-        out.append(kl_estimate(policy, reference, keep, args.kl_loss_type).numpy())
+        out.append(
+            kl_estimate(policy, reference, keep, args.kl_loss_type, log_ratio_limit=float(args.log_ratio_limit)).numpy()
+        )
     return tuple(out)
 
 

@@ -1,0 +1,64 @@
+"""The critic of ppo: a value model and its optimizer on the policy's ranks, cut as the policy is.
+
+It starts from the weights of `--critic-load` with a value head of zeros, so its first values are zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slime.config.model_shape import read_hf_config
+from slime.training import hf_weights
+from slime.training.build import build_model
+from slime.training.model import ValueModel
+from slime.training.names import parameters_of
+from slime.training.optimizer import Trainable, build_trainable
+from slime.training.prepare import PreparedBatch
+from slime.training.step import StepContext, first_step_gradients, forward_signals, train_on
+from slime.training.targets import Arrays
+from slime.training.task import ValueTask
+from slime.weights.tables import table_for
+
+HEAD = "value_head."
+_RENAMED = {"train/grad_norm": "train/critic_grad_norm", "train/lr-pg_0": "train/critic_lr"}
+
+
+class Critic:
+    """Values of response tokens before an update, and the update. Collective throughout."""
+
+    trainable: Trainable
+
+    def __init__(self, args: Any, context: StepContext) -> None:
+        """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as the policy's do."""
+        directory = Path(args.critic_load)
+        hf_config = read_hf_config(args.critic_load)
+        chunks = build_model(args.megatron, hf_config, context.device, kind=ValueModel)
+        # The output layer has given way to the head: the checkpoint's, if any, is left alone, as a tied one is.
+        table = table_for(hf_config)
+        rows = tuple(row for row in table.rows if not row.megatron.startswith("output_layer."))
+        table = dataclasses.replace(table, rows=rows, tied=True)
+        backbone = {name: p for name, p in parameters_of(chunks).items() if not name.startswith(HEAD)}
+        hf_weights.load_weights(backbone, table, directory, hf_weights.find_holders(backbone))
+        rate = float(args.critic_lr)
+        lowest = min(float(args.megatron["min_lr"]), rate)
+        self.trainable = build_trainable(chunks, {**args.megatron, "lr": rate, "min_lr": lowest})
+        self._context = dataclasses.replace(context, task=ValueTask(args))
+
+    def values(self, prepared: PreparedBatch) -> Arrays:
+        """Values [R] under the current weights of all samples, on every rank."""
+        return forward_signals(self._context, self.trainable.ddps, prepared)
+
+    def train(self, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
+        """Every optimizer step of the batch, whose returns are known. Raises `NumericsError` as the policy's does."""
+        metrics = train_on(self._context, self.trainable, prepared, version=version)
+        kept = {_RENAMED.get(name, name): value for name, value in metrics.items()}
+        kept.pop("train/num_updates")
+        return kept
+
+    def gradients(self, prepared: PreparedBatch) -> dict[str, Tensor]:
+        """Megatron name -> gradient of this rank's shard in the first optimizer step; nothing changes. For checks."""
+        return first_step_gradients(self._context, self.trainable, prepared)
