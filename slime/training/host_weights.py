@@ -28,7 +28,7 @@ class HostWeights:
     ) -> None:
         """Loads an HF checkpoint, cast to the dtypes of `parameters`. Raises `ConfigError` for another shape."""
         other = table_for(read_hf_config(str(directory)))
-        if (other.family, other.shape) != (table.family, table.shape):
+        if (other.family, other.shape, other.tied) != (table.family, table.shape, table.tied):
             raise ConfigError(
                 f"got {flag} {directory} of another family or shape than the policy; use a model of the same size"
             )

@@ -34,7 +34,8 @@ class Suspects:
 
     def add(self, batch: MicroBatch, scores: Tensor, token_loss: Tensor) -> None:
         """scores: what the model answered [R]; token_loss [R], zero where masked; both detached."""
-        inputs = (scores, batch.old_log_probs, batch.ref_log_probs, batch.advantages)
+        engine = torch.where(batch.sampled > 0, batch.rollout_log_probs, torch.zeros_like(scores))
+        inputs = (scores, engine, batch.old_log_probs, batch.ref_log_probs, batch.advantages)
         bad = torch.stack([~torch.isfinite(x) for x in inputs if x is not None]).any(0) & (batch.mask > 0)
         bad = bad | ~torch.isfinite(token_loss)
         self._seen.append((batch, bad))
