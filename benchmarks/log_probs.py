@@ -143,6 +143,7 @@ def variants() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     yield "top-p 0.9", {"top_p": 0.9}, {}
     yield "top-p 0.9, top-k 64", {"top_p": 0.9, "top_k": 64}, {}
     for dynamic in (False, True):
+        torch._dynamo.reset()  # what was compiled for one variant would serve the next
         fused = {
             "_sums": torch.compile(ours._sums, dynamic=dynamic),
             "_write_gradient": torch.compile(ours._write_gradient, dynamic=dynamic),

@@ -191,22 +191,20 @@ def _write_gradient(
     raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, inverse_temperature: float, kept: Tensor | None
 ) -> None:
     """Replaces logits raw [n, V] by the gradient with respect to them. top, log_total [n]; kept: bool [n, V]."""
-    log_p = torch.sub(raw, top.unsqueeze(1))
-    if inverse_temperature != 1.0:
-        log_p = log_p.mul_(inverse_temperature)
-    log_p = log_p.sub_(log_total.unsqueeze(1))
     slope, at = factors.slope.unsqueeze(1), factors.local.unsqueeze(1)
     if factors.kept_slope is not None and kept is not None:
         kept.scatter_(1, at, kept.gather(1, at) | (factors.own != 0).unsqueeze(1))
         slope = torch.where(kept, factors.kept_slope.unsqueeze(1), 0.0).add_(slope)
+    log_p = torch.sub(raw, top.unsqueeze(1))
+    log_p = torch.add(-log_total.unsqueeze(1), log_p, alpha=inverse_temperature, out=log_p)
     if factors.curve is None:
-        grad = log_p.exp_().mul_(slope)
+        p, factor = log_p.exp_(), slope
     else:
         p = log_p.exp()
-        grad = log_p.mul_(factors.curve.unsqueeze(1)).add_(slope).mul_(p)
+        factor = torch.addcmul(slope, log_p, factors.curve.unsqueeze(1), out=log_p)
     # Before rounding to half precision: p - 1 of a sure token would lose its digits.
-    picked = grad.gather(1, at) + factors.own.unsqueeze(1)
-    raw.copy_(grad)
+    picked = p.gather(1, at) * factor.expand_as(p).gather(1, at) + factors.own.unsqueeze(1)
+    torch.mul(p, factor, out=raw)
     raw.scatter_(1, at, picked.to(raw.dtype))
 
 
