@@ -114,7 +114,6 @@ def train_on(
     for step in prepared.schedule.steps:
         zero_grad(trainable)
         metrics = _run_step(context, trainable, prepared, step, meter)
-        reduce_grads(trainable)
         if meter is not None:
             first_gap = _finish_gap(context, meter, prepared)
         metrics.update(apply_update(trainable))
@@ -131,7 +130,6 @@ def first_step_gradients(context: StepContext, trainable: Trainable, prepared: P
     """
     zero_grad(trainable)
     _run_step(context, trainable, prepared, prepared.schedule.steps[0], None)
-    reduce_grads(trainable)
     gather_grads(trainable)
     out = {
         global_name(chunk, name): p.main_grad.detach().clone()
@@ -158,7 +156,7 @@ class _Collected:
 def _run_step(
     context: StepContext, trainable: Trainable, prepared: PreparedBatch, step: StepSchedule, meter: GapMeter | None
 ) -> dict[str, float]:
-    """Forward and backward passes of one optimizer step; its metrics, the same on every rank."""
+    """Forward and backward passes of one optimizer step, gradients summed; its metrics, the same on every rank."""
     seen = _Collected()
 
     def finish(batch: MicroBatch, output: Any) -> Tensor:
@@ -177,6 +175,7 @@ def _run_step(
         evaluate=lambda chunk, batch: context.task.evaluate(chunk, batch, trains=True),
         finish=finish,
     )
+    reduce_grads(trainable)  # before an error, too: reductions that overlap the backward pass are under way
     return _share(context, prepared, seen)
 
 

@@ -6,13 +6,11 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-
-from tests.support.training import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +23,8 @@ class Outcome:
     """Scenario -> HF name -> gradient."""
     weights: dict[str, Any]
     result: dict[str, Any]
+    errors: dict[str, list[str]] = field(default_factory=dict)
+    """Kind -> what the ranks were told; shorter than the world if one was not."""
 
 
 def run_layouts(
@@ -34,7 +34,7 @@ def run_layouts(
     specs = {}
     for name, layout in layouts.items():
         (folder / name).mkdir(parents=True)
-        specs[name] = {"scenarios": {}, **defaults, **layout, "port": free_port(), "out": str(folder / name)}
+        specs[name] = {"scenarios": {}, **defaults, **layout, "out": str(folder / name)}
     (folder / "spec.json").write_text(json.dumps({"layouts": list(specs.values())}))
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.training_worker", str(folder / "spec.json")]
     processes = []
@@ -63,8 +63,10 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[in
 
 
 def _read(folder: Path, scenarios: dict[str, Any]) -> Outcome:
+    told = [json.loads(file.read_text()) for file in sorted(folder.glob("errors_*.json"))]
     return Outcome(
         gradients={name: load_file(folder / f"{name}.safetensors") for name in scenarios},
         weights=load_file(folder / "weights.safetensors"),
         result=json.loads((folder / "result.json").read_text()),
+        errors={kind: [errors[kind] for errors in told if kind in errors] for kind in ("poison", "gap")},
     )

@@ -2,17 +2,20 @@
 RANK`.
 
 SPEC: `layouts`, a list that all ranks work through, since importing costs more than training. A layout: checkpoint,
-world_size (ranks beyond it skip the layout), port, out (folder), megatron and args (settings), scenarios ({name:
+world_size (ranks beyond it skip the layout), out (folder), megatron and args (settings), scenarios ({name:
 {order, args}}), seed of the batch, rounds (training steps after the scenarios), save_after (a round) and load (a
 folder that `save` wrote). Rank 0 writes `<name>.safetensors` with the gradients of each scenario, `weights.safetensors`
-after training and `result.json` with metrics; every rank writes its part of a checkpoint into `after_N` and `end`.
+after training and `result.json` with metrics; every rank writes `errors_RANK.json` (see `errors_of`) and its part of a
+checkpoint into `after_N` and, with `save_end`, `end`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
     from tests.support.training import random_batch, training_args, with_samples
 
     out = Path(spec["out"])
+    listener, port = meet(out / "port", rank)
     settings = spec.get("args", {})
     args = training_args(Path(spec["checkpoint"]), megatron=spec["megatron"], **settings)
     backend = MegatronBackend(
@@ -45,7 +49,8 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
         world_size=spec["world_size"],
         local_rank=0,
         master_address="127.0.0.1",
-        master_port=spec["port"],
+        master_port=port,
+        listener=listener,
     )
     backend.weight_version = 1
     batch = random_batch(seed=spec.get("seed", 0))
@@ -62,6 +67,7 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
     results["log_probs"] = [x.tolist() for x in backend.log_probs(batch)]
     if spec.get("load"):
         backend.load(Path(spec["load"]))
+    (out / f"errors_{rank}.json").write_text(json.dumps(errors_of(backend, batch)))
     results["metrics"] = []
     for done in range(1, spec.get("rounds", 0) + 1):
         results["metrics"].append(backend.train(batch))
@@ -74,6 +80,46 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
         save_file(weights, out / "weights.safetensors")
         (out / "result.json").write_text(json.dumps(results))
     backend.close()
+
+
+def errors_of(backend: Any, batch: Any) -> dict[str, str]:
+    """What this rank is told about a NaN in one sample, and about log-probs that one sample's engine got wrong."""
+    import dataclasses
+
+    import numpy as np
+
+    from slime.core.errors import NumericsError
+    from tests.support.training import with_samples
+
+    cases = {"poison": (np.nan, {"use_rollout_logprobs": True}), "gap": (50.0, {"logprob_gap_limit": 20.0})}
+    out, kept = {}, dict(vars(backend.args))
+    for kind, (shift, changes) in cases.items():
+        samples = list(batch.samples)
+        broken = samples[3].rollout_log_probs + np.float32(shift)
+        samples[3] = dataclasses.replace(samples[3], rollout_log_probs=broken)
+        vars(backend.args).update(changes)
+        try:
+            backend.train(with_samples(batch, samples))
+        except NumericsError as error:
+            out[kind] = str(error)
+        vars(backend.args).update(kept)
+    return out
+
+
+def meet(file: Path, rank: int) -> tuple[socket.socket | None, int]:
+    """Rank 0 listens on a free port and tells it in `file`; a port chosen beforehand could be taken meanwhile."""
+    from slime.weights.rendezvous import listen_on
+
+    if rank == 0:
+        listener = listen_on("127.0.0.1", 0)
+        port = int(listener.getsockname()[1])
+        partial = file.with_suffix(".partial")
+        partial.write_text(str(port))
+        partial.rename(file)
+        return listener, port
+    while not file.exists():
+        time.sleep(0.02)
+    return None, int(file.read_text())
 
 
 if __name__ == "__main__":

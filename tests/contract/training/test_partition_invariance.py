@@ -1,124 +1,207 @@
-"""Law 3: the gradient does not depend on the partition. Real Megatron, real gloo, one process per rank."""
+"""Law 3: the gradient does not depend on the partition. Real Megatron, real gloo, one process per rank.
+
+One set of processes works through all layouts of a fixture. Every layout also trains two steps and exports, so that
+gradient norms (a tied embedding counts once), optimizer shards and the way back to Hugging Face names are compared.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import dataclass
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support.tiny import write_tiny_model
-from tests.support.training import free_port
+from tests.support.training_ranks import Outcome, run_layouts
 
 TOLERANCE = 1e-5
 """Relative to the largest entry of each tensor, float32."""
 
-ROOT = Path(__file__).parents[3]
-REVERSED = list(reversed(range(8)))
-SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
-SCENARIOS: dict[str, dict[str, Any]] = {
-    "pairs": {},
+TP = {"tensor_model_parallel_size": 2}
+SP = {**TP, "sequence_parallel": True}
+PP = {"pipeline_model_parallel_size": 2}
+VP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+OVERLAP = {"overlap_grad_reduce": True}
+
+CUTS: dict[str, dict[str, Any]] = {
     "single": {"args": {"micro_batch_size": 1}},
-    "all_in_one": {"args": {"micro_batch_size": 8}},
+    "four": {"args": {"micro_batch_size": 4}},
     "by_tokens": {"args": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}},
+}
+"""Not packed, packed by samples, packed by tokens: micro-batches of every layout."""
+ORDERS: dict[str, dict[str, Any]] = {
+    **CUTS,
+    "all_in_one": {"args": {"micro_batch_size": 8}},
     "balanced": {"args": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30, "balance_data": True}},
-    "reversed": {"order": REVERSED, "args": {"micro_batch_size": 3}},
-    "shuffled": {"order": SHUFFLED},
+    "reversed": {"order": list(reversed(range(8))), "args": {"micro_batch_size": 3}},
+    "shuffled": {"order": [5, 2, 7, 0, 3, 6, 1, 4]},
     "chunks": {"args": {"log_probs_chunk_size": 3, "micro_batch_size": 8}},
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"world_size": 1, "megatron": {}},
-    "dp2": {"world_size": 2, "megatron": {"overlap_grad_reduce": True}},
-    "tp2": {"world_size": 2, "megatron": {"tensor_model_parallel_size": 2}},
-    "sp2": {"world_size": 2, "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+
+
+def _layout(world_size: int, *settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"world_size": world_size, "megatron": {k: v for part in settings for k, v in part.items()}, **more}
+
+
+DENSE: dict[str, dict[str, Any]] = {
+    "one": _layout(1, scenarios=ORDERS),
+    "dp2": _layout(2, OVERLAP, scenarios=ORDERS),
+    "tp2": _layout(2, TP),
+    "sp2": _layout(2, SP),
+    "pp2": _layout(2, PP),
+    "pp2_uneven": _layout(2, PP, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}),
+    "vp2": _layout(2, VP, OVERLAP),
+    "cp2": _layout(2, CP),
+    "tp2pp2": _layout(4, SP, PP),
+    "dp2pp2": _layout(4, PP, OVERLAP),
+    "pp2cp2": _layout(4, PP, CP),
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "one": _layout(1),
+    "ep2": _layout(2, EP),
+    "sp2ep2": _layout(2, SP, EP, ALL_TO_ALL),
+    "pp2ep2": _layout(4, PP, EP, ALL_TO_ALL),
+}
+SIZES: tuple[tuple[int, int, int, int, int], ...] = (
+    (1, 1, 1, 1, 1),
+    (1, 2, 2, 2, 2),
+    (2, 1, 2, 2, 1),
+    (2, 2, 1, 1, 2),
+    (4, 1, 1, 2, 2),
+    (4, 2, 1, 1, 1),
+    (4, 1, 2, 1, 2),
+)
+"""(DP, TP, PP, CP, EP): with the cuts above, every pair of values of any two."""
+VALUES = ((1, 2, 4), (1, 2), (1, 2), (1, 2), (1, 2))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the ranks of one layout wrote."""
-
-    gradients: dict[str, dict[str, Any]]
-    weights: dict[str, Any]
-    result: dict[str, Any]
+def _of_sizes(dp: int, tp: int, pp: int, cp: int, ep: int) -> dict[str, Any]:
+    names = ("tensor_model", "pipeline_model", "context", "expert_model")
+    sizes = {f"{name}_parallel_size": n for name, n in zip(names, (tp, pp, cp, ep), strict=True)}
+    return _layout(dp * tp * pp * cp, sizes, {"sequence_parallel": tp > 1}, ALL_TO_ALL)
 
 
-def _start(folder: Path, checkpoint: Path, layout: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
-    folder.mkdir(parents=True)
-    spec = {
-        **layout,
-        "checkpoint": str(checkpoint),
-        "port": free_port(),
-        "out": str(folder),
-        "scenarios": SCENARIOS,
-        "rounds": 2,
-    }
-    (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.training_worker", str(folder / "spec.json")]
-    processes = []
-    for rank in range(layout["world_size"]):
-        with (folder / f"rank_{rank}.log").open("wb") as log:
-            processes.append(subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=log, stderr=log))
-    return processes
-
-
-def _wait(folder: Path, processes: list[subprocess.Popen[bytes]]) -> Outcome:
-    try:
-        codes = [p.wait(timeout=200) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    logs = "\n".join(f.read_text()[-3000:] for f in sorted(folder.glob("*.log")))
-    assert not any(codes), f"exit codes {codes}\n{logs}"
-    return Outcome(
-        gradients={name: load_file(folder / f"{name}.safetensors") for name in SCENARIOS},
-        weights=load_file(folder / "weights.safetensors"),
-        result=json.loads((folder / "result.json").read_text()),
-    )
-
-
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Every layout on one model, two layouts at a time."""
-    root = tmp_path_factory.mktemp(f"partition_{request.param}")
+def _run(root: Path, layouts: dict[str, dict[str, Any]], family: str, **model: Any) -> dict[str, Outcome]:
     # A vocabulary that two ranks do not divide: the padded row must not matter.
-    checkpoint = write_tiny_model(root / "model", request.param, tied=request.param == "qwen3", vocab_size=131)
-    out = {}
-    for pair in (("one", "dp2"), ("tp2", "sp2")):
-        running = {name: _start(root / name, checkpoint, LAYOUTS[name]) for name in pair}
-        out.update({name: _wait(root / name, processes) for name, processes in running.items()})
-    return out
+    checkpoint = write_tiny_model(root / "model", family, vocab_size=131, num_hidden_layers=4, **model)
+    defaults = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 2}
+    return run_layouts(root / "out", layouts, defaults=defaults)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_is_the_same_for_every_partition(outcomes: dict[str, Outcome], layout: str) -> None:
-    reference = outcomes["one"].gradients["single"]
+def _check_gradients(reference: dict[str, Any], other: Outcome, layout: str) -> None:
     assert max(float(g.abs().max()) for g in reference.values()) > 1e-2, "a gradient of zero proves nothing"
-    for scenario, gradients in outcomes[layout].gradients.items():
+    for scenario, gradients in other.gradients.items():
         assert gradients.keys() == reference.keys()
         for name, want in reference.items():
             error = float((gradients[name] - want).abs().max() / want.abs().max().clamp_min(1e-12))
             assert error <= TOLERANCE, f"{layout}/{scenario}: {name} differs by {error:.2e} of its largest entry"
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "sp2"])
-def test_training_is_the_same_for_every_partition(outcomes: dict[str, Outcome], layout: str) -> None:
-    one, other = outcomes["one"], outcomes[layout]
+def _check_training(one: Outcome, other: Outcome, layout: str) -> None:
     for want, got in zip(one.result["metrics"], other.result["metrics"], strict=True):
-        assert got.keys() == want.keys()
+        assert got.keys() == want.keys(), layout
         for name in ("train/loss", "train/grad_norm", "train/entropy_loss", "train/train_rollout_logprob_abs_diff"):
-            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), f"{layout}: {name}"
     for name, want in one.weights.items():
         # Adam divides by the gradient's own size, so rounding of a tiny gradient can show; lr is 1e-3.
-        assert float((other.weights[name] - want).abs().max()) < 1e-4, name
+        assert float((other.weights[name] - want).abs().max()) < 1e-4, f"{layout}: {name}"
+    for want, got in zip(one.result["log_probs"], other.result["log_probs"], strict=True):
+        assert got == pytest.approx(want, abs=1e-5), layout
 
 
-def test_log_probs_are_the_same_for_every_partition(outcomes: dict[str, Outcome]) -> None:
-    for layout in ("dp2", "tp2", "sp2"):
-        for want, got in zip(outcomes["one"].result["log_probs"], outcomes[layout].result["log_probs"], strict=True):
-            assert got == pytest.approx(want, abs=1e-5), layout
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return _run(tmp_path_factory.mktemp("dense"), DENSE, "qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    layouts = {name: DENSE[name] for name in ("one", "tp2", "pp2", "vp2", "tp2pp2")}
+    return _run(tmp_path_factory.mktemp("untied"), layouts, "llama")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return _run(tmp_path_factory.mktemp("experts"), EXPERTS, "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def covering(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Outcome]:
+    layouts = {"_".join(map(str, sizes)): _of_sizes(*sizes) for sizes in SIZES}
+    outcomes = _run(tmp_path_factory.mktemp("covering"), layouts, "qwen3_moe")
+    return dict(zip(SIZES, outcomes.values(), strict=True))
+
+
+def _check(outcomes: dict[str, Outcome], layout: str) -> None:
+    _check_gradients(outcomes["one"].gradients["single"], outcomes[layout], layout)
+    _check_training(outcomes["one"], outcomes[layout], layout)
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_a_dense_model_does_not_feel_the_partition(dense: dict[str, Outcome], layout: str) -> None:
+    _check(dense, layout)
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts_do_not_feel_the_partition(experts: dict[str, Outcome], layout: str) -> None:
+    _check(experts, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "vp2", "tp2pp2"])
+def test_a_model_without_tied_embeddings_does_not_feel_the_partition(untied: dict[str, Outcome], layout: str) -> None:
+    _check(untied, layout)
+
+
+def test_the_layouts_cover_every_pair() -> None:
+    for (i, first), (j, second) in itertools.combinations(enumerate(VALUES), 2):
+        missing = set(itertools.product(first, second)) - {(sizes[i], sizes[j]) for sizes in SIZES}
+        assert not missing, f"no layout has the sizes {missing} of {i} and {j}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "dp{}tp{}pp{}cp{}ep{}".format(*sizes))
+def test_any_two_kinds_of_parallelism_go_together(
+    covering: dict[tuple[int, ...], Outcome], sizes: tuple[int, ...]
+) -> None:
+    one = covering[SIZES[0]]
+    _check_gradients(one.gradients["single"], covering[sizes], str(sizes))
+    _check_training(one, covering[sizes], str(sizes))
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    **{
+        f"{loss}-{aggregation}": {"args": {"policy_loss": loss, "loss_aggregation": aggregation, "micro_batch_size": 3}}
+        for loss in ("ppo_clip", "gspo", "cispo", "sapo")
+        for aggregation in ("sequence_mean", "token_mean", "sequence_sum", "constant_length")
+    },
+    "sft": {"args": {"loss_type": "sft_loss"}},
+    "entropy": {"args": {"entropy_coef": 0.1}},
+    "corrected": {"args": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.01, "micro_batch_size": 3}},
+}
+
+
+@pytest.mark.slow
+def test_no_loss_and_no_aggregation_feels_the_partition(tmp_path: Path) -> None:
+    layouts = {
+        name: {**layout, "scenarios": LOSSES, "rounds": 0, "args": {"use_rollout_logprobs": True}}
+        for name, layout in {**DENSE, "dp2tp2vp2": _layout(8, SP, VP), "dp2pp2cp2": _layout(8, PP, CP)}.items()
+        if name in ("one", "pp2cp2", "dp2tp2vp2", "dp2pp2cp2")
+    }
+    outcomes = _run(tmp_path, layouts, "qwen3", tied=True)
+    for layout, scenario in itertools.product(layouts, LOSSES):
+        only = Outcome({scenario: outcomes[layout].gradients[scenario]}, {}, {})
+        _check_gradients(outcomes["one"].gradients[scenario], only, layout)
+
+
+@pytest.mark.parametrize("kind", ["poison", "gap"])
+def test_every_rank_raises_the_same_error(dense: dict[str, Outcome], kind: str) -> None:
+    for layout in ("one", "pp2", "tp2pp2", "pp2cp2"):
+        errors = dense[layout].errors[kind]
+        assert len(errors) == DENSE[layout]["world_size"], f"{layout}: ranks without an error"
+        assert len(set(errors)) == 1, f"{layout}: {errors}"
+        assert "sample 3 of group 1" in errors[0], f"{layout}: {errors[0]}"
