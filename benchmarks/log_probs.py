@@ -4,7 +4,8 @@ python -m benchmarks.log_probs            needs torch and this repository only; 
 
 The naive version holds the logits of all tokens in float32: log_softmax, gather, entropy = -(p * log p).sum, autograd.
 Peak memory is the increase over the inputs (hidden states, output weight, targets) and holds the gradients of both:
-on a GPU by `torch.cuda.max_memory_allocated`, on a CPU the peak resident size of a child process. Times are medians.
+on a GPU by `torch.cuda.max_memory_allocated`, on a CPU the peak resident size of a child process. Times are medians;
+the JSON line of a CPU has processor time, too, which other processes disturb less.
 Prints a table and a JSON line. On a GPU it takes under two minutes; most of that is `torch.compile`.
 """
 
@@ -182,16 +183,18 @@ def child(shape: Shape, name: str, repeats: int) -> dict[str, float]:
     call(*small, mode).backward()  # what the libraries allocate once
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the present size
-    times = []
+    times, busy = [], []
     for _ in range(repeats):
         data[0].grad = data[1].grad = None
-        start = time.perf_counter()
+        start, busy_start = time.perf_counter(), time.process_time()
         loss = call(*data, mode)
         loss.backward()
         times.append(time.perf_counter() - start)
+        busy.append(time.process_time() - busy_start)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak = int(status["VmHWM"].split()[0]) * 1024 - before
-    return {"ms": statistics.median(times) * 1e3, "peak_gb": peak / 1e9, "loss": loss.item()}
+    middle = statistics.median(times), statistics.median(busy)
+    return {"ms": middle[0] * 1e3, "cpu_ms": middle[1] * 1e3, "peak_gb": peak / 1e9, "loss": loss.item()}
 
 
 def on_cpu(shape: Shape, repeats: int) -> dict[str, dict[str, float]]:
