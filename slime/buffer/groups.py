@@ -51,8 +51,8 @@ def reset(sample: Sample) -> Sample:
     metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored")}
     return dataclasses.replace(
         sample, tokens=sample.tokens[: sample.prompt_length], response="", response_length=0, loss_mask=None,
-        rollout_log_probs=None, token_versions=None, teacher_log_probs=None, reward=None, status=Status.PENDING, remove_sample=False,
-        metadata=metadata,
+        rollout_log_probs=None, token_versions=None, teacher_log_probs=None, reward=None, status=Status.PENDING,
+        remove_sample=False, metadata=metadata,
     )  # fmt: skip
 
 

@@ -154,6 +154,11 @@ def _length(draft: Draft) -> None:
         draft.derive_megatron(name, draft.megatron["weight_decay"], "weight_decay")
 
 
+def _experts(draft: Draft) -> None:
+    if draft.megatron["num_moe_experts"] and (draft.megatron["tensor_model_parallel_size"] or 1) > 1:
+        draft.derive_megatron("sequence_parallel", True, "experts under tensor parallelism need it")
+
+
 def _evaluation(draft: Draft) -> None:
     v = draft.values
     if v["rollout_max_context_len"] is not None:
@@ -207,7 +212,7 @@ def has_checkpoint(folder: str) -> bool:
 
 
 DERIVATIONS: tuple[Callable[[Draft], None], ...] = (
-    _device, _dtype, _sft, _placement, _batches, _algorithm, _length, _evaluation, _weight_sync, _checkpoint
+    _device, _dtype, _sft, _placement, _batches, _algorithm, _experts, _length, _evaluation, _weight_sync, _checkpoint
 )  # fmt: skip
 """In order: later ones read what earlier ones set."""
 

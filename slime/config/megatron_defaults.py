@@ -34,6 +34,14 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp8_param_gather": (False, "weights are not fp8"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are not fp8"),
     "keep_fp8_transpose_cache": (False, "weights are not fp8"),
+    **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), (False, "needs GPU kernels that "
+                    "the local layers lack")),
+    "moe_shared_expert_overlap": (False, "needs Transformer Engine"),
+    "moe_enable_deepep": (False, "needs DeepEP"),
+    **dict.fromkeys(("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
+                    (None, "it makes a token's gradient depend on the other tokens of its micro-batch")),
+    "moe_aux_loss_coeff": (0.0, "it makes a token's gradient depend on the other tokens of its micro-batch"),
+    "moe_router_force_load_balancing": (False, "it routes at random"),
     "nccl_ub": (False, "registered buffers cannot be offloaded"),
     "disable_symmetric_registration": (False, "goes with nccl_ub"),
     **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer", "fsdp_manual_registration"),
@@ -50,6 +58,7 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "lr": (1e-6, "a usual learning rate of RL on a pretrained model"),
     "min_lr": (0.0, "Megatron's launch default"),
     "lr_decay_style": ("constant", "RL has no natural end to decay to"),
+    "moe_token_dispatcher_type": ("alltoall", "it sends each token only to its experts"),
     "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
     **FIXED,
 }

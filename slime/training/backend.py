@@ -112,13 +112,7 @@ class MegatronBackend:
             pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
         )
         self._stash = HostStash()
-        learns_from_samples = args.loss_type != "sft_loss"
-        needs_reference = learns_from_samples and (args.use_kl_loss or args.kl_coef)
-        needs_teacher = learns_from_samples and args.use_opd and args.opd_type == "megatron"
-        needs_critic = learns_from_samples and args.advantage_estimator == "ppo"
-        self._reference = self._host_weights(args.ref_load, "--ref-load") if needs_reference else None
-        self._teacher = self._host_weights(args.opd_teacher_load, "--opd-teacher-load") if needs_teacher else None
-        self._critic = Critic(args, self._context) if needs_critic else None
+        self._build_company()
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -277,6 +271,17 @@ class MegatronBackend:
         destroy_process_groups()
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _build_company(self) -> None:
+        """Reference, teacher and critic, where the settings need them."""
+        args = self.args
+        learns_from_samples = args.loss_type != "sft_loss"
+        needs_reference = learns_from_samples and (args.use_kl_loss or args.kl_coef)
+        needs_teacher = learns_from_samples and args.use_opd and args.opd_type == "megatron"
+        needs_critic = learns_from_samples and args.advantage_estimator == "ppo"
+        self._reference = self._host_weights(args.ref_load, "--ref-load") if needs_reference else None
+        self._teacher = self._host_weights(args.opd_teacher_load, "--opd-teacher-load") if needs_teacher else None
+        self._critic = Critic(args, self._context) if needs_critic else None
 
     def _host_weights(self, directory: str | None, flag: str) -> HostWeights:
         folder = Path(directory or self.args.hf_checkpoint)

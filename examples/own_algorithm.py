@@ -1,0 +1,66 @@
+"""Functions of your own in the training step: advantages, a loss, importance weights, an aggregation.
+
+    python train.py ... --custom-advantage-function-path examples.own_algorithm:best_of_group
+    python train.py ... --loss-type custom_loss --custom-loss-function-path examples.own_algorithm:reinforce
+    python train.py ... --use-tis --custom-tis-function-path examples.own_algorithm:soft_weights
+    python train.py ... --custom-pg-loss-reducer-function-path examples.own_algorithm:by_thousand_tokens
+
+They are called on every training rank. What they are given is the whole batch (advantages) or one micro-batch, so a sum
+must carry the denominators of the step itself, as `sum_of_sample_mean` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def best_of_group(args: Any, rollout_data: dict[str, Any]) -> None:
+    """1 for the best answers of a prompt, 0 for the others."""
+    best: dict[int, float] = {}
+    for group, reward in zip(rollout_data["group_index"], rollout_data["rewards"], strict=True):
+        best[group] = max(reward, best.get(group, reward))
+    rollout_data["advantages"] = [
+        mask * float(reward == best[group])
+        for group, reward, mask in zip(
+            rollout_data["group_index"], rollout_data["rewards"], rollout_data["loss_masks"], strict=True
+        )
+    ]
+
+
+def reinforce(
+    args: Any, batch: dict[str, Any], log_probs: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A log p, without a ratio or a clip."""
+    loss = sum_of_sample_mean(-batch["advantages"] * log_probs)
+    return loss, {"mean_log_prob": sum_of_sample_mean(log_probs.detach())}
+
+
+def soft_weights(
+    *,
+    args: Any,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
+    """2 w / (1 + w): one where trainer and engine agree, at most two."""
+    log_ratio = torch.cat([a - b for a, b in zip(train_log_probs, rollout_log_probs, strict=True)])
+    weight = 2 * torch.sigmoid(torch.where(torch.cat(list(loss_masks)) > 0, log_ratio, torch.zeros_like(log_ratio)))
+    return pg_loss * weight, loss_masks, {"soft_weight": weight}
+
+
+def by_thousand_tokens(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    masks: Sequence[Tensor],
+    calculate_per_token_loss: bool,
+) -> Callable[[Tensor], Tensor]:
+    """The sum over trained tokens, divided by a constant."""
+    mask = torch.cat(list(masks))
+    return lambda token_loss: (token_loss * mask).sum() / 1000.0

@@ -1,0 +1,45 @@
+"""A complete command line for tests of the configuration, and what it says when it refuses one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.config import parse_args
+from slime.core.errors import ConfigError
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+}
+
+
+def complete(folder: Path) -> list[str]:
+    """The flags of a run on files that it writes into `folder`."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN3))
+    data = folder / "data.jsonl"
+    data.write_text('{"input": "1+1", "label": "2"}\n' * 10)
+    return [
+        *("--hf-checkpoint", str(model), "--prompt-data", str(data), "--run-dir", str(folder / "run")),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--rm-type", "math"),
+    ]
+
+
+def refused(argv: list[str], **kwargs: bool) -> str:
+    """The message of the refusal."""
+    with pytest.raises(ConfigError) as error:
+        parse_args(argv, **kwargs)
+    return str(error.value)
