@@ -31,7 +31,7 @@ __all__ = ["DEFAULT_CHUNK_TOKENS", "TokenScores", "VocabShard", "score_tokens", 
 
 DEFAULT_CHUNK_TOKENS = 1024
 """Rows of logits at a time: 1024 x 152k x 2 bytes = 0.3 GB in bf16."""
-WORK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+WORK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Device type -> bytes of one float32 work buffer between the matrix products; two of them are alive at a time. On a
 CPU it should fit a core's cache; on a GPU large ones cost few launches."""
 
