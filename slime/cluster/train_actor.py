@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,10 @@ class TrainActor:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Trains one batch; the weights that it leaves are the next version."""
+        start = time.perf_counter()
         metrics: dict[str, float] = self._backend.train(batch)
         self._backend.weight_version += 1
-        return metrics
+        return metrics | {"perf/actor_train_tflops": self._backend.tflops(batch, time.perf_counter() - start)}
 
     def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
         metrics: dict[str, float] = self._backend.measure_gap(batch)

@@ -22,6 +22,7 @@ from torch import Tensor
 from slime.compat.megatron_cpu import activate
 from slime.config.model_shape import read_hf_config
 from slime.core.batch import TrainBatch
+from slime.data.flops import FlopsModel, tflops_per_gpu
 from slime.training import hf_weights, rank_state
 from slime.training.build import build_model
 from slime.training.critic import Critic
@@ -96,6 +97,7 @@ class MegatronBackend:
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
         self.hf_config = read_hf_config(args.hf_checkpoint)
         self.table = table_for(self.hf_config)
+        self._flops = FlopsModel.from_hf(self.hf_config)
         chunks = build_model(megatron, self.hf_config, self.device)
         self._parameters: dict[str, Tensor] = parameters_of(chunks)
         self._holders = hf_weights.find_holders(self._parameters)
@@ -131,6 +133,11 @@ class MegatronBackend:
                 return metrics
         return metrics | train_on(self._context, self._trainable, prepared, version=self.weight_version)
 
+    def tflops(self, batch: TrainBatch, time_s: float) -> float:
+        """10^12 floating-point operations per second and rank of training the policy on a batch in `time_s`."""
+        flops = sum(self._flops.forward(s.num_tokens, num_logits=s.response_length) for s in batch.samples)
+        return tflops_per_gpu(flops, time_s=time_s, num_gpus=self.parallel_info.world_size)
+
     def log_probs(self, batch: TrainBatch) -> list[npt.NDArray[np.float32]]:
         """Log-prob of every response token [R] under the current weights, one array per sample. Collective."""
         self._require_awake("log_probs")
@@ -144,6 +151,7 @@ class MegatronBackend:
             dp_size=self.parallel_info.dp_size,
             cp_size=self.parallel_info.sizes.cp,
             micro_batch_multiple=micro_batch_multiple(self._trainable.ddps),
+            flops=self._flops if self.args.balance_data else None,
             one_step=one_step,
         )
 

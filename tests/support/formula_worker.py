@@ -29,6 +29,8 @@ from slime.training.targets import Signals
 from tests.support.training import random_batch, training_args
 
 VOCAB, HIDDEN, DECAY = 37, 6, 0.8
+UNIFORM = -float(np.log(VOCAB))
+"""Log-prob of a token under a uniform policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,12 @@ class Layout:
 
 def make_batch() -> TrainBatch:
     """Unequal samples in groups of four; a fan-out, a fully masked sample, an unscored one."""
-    samples = list(random_batch(3, 4, seed=5, vocab_size=VOCAB).samples)
+    rng = np.random.default_rng(13)
+    samples = [
+        # Near the old log-probs, so that corrections bind for some tokens and not for all.
+        dataclasses.replace(s, rollout_log_probs=rng.normal(UNIFORM, 0.3, s.response_length).astype(np.float32))
+        for s in random_batch(3, 4, seed=5, vocab_size=VOCAB).samples
+    ]
     samples[3] = dataclasses.replace(samples[3], index=samples[2].index)
     samples[6] = dataclasses.replace(samples[6], loss_mask=np.zeros_like(samples[6].loss_mask))
     samples[9] = dataclasses.replace(samples[9], reward=float("nan"))
@@ -81,8 +88,7 @@ def make_signals(batch: TrainBatch) -> Signals:
     def around(center: float, spread: float) -> tuple[Any, ...]:
         return tuple(rng.normal(center, spread, s.response_length).astype(np.float32) for s in batch.samples)
 
-    uniform = -float(np.log(VOCAB))
-    return Signals(around(uniform, 0.3), around(uniform, 0.4), around(uniform, 0.4), around(0.0, 0.5))
+    return Signals(around(UNIFORM, 0.3), around(UNIFORM, 0.4), around(UNIFORM, 0.4), around(0.0, 0.5))
 
 
 class Toy:

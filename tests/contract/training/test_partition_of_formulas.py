@@ -26,7 +26,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"policy_loss": "gspo", "eps_clip": 0.02, "use_tis": True, "tis_level": "sequence", "entropy_coef": 0.1},
     "cispo": {"policy_loss": "cispo", "use_tis": True, "tis_mode": "mask", "use_kl_loss": True, "kl_loss_coef": 0.2,
               "kl_loss_type": "k2"},
-    "sapo": {"policy_loss": "sapo", "rejection_level": "geometric", "rejection_low": 2.9, "rejection_high": 3.7},
+    "sapo": {"policy_loss": "sapo", "rejection_level": "geometric", "rejection_low": 0.9, "rejection_high": 1.1},
     "rloo_opsm": {"advantage_estimator": "rloo", "use_opsm": True, "opsm_delta": 0.05, "kl_coef": 0.1},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1,
                             "use_tis": True, "tis_level": "geometric"},
