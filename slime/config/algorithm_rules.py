@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from slime.config.args import Args
 from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule, was_given
 
@@ -15,12 +17,30 @@ def temperature_is_positive(args: Args) -> str | None:
 
 
 def sampled_distribution_is_trained(args: Args) -> str | None:
-    """The log-prob of a token is that of the distribution it was sampled from."""
+    """The log-prob of a token is that of the distribution it was sampled from; engines report the whole one."""
+    if not 0 < args.rollout_top_p <= 1 or (args.rollout_top_k < 1 and args.rollout_top_k != -1):
+        return (f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}; "
+                "give 0 < top_p <= 1, and top_k >= 1 or -1 for all")  # fmt: skip
     if args.loss_type == "sft_loss" or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
         return None
-    return (f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: tokens would be sampled "
-            "from a cut distribution, while the trainer's log-probs are over the whole vocabulary; "
-            "leave them at 1.0 and -1 (evaluation may use others)")  # fmt: skip
+    names = ("use_rollout_logprobs", "use_kl_loss", "custom_loss_function_path", "custom_advantage_function_path")
+    wrong = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n)]
+    if not wrong:
+        return None
+    return (f"got {', '.join(wrong)} with rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: "
+            "the trainer's log-probs are those of the cut distribution, the engine's and the reference's of the whole "
+            "one; leave top-p and top-k out, or use --kl-coef for a reference")  # fmt: skip
+
+
+def engines_divide_by_the_temperature(args: Args) -> str | None:
+    """An environment variable of SGLang takes the temperature out of its log-probs."""
+    if args.rollout_temperature == 1.0 or args.debug_train_only:
+        return None
+    if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() not in ("1", "true", "yes", "y"):
+        return None
+    return (f"got SGLANG_RETURN_ORIGINAL_LOGPROB in the environment with rollout_temperature "
+            f"{args.rollout_temperature}: engines would report log-probs at temperature 1, and the trainer those that "
+            "tokens were sampled with; unset it")  # fmt: skip
 
 
 def kl_is_complete(args: Args) -> str | None:
@@ -161,6 +181,7 @@ def settings_have_an_effect(args: Args) -> str | None:
 ALGORITHM_RULES: tuple[Rule, ...] = (
     temperature_is_positive,
     sampled_distribution_is_trained,
+    engines_divide_by_the_temperature,
     kl_is_complete,
     kl_loss_has_a_gradient,
     advantages_can_differ_from_zero,

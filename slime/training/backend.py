@@ -142,7 +142,7 @@ class MegatronBackend:
         """Log-prob of every response token [R] under the current weights, one array per sample. Collective."""
         self._require_awake("log_probs")
         prepared = self._prepare(batch, one_step=True)
-        return list(self._whole_log_probs(prepared))
+        return list(self._forward(prepared)[0])
 
     def _prepare(self, batch: TrainBatch, *, one_step: bool = False) -> PreparedBatch:
         return prepare(
@@ -155,8 +155,8 @@ class MegatronBackend:
             one_step=one_step,
         )
 
-    def _whole_log_probs(self, prepared: PreparedBatch) -> Arrays:
-        """Log-probs under the weights that the model holds, of all samples, on every rank."""
+    def _forward(self, prepared: PreparedBatch) -> tuple[Arrays, ...]:
+        """Log-probs under the weights that the model holds, of all samples, on every rank; see `PolicyTask`."""
         return forward_signals(self._context, self._trainable.ddps, prepared)
 
     def _with_signals(self, prepared: PreparedBatch) -> PreparedBatch:
@@ -167,8 +167,10 @@ class MegatronBackend:
         # With one step its own forward pass gives the old log-probs, unless an advantage is made from them.
         several = len(prepared.schedule.steps) > 1
         judged = args.kl_coef or args.use_opd or args.custom_advantage_function_path
+        old = self._forward(prepared) if several or judged else (None,)
         signals = Signals(
-            old=self._whole_log_probs(prepared) if several or judged else None,
+            old=old[0],
+            old_full=old[1] if len(old) > 1 else None,
             ref=self._log_probs_of(self._reference, prepared),
             teacher=self._log_probs_of(self._teacher, prepared),
             values=self._critic.values(prepared) if self._critic is not None else None,
@@ -180,7 +182,7 @@ class MegatronBackend:
         if other is None:
             return None
         with other.lent():
-            return self._whole_log_probs(prepared)
+            return self._forward(prepared)[-1]
 
     def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
         """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.

@@ -19,18 +19,19 @@ from slime.training.micro_batch import MicroBatch
 
 
 def corrected(
-    args: Any, batch: MicroBatch, policy_loss: Tensor, log_probs: Tensor, recomputed: Tensor
+    args: Any, batch: MicroBatch, policy_loss: Tensor, log_probs: Tensor, recomputed: Tensor, whole: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(policy loss [R] after corrections, metric name -> values [R]).
 
-    log_probs [R]: the current ones, detached; recomputed [R]: the trainer's before the update. Tokens that no engine
+    log_probs [R]: the current ones, detached; recomputed [R]: the trainer's before the update; whole [R]: the same of
+    the whole distribution, which engines report. Tokens that no engine
     sampled keep weight 1. Raises `HookError` if the user's function breaks its contract.
     """
     metrics: dict[str, Tensor] = {}
-    pair = (recomputed, batch.rollout_log_probs, batch.sampled)
+    pair = (whole, batch.rollout_log_probs, batch.sampled)
     limit = float(args.log_ratio_limit)
     if args.use_tis and args.custom_tis_function_path:
-        policy_loss, metrics = _by_hook(args, batch, policy_loss, recomputed)
+        policy_loss, metrics = _by_hook(args, batch, policy_loss, whole)
     elif args.use_tis or args.get_mismatch_metrics:
         weights = importance_weights(
             *pair,

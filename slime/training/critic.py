@@ -50,7 +50,7 @@ class Critic:
 
     def values(self, prepared: PreparedBatch) -> Arrays:
         """Values [R] under the current weights of all samples, on every rank."""
-        return forward_signals(self._context, self.trainable.ddps, prepared)
+        return forward_signals(self._context, self.trainable.ddps, prepared)[0]
 
     def train(self, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
         """Every optimizer step of the batch, whose returns are known. Raises `NumericsError` as the policy's does."""

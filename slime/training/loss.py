@@ -23,6 +23,7 @@ from slime.algorithms.value_loss import value_loss
 from slime.config.hooks import load_hook
 from slime.core.errors import HookError
 from slime.training.correction import corrected
+from slime.training.log_probs import TokenScores
 from slime.training.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
@@ -40,14 +41,20 @@ class LossParts:
     sums: Sums
 
 
-def micro_batch_loss(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossParts:
-    """Loss of the policy. log_probs and entropy: [R]. Raises `HookError` if a user's function breaks its contract."""
+def is_cut(args: Any) -> bool:
+    """Whether tokens are sampled from a part of the vocabulary only (`--rollout-top-p`, `--rollout-top-k`)."""
+    return bool(args.loss_type != "sft_loss" and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0))
+
+
+def micro_batch_loss(args: Any, batch: MicroBatch, scores: TokenScores) -> LossParts:
+    """Loss of the policy. Raises `HookError` if a user's function breaks its contract."""
+    log_probs = scores.log_probs
     if args.loss_type == "sft_loss":
         token_loss = negative_log_likelihood(log_probs, batch.mask)
         return LossParts(weighted(token_loss, batch), token_loss.detach(), {"loss": weighted_sum(token_loss, batch)})
     if args.loss_type == "custom_loss":
         return _custom(args, batch, log_probs)
-    return _policy(args, batch, log_probs, entropy)
+    return _policy(args, batch, scores)
 
 
 def micro_batch_value_loss(args: Any, batch: MicroBatch, values: Tensor) -> LossParts:
@@ -80,11 +87,18 @@ def policy_outcome(args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor)
     return clipped_policy_loss(*given, **clip)
 
 
-def _policy(args: Any, batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> LossParts:
+def _policy(args: Any, batch: MicroBatch, scores: TokenScores) -> LossParts:
+    log_probs, entropy = scores.log_probs, scores.entropy
     recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
     result = policy_outcome(args, batch, log_probs, old)
-    policy_loss, sums = corrected(args, batch, result.loss, log_probs.detach(), recomputed)
+    # Engines report the whole distribution: what is compared with them is, too.
+    whole = recomputed
+    if is_cut(args):
+        whole = scores.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
+    policy_loss, sums = corrected(args, batch, result.loss, log_probs.detach(), recomputed, whole)
+    if is_cut(args):
+        sums["nucleus_outside"] = scores.outside.to(log_probs.dtype)
     sums = {name: weighted_sum(value, batch) for name, value in sums.items()}
     sums["pg_clipfrac"] = weighted_sum(result.clipped, batch)
     sums["ppo_kl"] = weighted_sum(result.old_minus_new, batch)

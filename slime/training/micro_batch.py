@@ -54,6 +54,8 @@ class MicroBatch:
     """[R] float32; zero before targets are known."""
     old_log_probs: Tensor | None
     """[R] float32, of the policy before the update; None if the pass that is trained gives them."""
+    old_full_log_probs: Tensor | None
+    """[R] float32, of the whole distribution, where sampling was cut by top-k or top-p."""
     ref_log_probs: Tensor | None
     """[R] float32"""
     old_values: Tensor | None
@@ -107,6 +109,7 @@ def to_device(
         versions=tensor(versions),
         advantages=advantages,
         old_log_probs=of(signals.old),
+        old_full_log_probs=of(signals.old_full),
         ref_log_probs=of(signals.ref),
         old_values=of(signals.values),
         returns=of(aims.returns) if aims is not None else None,

@@ -7,7 +7,7 @@ token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from slime.training.layers import PackedSequences
-from slime.training.log_probs import DEFAULT_CHUNK_TOKENS, VocabShard, token_log_probs, token_values
+from slime.training.log_probs import ScoreOptions, TokenScores, VocabShard, score_tokens, token_values
 
 
 class PolicyModel(GPTModel):
@@ -87,13 +87,9 @@ class PolicyModel(GPTModel):
         packed: PackedSequences,
         positions: Tensor,
         targets: Tensor,
-        *,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        entropy_grad: bool = False,
-        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) float32 [R] of `targets` [R] predicted at `positions` [R] of a row of T tokens.
+        **options: Unpack[ScoreOptions],
+    ) -> Tensor | TokenScores:
+        """Scores float32 [R] of `targets` [R] predicted at `positions` [R] of a row of T tokens, as `score_tokens`.
 
         Each context-parallel rank evaluates the positions that it holds, and all of them get all results. A chunk that
         is not the last returns the hidden states for the next.
@@ -102,22 +98,22 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden
         cut, size = packed.cut, positions.size(0)
-        if cut is not None:
-            which, positions = cut.owned(positions)
-            targets = targets.index_select(0, which)
-        log_probs, entropy = token_log_probs(
+        if cut is None:
+            return score_tokens(hidden.index_select(0, positions), self.output_weight(), targets, self.shard, **options)
+        which, positions = cut.owned(positions)
+        scores = score_tokens(
             hidden.index_select(0, positions),
             self.output_weight(),
-            targets,
+            targets.index_select(0, which),
             self.shard,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            entropy_grad=entropy_grad,
-            chunk_tokens=chunk_tokens,
+            **options,
         )
-        if cut is None:
-            return log_probs, entropy
-        return cut.whole(log_probs, which, size), None if entropy is None else cut.whole(entropy, which, size)
+        return TokenScores(
+            log_probs=cut.whole(scores.log_probs, which, size),
+            entropy=None if scores.entropy is None else cut.whole(scores.entropy, which, size),
+            full_log_probs=cut.whole(scores.full_log_probs, which, size),
+            outside=cut.whole(scores.outside.float(), which, size) > 0,
+        )
 
 
 class ValueModel(PolicyModel):

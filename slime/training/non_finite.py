@@ -63,7 +63,13 @@ class Suspects:
 
 def check_signals(prepared: PreparedBatch, signals: Signals, *, run_dir: str | None) -> None:
     """Raises `NumericsError` for a signal that is not finite at a trained token. Same on every rank; rank 0 dumps."""
-    named = {"old": signals.old, "ref": signals.ref, "teacher": signals.teacher, "values": signals.values}
+    named = {
+        "old": signals.old,
+        "old_full": signals.old_full,
+        "ref": signals.ref,
+        "teacher": signals.teacher,
+        "values": signals.values,
+    }
     bad: dict[int, list[int]] = {}
     for position, mask in enumerate(prepared.masks):
         parts = [np.isfinite(x[position]) for x in named.values() if x is not None]

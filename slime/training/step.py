@@ -47,20 +47,20 @@ class StepContext:
     """Sequences are padded to it: context-parallel ranks cut each one into two chunks."""
 
 
-def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch) -> Arrays:
-    """What the model answers [R] float32 of every sample, on every rank. No gradients. Collective.
+def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch) -> tuple[Arrays, ...]:
+    """What the model answers [R] float32 of every sample, on every rank, for each signal of the task. No gradients.
 
-    Each position of one flat row is written by one rank and added to zeros of the others, so no bit is lost.
+    Collective. Each position of flat rows is written by one rank and added to zeros of the others: no bit is lost.
     """
     lengths = [s.response_length for s in prepared.batch.samples]
     ends = np.cumsum(lengths)
-    flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=context.device)
+    flat = torch.zeros(context.task.num_signals, int(ends[-1]), dtype=torch.float32, device=context.device)
 
     def keep(batch: MicroBatch, output: Any) -> Tensor:
         if context.reports:
-            parts = context.task.scores(output).split(batch.lengths)
-            for position, part in zip(batch.positions, parts, strict=True):
-                flat[int(ends[position]) - len(part) : int(ends[position])] = part
+            for row, signal in zip(flat, context.task.scores(output), strict=True):
+                for position, part in zip(batch.positions, signal.split(batch.lengths), strict=True):
+                    row[int(ends[position]) - len(part) : int(ends[position])] = part
         return torch.zeros((), device=context.device)
 
     for step in prepared.schedule.steps:
@@ -73,14 +73,14 @@ def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: Prepa
             forward_only=True,
         )
     dist.all_reduce(flat)
-    return tuple(np.split(flat.cpu().numpy(), ends[:-1]))
+    return tuple(tuple(np.split(row, ends[:-1])) for row in flat.cpu().numpy())
 
 
 def measure_gap(
     context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
     """The log-prob gap of a batch under the model's current weights; nothing is trained. See `GapMeter.finish`."""
-    return _gap_of(context, prepared, forward_signals(context, chunks, prepared), version)
+    return _gap_of(context, prepared, forward_signals(context, chunks, prepared)[-1], version)
 
 
 def _gap_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
@@ -107,7 +107,7 @@ def train_on(
     """
     results = []
     first_gap = {}
-    compares, old = context.task.meets_engines, prepared.signals.old
+    compares, old = context.task.meets_engines, prepared.signals.student
     meter = GapMeter(version, context.device) if compares and old is None else None
     if compares and old is not None:
         first_gap = _gap_of(context, prepared, old, version)
@@ -162,10 +162,10 @@ def _run_step(
     def finish(batch: MicroBatch, output: Any) -> Tensor:
         parts = context.task.loss(batch, output)
         if context.reports:
-            scores = context.task.scores(output).detach()
-            seen.add(batch, scores, parts)
+            scores = [x.detach() for x in context.task.scores(output)]
+            seen.add(batch, scores[0], parts)
             if meter is not None:
-                meter.add(batch, scores)
+                meter.add(batch, scores[-1])
         return parts.loss
 
     run_micro_batches(

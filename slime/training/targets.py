@@ -35,11 +35,18 @@ class Signals:
     old: Arrays | None = None
     """Log-probs under the policy before the update."""
     ref: Arrays | None = None
-    """Log-probs under the reference."""
+    """Log-probs under the reference, of the whole distribution."""
     teacher: Arrays | None = None
-    """Log-probs under the teacher of on-policy distillation."""
+    """Log-probs under the teacher of on-policy distillation, of the whole distribution."""
     values: Arrays | None = None
     """The critic's values before its update."""
+    old_full: Arrays | None = None
+    """As `old`, of the whole distribution, where sampling was cut by top-k or top-p."""
+
+    @property
+    def student(self) -> Arrays | None:
+        """What reference and teacher are compared with: old log-probs of the whole distribution."""
+        return self.old if self.old_full is None else self.old_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,8 @@ def compute_targets(batch: TrainBatch, masks: Arrays, args: Any, signals: Signal
         advantages, returns = _of_estimator(batch.samples, masks, args, signals, kl)
     if args.use_opd:
         teacher = signals.teacher if args.opd_type == "megatron" else _teacher_of_samples(batch.samples)
-        assert signals.old is not None and teacher is not None, "distillation needs both log-probs"
-        parts = zip(advantages, signals.old, teacher, masks, strict=True)
+        assert signals.student is not None and teacher is not None, "distillation needs both log-probs"
+        parts = zip(advantages, signals.student, teacher, masks, strict=True)
         advantages = tuple(distilled(a, old, t, m, args.opd_kl_coef) for a, old, t, m in parts)
     if args.normalize_advantages:
         advantages = tuple(whiten(list(advantages), list(masks)))
@@ -121,9 +128,9 @@ def _scores(samples: Sequence[TrainSample], args: Any) -> npt.NDArray[np.float64
 
 
 def _kl_to_reference(masks: Arrays, args: Any, signals: Signals) -> Arrays:
-    assert signals.old is not None and signals.ref is not None, "a KL in the reward needs both log-probs"
+    assert signals.student is not None and signals.ref is not None, "a KL in the reward needs both log-probs"
     out = []
-    for old, ref, mask in zip(signals.old, signals.ref, masks, strict=True):
+    for old, ref, mask in zip(signals.student, signals.ref, masks, strict=True):
         policy, reference, keep = (torch.from_numpy(np.asarray(x, np.float64)) for x in (old, ref, mask))
         out.append(
             kl_estimate(policy, reference, keep, args.kl_loss_type, log_ratio_limit=float(args.log_ratio_limit)).numpy()

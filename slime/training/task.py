@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from slime.training.loss import LossParts, micro_batch_loss, micro_batch_value_loss
+from slime.training.loss import LossParts, is_cut, micro_batch_loss, micro_batch_value_loss
 from slime.training.micro_batch import MicroBatch
 
 
@@ -21,8 +21,12 @@ class Task(Protocol):
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
         """The output of one model chunk; `trains`: a loss will be made of it."""
 
-    def scores(self, output: Any) -> Tensor:
-        """The last chunk's signal [R] float32."""
+    def scores(self, output: Any) -> tuple[Tensor, ...]:
+        """The last chunk's signals, each [R] float32; the last of them is what engines report, if anything is."""
+
+    @property
+    def num_signals(self) -> int:
+        """How many `scores` gives."""
 
     def loss(self, batch: MicroBatch, output: Any) -> LossParts:
         """Of the last chunk's output."""
@@ -30,7 +34,12 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyTask:
-    """Log-probs at the temperature of sampling (fine-tuning: at 1), and entropy where a loss needs it."""
+    """Log-probs under the distribution that was sampled from, temperature, top-k and top-p (fine-tuning: the plain
+    one), and entropy where a loss needs it.
+
+    Engines report log-probs of the whole distribution at that temperature, whatever top-k and top-p cut off; so
+    with a cut there is a second signal, of the whole distribution.
+    """
 
     args: Any
 
@@ -51,15 +60,19 @@ class PolicyTask:
             with_entropy=with_entropy,
             entropy_grad=with_entropy and bool(args.entropy_coef),
             chunk_tokens=int(args.log_probs_chunk_size),
+            top_p=float(args.rollout_top_p) if samples else 1.0,
+            top_k=int(args.rollout_top_k) if samples else -1,
         )
 
-    def scores(self, output: Any) -> Tensor:
-        log_probs: Tensor = output[0]
-        return log_probs
+    @property
+    def num_signals(self) -> int:
+        return 2 if is_cut(self.args) else 1
+
+    def scores(self, output: Any) -> tuple[Tensor, ...]:
+        return (output.log_probs, output.full_log_probs)[: self.num_signals]
 
     def loss(self, batch: MicroBatch, output: Any) -> LossParts:
-        log_probs, entropy = output
-        return micro_batch_loss(self.args, batch, log_probs, entropy)
+        return micro_batch_loss(self.args, batch, output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,12 @@ class ValueTask:
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
         return chunk(batch.tokens, batch.position_ids, batch.packed, batch.predicting)
 
-    def scores(self, output: Any) -> Tensor:
-        values: Tensor = output
-        return values
+    @property
+    def num_signals(self) -> int:
+        return 1
+
+    def scores(self, output: Any) -> tuple[Tensor, ...]:
+        return (output,)
 
     def loss(self, batch: MicroBatch, output: Any) -> LossParts:
         return micro_batch_value_loss(self.args, batch, output)

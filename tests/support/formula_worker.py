@@ -21,7 +21,7 @@ from torch import Tensor
 from slime.core.batch import TrainBatch
 from slime.data.context_cut import context_cut
 from slime.training.context import RowCut
-from slime.training.log_probs import VocabShard, token_log_probs, token_values
+from slime.training.log_probs import TokenScores, VocabShard, token_log_probs, token_values
 from slime.training.loss import micro_batch_loss, micro_batch_value_loss
 from slime.training.micro_batch import MicroBatch, to_device
 from slime.training.prepare import PreparedBatch, prepare, with_signals
@@ -89,6 +89,11 @@ def make_signals(batch: TrainBatch) -> Signals:
         return tuple(rng.normal(center, spread, s.response_length).astype(np.float32) for s in batch.samples)
 
     return Signals(around(UNIFORM, 0.3), around(UNIFORM, 0.4), around(UNIFORM, 0.4), around(0.0, 0.5))
+
+
+def whole_scores(log_probs: Tensor, entropy: Tensor | None) -> TokenScores:
+    """Of a model whose sampling is not cut by top-k or top-p."""
+    return TokenScores(log_probs, entropy, log_probs.detach(), torch.zeros_like(log_probs, dtype=torch.bool))
 
 
 class Toy:
@@ -162,7 +167,7 @@ def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dic
         if what == "values":
             parts = micro_batch_value_loss(args, batch, scores)
         else:
-            parts = micro_batch_loss(args, batch, scores, entropy)
+            parts = micro_batch_loss(args, batch, whole_scores(scores, entropy))
         parts.loss.backward()
         total += parts.loss.detach()
         for name, value in parts.sums.items():

@@ -91,6 +91,26 @@ def test_kl_in_the_reward_acts(tiny_qwen3: Path, tmp_path: Path, make_backend: M
         assert any(not np.allclose(a, b) for a, b in zip(advantages, plain, strict=True)), estimator
 
 
+def test_log_probs_are_those_of_the_cut_distribution(tiny_qwen3: Path, make_backend: Make) -> None:
+    batch = random_batch(seed=6)
+    whole = make_backend(tiny_qwen3).log_probs(batch)
+    settings: dict[str, Any] = {"rollout_top_p": 0.9, "rollout_top_k": 100, "use_tis": True, "global_batch_size": 4}
+    backend = make_backend(tiny_qwen3, **settings)
+    cut, full = backend._forward(backend._prepare(batch))
+    for a, b, c in zip(cut, full, whole, strict=True):
+        np.testing.assert_allclose(b, c, atol=1e-6)
+        assert (a > b + 0.05).all(), "mass was cut off, so what is left is likelier"
+    on_policy = with_samples(
+        batch, [dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(batch.samples, full, strict=True)]
+    )
+    backend.args.logprob_gap_limit = 1e-5
+    metrics = backend.train(on_policy)
+    assert metrics["train/tis"] == pytest.approx(1.0, abs=1e-4), (
+        "both sides of the weight are of the whole distribution"
+    )
+    assert 0.0 < metrics["train/nucleus_outside"] < 1.0, "random tokens: some would never have been sampled"
+
+
 HOOKS = """
 def own_advantages(args, rollout_data):
     assert rollout_data["values"] is None and len(rollout_data["log_probs"]) == len(rollout_data["rewards"])

@@ -24,7 +24,7 @@ from slime.training.loss import micro_batch_loss
 from slime.training.micro_batch import to_device
 from slime.training.prepare import prepare, with_signals
 from slime.training.targets import Signals
-from tests.support.formula_worker import VOCAB, make_batch, make_signals
+from tests.support.formula_worker import VOCAB, make_batch, make_signals, whole_scores
 from tests.support.training import training_args
 
 TOLERANCE = 1e-6
@@ -70,7 +70,7 @@ def trainer_step(
             mb = to_device(prepared, positions, torch.device("cpu"), pad_to_multiple=8)
             log_p = logits.log_softmax(-1)[mb.tokens[mb.predicting]]
             entropy = -(log_p.exp() * log_p).sum(-1)
-            parts = micro_batch_loss(args, mb, log_p.gather(1, mb.targets[:, None])[:, 0], entropy)
+            parts = micro_batch_loss(args, mb, whole_scores(log_p.gather(1, mb.targets[:, None])[:, 0], entropy))
             parts.loss.backward()
             total += parts.loss.item()
             for name, value in parts.sums.items():
