@@ -1,0 +1,46 @@
+"""A parameter has one name in the whole model, whatever chunk of it a rank holds; sizes form whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.core.errors import ConfigError
+from slime.training.names import global_name, is_expert
+from slime.training.parallel import ParallelSizes
+
+
+class Chunk:
+    """What `global_name` asks of a model chunk."""
+
+    share_embeddings_and_output_weights = True
+    layer_offset = 6
+
+
+def test_layers_count_from_the_first_stage() -> None:
+    chunk: Any = Chunk()
+    assert global_name(chunk, "decoder.layers.1.mlp.linear_fc1.weight") == "decoder.layers.7.mlp.linear_fc1.weight"
+    assert global_name(chunk, "decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
+
+
+def test_the_copy_of_a_tied_embedding_has_its_name() -> None:
+    chunk: Any = Chunk()
+    assert global_name(chunk, "output_layer.weight") == "embedding.word_embeddings.weight"
+
+
+def test_routers_are_no_experts() -> None:
+    assert is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+    assert not is_expert("decoder.layers.0.mlp.router.weight")
+
+
+def test_what_models_leave_is_data_parallel() -> None:
+    names = {"tensor_model": 2, "pipeline_model": 2, "expert_model": 4}
+    sizes = ParallelSizes.of({f"{name}_parallel_size": size for name, size in names.items()})
+    assert sizes.dp(16) == 4
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 2"):
+        sizes.dp(6)
+    with pytest.raises(ConfigError, match="--expert-model-parallel-size 4"):
+        sizes.dp(12)
+    with pytest.raises(ConfigError, match="without pipeline stages"):
+        ParallelSizes.of({"virtual_pipeline_model_parallel_size": 2})
