@@ -56,6 +56,12 @@ def _check_cut(config: TransformerConfig) -> None:
     for what, count in (("attention heads", config.num_attention_heads), ("key-value heads", config.num_query_groups)):
         if count % tp_size:
             raise ConfigError(f"got --tensor-model-parallel-size {tp_size} and {count} {what}; it must divide them")
+    round_size = config.microbatch_group_size_per_vp_stage
+    if config.virtual_pipeline_model_parallel_size and round_size < pp_size:
+        raise ConfigError(
+            f"got --microbatch-group-size-per-vp-stage {round_size} with --pipeline-model-parallel-size {pp_size}; "
+            "a round of interleaving has at least as many micro-batches as stages: raise it or leave it out"
+        )
     try:
         for pp_rank in range(pp_size):
             for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
