@@ -198,6 +198,21 @@ def test_no_loss_and_no_aggregation_feels_the_partition(tmp_path: Path) -> None:
         _check_gradients(outcomes["one"].gradients[scenario], only, layout)
 
 
+@pytest.mark.slow
+def test_a_critic_does_not_feel_the_partition(tmp_path: Path) -> None:
+    layouts = {
+        name: {**DENSE[name], "scenarios": CUTS, "args": {"advantage_estimator": "ppo", "lambd": 0.9}}
+        for name in ("one", "dp2", "vp2", "tp2pp2", "pp2cp2")
+    }
+    outcomes = _run(tmp_path, layouts, "qwen3", tied=True)
+    critic = {name for name in outcomes["one"].result["metrics"][0] if "value" in name or "critic" in name}
+    assert critic, "the critic says nothing"
+    for layout in layouts:
+        _check(outcomes, layout)
+        for want, got in zip(outcomes["one"].result["metrics"], outcomes[layout].result["metrics"], strict=True):
+            assert {n: got[n] for n in critic} == pytest.approx({n: want[n] for n in critic}, rel=1e-3, abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["poison", "gap"])
 def test_every_rank_raises_the_same_error(dense: dict[str, Outcome], kind: str) -> None:
     for layout in ("one", "pp2", "tp2pp2", "pp2cp2"):
