@@ -37,8 +37,8 @@ SGLANG_CODE = (
     "print('; '.join(r.name for r in reports if r.applied) or 'no patch needed')"
 )
 MEGATRON_CODE = (
-    "from slime.compat.megatron_cpu import activate\n"
-    "reports = activate({device!r})\n"
+    "from slime.compat import megatron_cpu, megatron_moe\n"
+    "reports = megatron_cpu.activate({device!r}) + megatron_moe.activate()\n"
     "import megatron.core.models.gpt.gpt_model\n"
     "print('; '.join(r.name for r in reports) or 'no patch needed')"
 )

@@ -20,11 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slime.compat.report import PatchReport
-from slime.core.errors import EngineError
-
-TESTED_VERSION = "0.16.1"
-"""megatron-core version for which every patch was seen to be needed."""
+from slime.compat.report import PatchReport, megatron_report, require_effect
 
 _USED_MODULES = (
     "megatron.core.parallel_state",
@@ -54,22 +50,8 @@ def activate(device: str) -> list[PatchReport]:
         return []
     for name in _USED_MODULES:
         importlib.import_module(name)
-    patches = (_patch_torch_facade, _patch_rng, _patch_type_names, _patch_moe_name, _patch_split_sizes)
+    patches = (_patch_torch_facade, _patch_rng, _patch_type_names)
     return [patch() for patch in patches]
-
-
-def _report(name: str, symptom: str, removal: str) -> PatchReport:
-    """Of a patch that `_require` saw take effect."""
-    upstream = f"megatron-core {TESTED_VERSION}"
-    return PatchReport(name, symptom, upstream, removal, applied=True, took_effect=True)
-
-
-def _require(condition: bool, patch: str) -> None:
-    if not condition:
-        raise EngineError(
-            f"got no effect from the CPU patch {patch!r} of megatron-core, because the installed version is not "
-            f"{TESTED_VERSION} or was changed; install megatron-core=={TESTED_VERSION}"
-        )
 
 
 class _Inert:
@@ -151,8 +133,8 @@ def _patch_torch_facade() -> PatchReport:
     clip = importlib.import_module("megatron.core.optimizer.clip_grads")
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     took = clip.torch.zeros(1, device="cuda").device.type == "cpu" and str(buffers.torch.cuda.current_device()) == "cpu"
-    _require(took, "torch facade")
-    return _report(
+    require_effect(took, "torch facade")
+    return megatron_report(
         "torch facade",
         "AssertionError: Torch not compiled with CUDA enabled, from device='cuda' and torch.cuda.* in library code",
         "megatron-core takes its device from its configuration",
@@ -170,8 +152,8 @@ def _patch_rng() -> PatchReport:
         random._slime_cpu_rng = True
     before = torch.get_rng_state()
     random._set_cuda_rng_state(random._get_cuda_rng_state())
-    _require(bool(torch.equal(before, torch.get_rng_state())), "rng")
-    return _report(
+    require_effect(bool(torch.equal(before, torch.get_rng_state())), "rng")
+    return megatron_report(
         "rng",
         "the generator state of a GPU is read in CudaRNGStatesTracker.fork, used by dropout and weight initialisation",
         "the tracker takes a torch.Generator",
@@ -227,43 +209,9 @@ def _patch_type_names() -> PatchReport:
     parameter = torch.zeros(2)
     parameter.grad = torch.ones(2)
     optimizer.clip_grad_by_total_norm_fp32([parameter], 1.0, 2.0)
-    _require(float(parameter.grad[0]) < 1.0 and parameter.type() == "torch.FloatTensor", "type names")
-    return _report(
+    require_effect(float(parameter.grad[0]) < 1.0 and parameter.type() == "torch.FloatTensor", "type names")
+    return megatron_report(
         "type names",
         "TypeError: Wrapped parameters must be one of torch.cuda.FloatTensor ... in DistributedOptimizer",
         "the optimizer compares dtypes instead of type names",
-    )
-
-
-def _patch_moe_name() -> PatchReport:
-    """`moe_utils` uses a name that it only defines when Transformer Engine is installed."""
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    _require(hasattr(moe_utils, "te_general_gemm"), "te_general_gemm")
-    return _report(
-        "te_general_gemm",
-        "NameError: te_general_gemm is not defined, in the router of a mixture of experts",
-        "moe_utils defines the name in its except branch",
-    )
-
-
-def _patch_split_sizes() -> PatchReport:
-    """The all-to-all dispatcher hands split sizes to the collective as tensors or NumPy arrays."""
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    original = dispatcher.all_to_all
-    if not getattr(original, "_slime_list_sizes", False):
-
-        @functools.wraps(original)
-        def all_to_all(group: Any, x: Any, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any) -> Any:
-            sizes = (None if s is None else [int(n) for n in s] for s in (output_sizes, input_sizes))
-            return original(group, x, *sizes, **kwargs)
-
-        all_to_all._slime_list_sizes = True  # type: ignore[attr-defined]
-        dispatcher.all_to_all = all_to_all
-    _require(getattr(dispatcher.all_to_all, "_slime_list_sizes", False), "split sizes")
-    return _report(
-        "split sizes",
-        "TypeError: all_to_all_single got split sizes that are no lists, from the all-to-all dispatcher of experts",
-        "the dispatcher passes lists of int",
     )

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.compat import megatron_moe
 from slime.compat.megatron_cpu import activate
-from slime.config.model_shape import read_hf_config
+from slime.config.model_shape import num_experts_of, read_hf_config
 from slime.core.batch import TrainBatch
 from slime.data.flops import FlopsModel, tflops_per_gpu
 from slime.training import hf_weights, rank_state
@@ -98,6 +99,8 @@ class MegatronBackend:
         self.hf_config = read_hf_config(args.hf_checkpoint)
         self.table = table_for(self.hf_config)
         self._flops = FlopsModel.from_hf(self.hf_config)
+        if num_experts_of(self.hf_config):
+            megatron_moe.activate()
         chunks = build_model(megatron, self.hf_config, self.device)
         self._parameters: dict[str, Tensor] = parameters_of(chunks)
         self._holders = hf_weights.find_holders(self._parameters)

@@ -122,14 +122,14 @@ def init_process_groups(
         store = open_store(listener or listen_on(master_address, master_port), world_size=world_size, timeout=limit)
     else:
         store = join_store(master_address, master_port, world_size=world_size, timeout=limit)
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    # No device is bound to the world: torch would split groups that are made later off its communicator, and the group
+    # of the weight sync has members that are not in it.
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=limit,
-        **options,
     )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
 from slime.training.gap import GapMeter
 from slime.training.loss import LossParts, Sums
@@ -146,6 +147,8 @@ class _Collected:
 
     sums: Sums = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)
+    failure: Exception | None = None
+    """What a user's function raised. It is kept until all ranks have run their collectives, which would wait."""
 
     def add(self, batch: MicroBatch, scores: Tensor, parts: LossParts) -> None:
         self.suspects.add(batch, scores, parts.token_loss)
@@ -160,7 +163,11 @@ def _run_step(
     seen = _Collected()
 
     def finish(batch: MicroBatch, output: Any) -> Tensor:
-        parts = context.task.loss(batch, output)
+        try:
+            parts = context.task.loss(batch, output)
+        except Exception as error:
+            seen.failure = seen.failure or error
+            return context.task.scores(output)[0].sum() * 0.0
         if context.reports:
             scores = [x.detach() for x in context.task.scores(output)]
             seen.add(batch, scores[0], parts)
@@ -200,16 +207,23 @@ def _finish_gap(context: StepContext, meter: GapMeter, prepared: PreparedBatch) 
 
 def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
     """Metric sums over the world. Raises `NumericsError` on every rank, naming the samples of all, for a non-finite
-    loss on any.
+    loss on any; what a user's function raised, as a `HookError` on the other ranks.
     """
     values = torch.stack(list(seen.sums.values())).tolist() if seen.sums else []
     bad = seen.suspects.offsets()
     folder = dump(prepared, bad, seen.suspects, run_dir=context.args.run_dir)
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (dict(zip(seen.sums, values, strict=True)), names_of(prepared, bad), folder))
-    raise_for([name for _, part, _ in reports for name in part], [folder for _, _, folder in reports])
-    every = dict.fromkeys(name for sums, _, _ in reports for name in sums)
-    return {f"train/{name}": math.fsum(sums.get(name, 0.0) for sums, _, _ in reports) for name in sorted(every)}
+    failed = None if seen.failure is None else repr(seen.failure)
+    own = (dict(zip(seen.sums, values, strict=True)), names_of(prepared, bad), folder, failed)
+    dist.all_gather_object(reports, own)
+    if seen.failure is not None:
+        raise seen.failure
+    for rank, (*_, failed) in enumerate(reports):
+        if failed is not None:
+            raise HookError(f"the loss of training rank {rank} raised {failed}")
+    raise_for([name for _, part, _, _ in reports for name in part], [folder for _, _, folder, _ in reports])
+    every = dict.fromkeys(name for sums, *_ in reports for name in sums)
+    return {f"train/{name}": math.fsum(sums.get(name, 0.0) for sums, *_ in reports) for name in sorted(every)}
 
 
 def _average(results: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -68,5 +68,5 @@ def _read(folder: Path, scenarios: dict[str, Any]) -> Outcome:
         gradients={name: load_file(folder / f"{name}.safetensors") for name in scenarios},
         weights=load_file(folder / "weights.safetensors"),
         result=json.loads((folder / "result.json").read_text()),
-        errors={kind: [errors[kind] for errors in told if kind in errors] for kind in ("poison", "gap")},
+        errors={kind: [errors[kind] for errors in told if kind in errors] for kind in ("poison", "gap", "hook")},
     )

@@ -47,7 +47,7 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
         args,
         rank=rank,
         world_size=spec["world_size"],
-        local_rank=0,
+        local_rank=rank,  # counts on a GPU only
         master_address="127.0.0.1",
         master_port=port,
         listener=listener,
@@ -62,7 +62,7 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
         order = scenario.get("order") or range(len(batch.samples))
         gradients = backend.gradients(with_samples(batch, [batch.samples[i] for i in order]))
         if rank == 0:
-            save_file({k: v.contiguous().clone() for k, v in gradients.items()}, out / f"{name}.safetensors")
+            save_file({k: v.cpu().contiguous().clone() for k, v in gradients.items()}, out / f"{name}.safetensors")
         vars(args).update(kept)
     results["log_probs"] = [x.tolist() for x in backend.log_probs(batch)]
     if spec.get("load"):
@@ -75,7 +75,7 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
             backend.save(out / f"after_{done}")
     if spec.get("save_end"):
         backend.save(out / "end")
-    weights = {k: v.contiguous().clone() for k, v in backend.iter_hf_tensors()}
+    weights = {k: v.cpu().contiguous().clone() for k, v in backend.iter_hf_tensors()}
     if rank == 0:
         save_file(weights, out / "weights.safetensors")
         (out / "result.json").write_text(json.dumps(results))
@@ -88,10 +88,15 @@ def errors_of(backend: Any, batch: Any) -> dict[str, str]:
 
     import numpy as np
 
-    from slime.core.errors import NumericsError
+    from slime.core.errors import HookError, NumericsError
     from tests.support.training import with_samples
 
-    cases = {"poison": (np.nan, {"use_rollout_logprobs": True}), "gap": (50.0, {"logprob_gap_limit": 20.0})}
+    hook = {"custom_tis_function_path": f"{__file__}:first_rank_fails", "use_tis": True}
+    cases: dict[str, tuple[float, dict[str, Any]]] = {
+        "poison": (np.nan, {"use_rollout_logprobs": True}),
+        "gap": (50.0, {"logprob_gap_limit": 20.0}),
+        "hook": (0.0, hook),
+    }
     out, kept = {}, dict(vars(backend.args))
     for kind, (shift, changes) in cases.items():
         samples = list(batch.samples)
@@ -100,10 +105,19 @@ def errors_of(backend: Any, batch: Any) -> dict[str, str]:
         vars(backend.args).update(changes)
         try:
             backend.train(with_samples(batch, samples))
-        except NumericsError as error:
+        except (NumericsError, HookError, ZeroDivisionError) as error:
             out[kind] = str(error)
         vars(backend.args).update(kept)
     return out
+
+
+def first_rank_fails(*, pg_loss: Any, loss_masks: Any, **_others: Any) -> Any:
+    """A `--custom-tis-function-path` with a mistake that only one rank of the last stage runs into."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.get_data_parallel_rank() == mpu.get_context_parallel_rank() == mpu.get_tensor_model_parallel_rank() == 0:
+        raise ZeroDivisionError("a mistake of the user")
+    return pg_loss, loss_masks, {}
 
 
 def meet(file: Path, rank: int) -> tuple[socket.socket | None, int]:

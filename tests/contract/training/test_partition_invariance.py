@@ -220,3 +220,11 @@ def test_every_rank_raises_the_same_error(dense: dict[str, Outcome], kind: str) 
         assert len(errors) == DENSE[layout]["world_size"], f"{layout}: ranks without an error"
         assert len(set(errors)) == 1, f"{layout}: {errors}"
         assert "sample 3 of group 1" in errors[0], f"{layout}: {errors[0]}"
+
+
+def test_a_mistake_of_the_user_on_one_rank_ends_all_at_once(dense: dict[str, Outcome]) -> None:
+    """Nobody waits for the rank that failed until a deadline."""
+    for layout in ("one", "pp2", "tp2pp2", "pp2cp2", "dp2pp2"):
+        errors = dense[layout].errors["hook"]
+        assert len(errors) == DENSE[layout]["world_size"], f"{layout}: ranks without an error"
+        assert all("a mistake of the user" in error for error in errors), f"{layout}: {errors}"

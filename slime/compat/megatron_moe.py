@@ -1,0 +1,53 @@
+"""Stock megatron-core's experts without Transformer Engine, on a CPU and on a GPU: `activate()`, explicit, idempotent.
+
+Invariants
+1. Every patch checks that it took effect and raises `EngineError` if it did not.
+2. Only names that modules below `megatron.core.transformer.moe` hold themselves are changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from slime.compat.report import PatchReport, megatron_report, require_effect
+
+
+def activate() -> list[PatchReport]:
+    """Applies all patches (again: no effect) and returns them. Raises `EngineError` if one did not take effect."""
+    return [_patch_moe_name(), _patch_split_sizes()]
+
+
+def _patch_moe_name() -> PatchReport:
+    """`moe_utils` uses a name that it only defines when Transformer Engine is installed."""
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    require_effect(hasattr(moe_utils, "te_general_gemm"), "te_general_gemm")
+    return megatron_report(
+        "te_general_gemm",
+        "NameError: te_general_gemm is not defined, in the router of a mixture of experts",
+        "moe_utils defines the name in its except branch",
+    )
+
+
+def _patch_split_sizes() -> PatchReport:
+    """The all-to-all dispatcher hands split sizes to the collective as tensors or NumPy arrays."""
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    original = dispatcher.all_to_all
+    if not getattr(original, "_slime_list_sizes", False):
+
+        @functools.wraps(original)
+        def all_to_all(group: Any, x: Any, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any) -> Any:
+            sizes = (None if s is None else [int(n) for n in s] for s in (output_sizes, input_sizes))
+            return original(group, x, *sizes, **kwargs)
+
+        all_to_all._slime_list_sizes = True  # type: ignore[attr-defined]
+        dispatcher.all_to_all = all_to_all
+    require_effect(getattr(dispatcher.all_to_all, "_slime_list_sizes", False), "split sizes")
+    return megatron_report(
+        "split sizes",
+        "TypeError: all_to_all_single got split sizes that are no lists, from the all-to-all dispatcher of experts",
+        "the dispatcher passes lists of int",
+    )
