@@ -24,10 +24,16 @@ LOCAL_RAY = {
 }
 """Variables of a Ray cluster that serves one run on one machine."""
 
+NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""As SGLang sets them in its own processes: in the group of the weight sync, a trainer with other values than the engine
+waits forever for the first broadcast."""
+
 
 def prepare_environment(run_id: str) -> None:
-    """Marks this process and all that it starts with `run_id`, and sets up Ray for one machine."""
+    """Marks this process and all that it starts with `run_id`, and sets up NCCL, and Ray for one machine."""
     os.environ[RUN_ID_ENV] = run_id
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
     if os.environ.get("RAY_ADDRESS"):
         return
     assert "ray" not in sys.modules, "Ray was imported before its environment was made; it would ignore it"
