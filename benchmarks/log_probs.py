@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from slime.training import log_probs as ours
-from slime.training.vocab_shard import VocabShard
+from slime.training.model import log_probs as ours
+from slime.training.model.vocab_shard import VocabShard
 
 MODES = {"no entropy": (False, False), "entropy": (True, False), "entropy with gradient": (True, True)}
 TEMPERATURE = 0.7

@@ -25,8 +25,8 @@ LOCAL_RAY = {
 """Variables of a Ray cluster that serves one run on one machine."""
 
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""As SGLang sets them in its own processes: in the group of the weight sync, a trainer with other values than the engine
-waits forever for the first broadcast."""
+"""As SGLang sets them in its own processes: with other values than the engine's, a trainer waits forever for the first
+broadcast in the group of the weight sync."""
 
 
 def prepare_environment(run_id: str) -> None:

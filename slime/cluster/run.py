@@ -21,7 +21,7 @@ from slime.cluster.waiting import peek, wait_for
 from slime.core.errors import ConfigError
 from slime.observability.spans import collect, span
 from slime.observability.tracker import Tracker
-from slime.training import checkpoint
+from slime.training.state import checkpoint
 
 NO_LIMIT_S = 30 * 24 * 3600.0
 """Limit of a generation when the user set none; its requests and graders have limits of their own."""

@@ -24,16 +24,9 @@ from slime.compat.megatron_cpu import activate
 from slime.config.model_shape import num_experts_of, read_hf_config
 from slime.core.batch import TrainBatch
 from slime.data.flops import FlopsModel, tflops_per_gpu
-from slime.training import hf_weights, rank_state
-from slime.training.build import build_model
-from slime.training.critic import Critic
-from slime.training.hf_files import begin_export, commit_export, require_replaceable, write_hf
-from slime.training.host_weights import HostWeights
-from slime.training.memory import HostStash
-from slime.training.model_config import training_dtype
-from slime.training.names import parameters_of
-from slime.training.non_finite import check_signals
-from slime.training.optimizer import Trainable, build_trainable
+from slime.training.model.build import build_model
+from slime.training.model.config import training_dtype
+from slime.training.model.names import parameters_of
 from slime.training.parallel import (
     ParallelInfo,
     ParallelSizes,
@@ -41,17 +34,24 @@ from slime.training.parallel import (
     init_process_groups,
     seed_everything,
 )
-from slime.training.pipeline import micro_batch_multiple
-from slime.training.prepare import PreparedBatch, prepare, with_signals
-from slime.training.step import (
+from slime.training.state import hf_weights, rank_state
+from slime.training.state.hf_files import begin_export, commit_export, require_replaceable, write_hf
+from slime.training.state.host_weights import HostWeights
+from slime.training.state.memory import HostStash
+from slime.training.step.critic import Critic
+from slime.training.step.non_finite import check_signals
+from slime.training.step.optimizer import Trainable, build_trainable
+from slime.training.step.pipeline import micro_batch_multiple
+from slime.training.step.prepare import PreparedBatch, prepare, with_signals
+from slime.training.step.targets import Arrays, Signals
+from slime.training.step.task import PolicyTask
+from slime.training.step.train import (
     StepContext,
     first_step_gradients,
     forward_signals,
     measure_gap,
     train_on,
 )
-from slime.training.targets import Arrays, Signals
-from slime.training.task import PolicyTask
 from slime.weights.tables import table_for
 
 

@@ -262,64 +262,64 @@ def _weights_by_part(parts: str) -> str:
 TRAINING: dict[str, Mutation] = {
     "mean of means over micro-batches": Mutation(
         "training",
-        "training/prepare.py",
+        "training/step/prepare.py",
         _STEP_WEIGHTS,
         _weights_by_part("[mb for rank in step.micro_batches for mb in rank]"),
     ),
     "denominators of each rank": Mutation(
         "training",
-        "training/prepare.py",
+        "training/step/prepare.py",
         _STEP_WEIGHTS,
         _weights_by_part("[[p for mb in rank for p in mb] for rank in step.micro_batches]"),
     ),
     "unscored samples in the denominator": Mutation(
         "training",
-        "training/prepare.py",
+        "training/step/prepare.py",
         "members = [p for p in step.positions if _is_scored(samples[p])]",
         "members = list(step.positions)",
     ),
     "advantages of other samples": Mutation(
         "training",
-        "training/micro_batch.py",
+        "training/step/micro_batch.py",
         "_join([arrays[p] for p in positions], np.float32)",
         "_join([next(a for q, a in enumerate(arrays) if len(a) == len(arrays[p])) for p in positions], np.float32)",
     ),
     "a micro-batch is one sequence": Mutation(
         "training",
-        "training/micro_batch.py",
+        "training/step/micro_batch.py",
         "np.repeat(np.arange(len(samples)), lengths)",
         "np.repeat(np.zeros(len(samples), np.int64), lengths)",
     ),
     "log-probs of the token after": Mutation(
         "training",
-        "training/micro_batch.py",
+        "training/step/micro_batch.py",
         "predicting=tensor(row.response_positions)",
         "predicting=tensor(np.minimum(row.response_positions + 1, len(row.tokens) - 1))",
     ),
     "ratio to the engine's log-probs": Mutation(
         "training",
-        "training/loss.py",
+        "training/step/loss.py",
         "old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed",
         "old = batch.rollout_log_probs",
     ),
     "entropy is punished": Mutation(
         "training",
-        "training/loss.py",
+        "training/step/loss.py",
         "extra = extra - args.entropy_coef",
         "extra = extra + args.entropy_coef",
     ),
     "KL loss pushes away": Mutation(
-        "training", "training/loss.py", "extra = extra + args.kl_loss_coef", "extra = extra - args.kl_loss_coef"
+        "training", "training/step/loss.py", "extra = extra + args.kl_loss_coef", "extra = extra - args.kl_loss_coef"
     ),
     "importance weight of the current policy": Mutation(
         "training",
-        "training/loss.py",
+        "training/step/loss.py",
         "log_probs.detach(), recomputed)",
         "log_probs.detach(), log_probs.detach())",
     ),
     "teacher term not whitened": Mutation(
         "training",
-        "training/targets.py",
+        "training/step/targets.py",
         "    if args.normalize_advantages:\n",
         "    if args.normalize_advantages and not args.use_opd:\n",
     ),
@@ -327,23 +327,23 @@ TRAINING: dict[str, Mutation] = {
 
 LOG_PROBS: dict[str, Mutation] = {
     "temperature forgotten": Mutation(
-        "log_probs", "training/log_probs.py", "shard, 1.0 / temperature, with_entropy", "shard, 1.0, with_entropy"
+        "log_probs", "training/model/log_probs.py", "shard, 1.0 / temperature, with_entropy", "shard, 1.0, with_entropy"
     ),
     "temperature forgotten in the gradient": Mutation(
         "log_probs",
-        "training/log_probs.py",
+        "training/model/log_probs.py",
         "own = torch.where(held, grad_log_probs * scale, 0.0)",
         "own = torch.where(held, grad_log_probs, 0.0)",
     ),
     "padded vocabulary in the softmax": Mutation(
         "log_probs",
-        "training/log_probs.py",
+        "training/model/log_probs.py",
         "weight.size(0), weight[: settings.shard.num_valid]",
         "weight.size(0), weight",
     ),
     "entropy of logits": Mutation(
         "log_probs",
-        "training/log_probs.py",
+        "training/model/log_probs.py",
         "entropy = log_total - weighted / total",
         "entropy = log_total + weighted / total",
     ),

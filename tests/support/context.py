@@ -36,8 +36,8 @@ def problem() -> dict[str, torch.Tensor]:
 
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
-    from slime.training.attention import PackedAttention, PackedSequences
-    from slime.training.log_probs import VocabShard, token_log_probs
+    from slime.training.model.attention import PackedAttention, PackedSequences
+    from slime.training.model.log_probs import VocabShard, token_log_probs
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
     packed = PackedSequences.build(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu"))

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch
 from slime.data.context_cut import context_cut
-from slime.training.context import RowCut
-from slime.training.log_probs import TokenScores, VocabShard, token_log_probs, token_values
-from slime.training.loss import micro_batch_loss, micro_batch_value_loss
-from slime.training.micro_batch import MicroBatch, to_device
-from slime.training.prepare import PreparedBatch, prepare, with_signals
-from slime.training.targets import Signals
+from slime.training.model.context import RowCut
+from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
+from slime.training.step.loss import micro_batch_loss, micro_batch_value_loss
+from slime.training.step.micro_batch import MicroBatch, to_device
+from slime.training.step.prepare import PreparedBatch, prepare, with_signals
+from slime.training.step.targets import Signals
 from tests.support.training import random_batch, training_args
 
 VOCAB, HIDDEN, DECAY = 37, 6, 0.8

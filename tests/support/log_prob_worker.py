@@ -34,7 +34,7 @@ def main(folder: str, rank: int, world: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from slime.training.log_probs import VocabShard, score_tokens
+    from slime.training.model.log_probs import VocabShard, score_tokens
 
     torch.set_num_threads(1)
     group = None

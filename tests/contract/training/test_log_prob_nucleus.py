@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.training.log_probs import TokenScores, VocabShard, score_tokens
+from slime.training.model.log_probs import TokenScores, VocabShard, score_tokens
 
 NUM_PROMPTS, LENGTH = 24, 48
 

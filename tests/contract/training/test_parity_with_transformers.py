@@ -102,7 +102,7 @@ def test_temperature_divides_the_logits(tmp_path: Path, make_backend: Callable[.
 def test_save_hf_is_a_checkpoint_that_transformers_loads(
     dtype: torch.dtype | None, tmp_path: Path, make_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime.training import hf_files
+    from slime.training.state import hf_files
 
     monkeypatch.setattr(hf_files, "MAX_SHARD_BYTES", 100_000)  # several files and an index
     checkpoint = write_tiny_model(tmp_path / "m", "qwen3")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import CheckpointError
-from slime.training.checkpoint import LATEST, Checkpoint, begin, commit, latest, verify
+from slime.training.state.checkpoint import LATEST, Checkpoint, begin, commit, latest, verify
 
 
 def _write(root: Path, rollout_id: int, content: str = "weights") -> Path:

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.config.model_shape import contradictions, megatron_shape
 from slime.core.errors import ConfigError
-from slime.training.moe import check_moe
+from slime.training.model.moe import check_moe
 from tests.support.tiny import SHAPE
 
 EXPERTS: dict[str, Any] = {

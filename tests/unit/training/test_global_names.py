@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ConfigError
-from slime.training.names import global_name, is_expert
+from slime.training.model.names import global_name, is_expert
 from slime.training.parallel import ParallelSizes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError
-from slime.training.hf_files import EXPORT_MARKER, begin_export, commit_export, require_replaceable, write_hf
+from slime.training.state.hf_files import EXPORT_MARKER, begin_export, commit_export, require_replaceable, write_hf
 
 
 def _export(directory: Path, source: Path) -> None:

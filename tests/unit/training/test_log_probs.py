@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.training import log_probs as module
-from slime.training.log_probs import VocabShard, score_tokens, token_log_probs, token_values
+from slime.training.model import log_probs as module
+from slime.training.model.log_probs import VocabShard, score_tokens, token_log_probs, token_values
 
 VOCAB, PADDED, HIDDEN, TOKENS = 131, 136, 16, 37
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 1e-6}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.training.log_probs import VocabShard, score_tokens
+from slime.training.model.log_probs import VocabShard, score_tokens
 
 CUTS = [(0.9, -1), (0.5, -1), (0.01, -1), (1.0, 5), (1.0, 1), (0.8, 5), (0.3, 40), (0.999999, -1), (1.0, 1000)]
 

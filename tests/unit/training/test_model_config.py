@@ -15,8 +15,8 @@ from slime.config import Args, parse_args
 from slime.config.megatron_defaults import FIXED
 from slime.config.model_shape import megatron_shape, read_hf_config
 from slime.core.errors import ConfigError
-from slime.training.model_config import ddp_config, fixed, optimizer_config, transformer_config
-from slime.training.optimizer import _scheduler
+from slime.training.model.config import ddp_config, fixed, optimizer_config, transformer_config
+from slime.training.step.optimizer import _scheduler
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.training.poison import MAX_OFFSETS, MAX_SAMPLES, dump_poison
+from slime.training.step.poison import MAX_OFFSETS, MAX_SAMPLES, dump_poison
 
 
 def batch_of(num_samples: int, num_response: int = 4) -> TrainBatch:

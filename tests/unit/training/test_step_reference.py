@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.training.loss import micro_batch_loss
-from slime.training.micro_batch import to_device
-from slime.training.prepare import prepare, with_signals
-from slime.training.targets import Signals
+from slime.training.step.loss import micro_batch_loss
+from slime.training.step.micro_batch import to_device
+from slime.training.step.prepare import prepare, with_signals
+from slime.training.step.targets import Signals
 from tests.support.formula_worker import VOCAB, make_batch, make_signals, whole_scores
 from tests.support.training import training_args
 

@@ -15,7 +15,7 @@ from slime.algorithms.off_policy.opsm import opsm_mask
 from slime.algorithms.off_policy.rejection import rejection_mask
 from slime.config.hooks import load_hook
 from slime.core.errors import HookError
-from slime.training.micro_batch import MicroBatch
+from slime.training.step.micro_batch import MicroBatch
 
 
 def corrected(

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.core.errors import ConfigError
-from slime.training.context import RowCut
+from slime.training.model.context import RowCut
 
 
 @dataclass

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from slime.training.nucleus import Nucleus, find_nucleus
-from slime.training.vocab_shard import VocabShard
+from slime.training.model.nucleus import Nucleus, find_nucleus
+from slime.training.model.vocab_shard import VocabShard
 
 __all__ = ["DEFAULT_CHUNK_TOKENS", "TokenScores", "VocabShard", "score_tokens", "token_log_probs", "token_values"]
 

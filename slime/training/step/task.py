@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from slime.training.loss import LossParts, is_cut, micro_batch_loss, micro_batch_value_loss
-from slime.training.micro_batch import MicroBatch
+from slime.training.step.loss import LossParts, is_cut, micro_batch_loss, micro_batch_value_loss
+from slime.training.step.micro_batch import MicroBatch
 
 
 class Task(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch
 from slime.core.errors import NumericsError
-from slime.training.micro_batch import MicroBatch
+from slime.training.step.micro_batch import MicroBatch
 
 LIMITS: dict[torch.dtype, tuple[str, float]] = {
     torch.float32: ("max", 1e-3),

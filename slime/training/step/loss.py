@@ -22,9 +22,9 @@ from slime.algorithms.sft_loss import negative_log_likelihood
 from slime.algorithms.value_loss import value_loss
 from slime.config.hooks import load_hook
 from slime.core.errors import HookError
-from slime.training.correction import corrected
-from slime.training.log_probs import TokenScores
-from slime.training.micro_batch import MicroBatch
+from slime.training.model.log_probs import TokenScores
+from slime.training.step.correction import corrected
+from slime.training.step.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
 """Metric name -> this micro-batch's part of it, a float64 scalar on the device."""

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.core.errors import NumericsError
-from slime.training.gap import locate
-from slime.training.micro_batch import MicroBatch
-from slime.training.poison import dump_poison
-from slime.training.prepare import PreparedBatch
-from slime.training.targets import Signals
+from slime.training.step.gap import locate
+from slime.training.step.micro_batch import MicroBatch
+from slime.training.step.poison import dump_poison
+from slime.training.step.prepare import PreparedBatch
+from slime.training.step.targets import Signals
 
 Offsets = Mapping[int, list[int]]
 """Sample position -> response tokens."""

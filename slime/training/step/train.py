@@ -19,16 +19,16 @@ from torch import Tensor
 
 from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
-from slime.training.gap import GapMeter
-from slime.training.loss import LossParts, Sums
-from slime.training.micro_batch import MicroBatch, to_device
-from slime.training.names import global_name
-from slime.training.non_finite import Suspects, dump, names_of, raise_for
-from slime.training.optimizer import Trainable, apply_update, gather_grads, reduce_grads, zero_grad
-from slime.training.pipeline import run_micro_batches
-from slime.training.prepare import PreparedBatch
-from slime.training.targets import Arrays
-from slime.training.task import Task
+from slime.training.model.names import global_name
+from slime.training.step.gap import GapMeter
+from slime.training.step.loss import LossParts, Sums
+from slime.training.step.micro_batch import MicroBatch, to_device
+from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
+from slime.training.step.optimizer import Trainable, apply_update, gather_grads, reduce_grads, zero_grad
+from slime.training.step.pipeline import run_micro_batches
+from slime.training.step.prepare import PreparedBatch
+from slime.training.step.targets import Arrays
+from slime.training.step.task import Task
 
 
 @dataclass(frozen=True, slots=True)

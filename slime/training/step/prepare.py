@@ -20,7 +20,7 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
 from slime.data.flops import FlopsModel
 from slime.data.schedule import Schedule, build_schedule
-from slime.training.targets import Arrays, Signals, Targets, compute_targets
+from slime.training.step.targets import Arrays, Signals, Targets, compute_targets
 
 
 @dataclass(frozen=True, slots=True)

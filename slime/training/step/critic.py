@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from slime.config.model_shape import read_hf_config
-from slime.training import hf_weights
-from slime.training.build import build_model
-from slime.training.model import ValueModel
-from slime.training.names import parameters_of
-from slime.training.optimizer import Trainable, build_trainable
-from slime.training.prepare import PreparedBatch
-from slime.training.step import StepContext, first_step_gradients, forward_signals, train_on
-from slime.training.targets import Arrays
-from slime.training.task import ValueTask
+from slime.training.model.build import build_model
+from slime.training.model.names import parameters_of
+from slime.training.model.policy import ValueModel
+from slime.training.state import hf_weights
+from slime.training.step.optimizer import Trainable, build_trainable
+from slime.training.step.prepare import PreparedBatch
+from slime.training.step.targets import Arrays
+from slime.training.step.task import ValueTask
+from slime.training.step.train import StepContext, first_step_gradients, forward_signals, train_on
 from slime.weights.tables import table_for
 
 HEAD = "value_head."

@@ -18,7 +18,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from slime.training.micro_batch import MicroBatch
+from slime.training.step.micro_batch import MicroBatch
 
 Finish = Callable[[MicroBatch, Any], Tensor]
 """From a micro-batch and the last chunk's output to the scalar loss; called once for each, in order."""

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from slime.config.model_shape import rope_kind, rope_of
 from slime.core.errors import ConfigError
-from slime.training.layers import decoder_spec
-from slime.training.log_probs import VocabShard
-from slime.training.model import PolicyModel
-from slime.training.model_config import transformer_config
+from slime.training.model.config import transformer_config
+from slime.training.model.layers import decoder_spec
+from slime.training.model.log_probs import VocabShard
+from slime.training.model.policy import PolicyModel
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

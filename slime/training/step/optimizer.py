@@ -4,7 +4,7 @@ Experts have an optimizer of their own: they are sharded over other ranks than t
 
 Invariants
 1. Gradients are sums over all ranks that have the parameter: Megatron's own division is switched off
-   (`model_config`), because the loss carries the denominators of the whole step.
+   (`model.config`), because the loss carries the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
 
@@ -23,8 +23,8 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.core.errors import ConfigError, NumericsError
-from slime.training.model import PolicyModel
-from slime.training.model_config import ddp_config, optimizer_config
+from slime.training.model.config import ddp_config, optimizer_config
+from slime.training.model.policy import PolicyModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slime.config.model_shape import read_hf_config
 from slime.core.errors import ConfigError
-from slime.training.hf_weights import Holder, load_weights
+from slime.training.state.hf_weights import Holder, load_weights
 from slime.weights.tables import FamilyTable, table_for
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime.training.model import PolicyModel
+from slime.training.model.policy import PolicyModel
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.training.names import parameters_of
-from slime.training.optimizer import Trainable
+from slime.training.model.names import parameters_of
 from slime.training.parallel import ParallelInfo
+from slime.training.step.optimizer import Trainable
 
 FORMAT = 2
 MODEL, MASTER, MOMENT, RNG = "model/", "master/", "moment/", "rng/"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.training.vocab_shard import VocabShard
+from slime.training.model.vocab_shard import VocabShard
 
 _INTEGERS = {
     torch.bfloat16: (torch.int16, 16),

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime.training.hf_files import HfReader
-from slime.training.names import is_expert
+from slime.training.model.names import is_expert
+from slime.training.state.hf_files import HfReader
 from slime.weights.convert import export, load_shard
 from slime.weights.tables import FamilyTable, Kind
 

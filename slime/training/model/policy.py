@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from slime.training.layers import PackedSequences
-from slime.training.log_probs import ScoreOptions, TokenScores, VocabShard, score_tokens, token_values
+from slime.training.model.layers import PackedSequences
+from slime.training.model.log_probs import ScoreOptions, TokenScores, VocabShard, score_tokens, token_values
 
 
 class PolicyModel(GPTModel):

@@ -14,9 +14,9 @@ from torch import Tensor
 from slime.algorithms.sequences import Sequences
 from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import pack
-from slime.training.attention import PackedSequences
-from slime.training.prepare import PreparedBatch
-from slime.training.targets import Arrays
+from slime.training.model.attention import PackedSequences
+from slime.training.step.prepare import PreparedBatch
+from slime.training.step.targets import Arrays
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.core.errors import ConfigError
-from slime.training.attention import PackedAttention, PackedSequences
-from slime.training.moe import ExpertLayer, check_moe
+from slime.training.model.attention import PackedAttention, PackedSequences
+from slime.training.model.moe import ExpertLayer, check_moe
 
 __all__ = ["PackedSequences", "RMSNorm", "decoder_spec"]
 
