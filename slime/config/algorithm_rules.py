@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from slime.config.args import Args
+from slime.config.effect_rules import EFFECT_RULES, reads_eps_clip, reads_eps_clip_high
 from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule, was_given
 
 
@@ -50,9 +52,6 @@ def kl_is_complete(args: Args) -> str | None:
                 "reference twice; give one of them")  # fmt: skip
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         return f"got kl_loss_coef {args.kl_loss_coef} without --use-kl-loss, so it would be ignored; add the switch"
-    if args.ref_load and not (args.use_kl_loss or args.kl_coef):
-        return (f"got ref_load {args.ref_load} without --use-kl-loss or --kl-coef, so no reference is used; add one of "
-                "them or drop it")  # fmt: skip
     return None
 
 
@@ -88,25 +87,30 @@ def reward_hook_replaces_normalization(args: Args) -> str | None:
 
 
 def clip_is_sane(args: Args) -> str | None:
-    """Bounds of the ratio."""
-    if not 0 < args.eps_clip < 1 or args.eps_clip_high <= 0:
-        return f"got eps_clip {args.eps_clip}, eps_clip_high {args.eps_clip_high}; give 0 < eps_clip < 1, high > 0"
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+    """Bounds of the ratio, where the policy loss reads them."""
+    if reads_eps_clip(args) and not 0 < args.eps_clip <= 1:
+        return f"got eps_clip {args.eps_clip}; give 0 < eps_clip <= 1: the lower bound of the ratio is 1 - eps_clip"
+    if reads_eps_clip_high(args) and not args.eps_clip_high > 0:
+        return f"got eps_clip_high {args.eps_clip_high}; give a value > 0: the upper bound is 1 + eps_clip_high"
+    if args.eps_clip_c is not None and not args.eps_clip_c > 1:
         return f"got eps_clip_c {args.eps_clip_c}; the dual clip bound must be > 1 (arXiv:1912.09729)"
     return None
 
 
 def bounds_are_sane(args: Args) -> str | None:
-    """Intervals of weights have a low and a high end."""
-    pairs = [("cispo_clip_low", "cispo_clip_high"), ("tis_clip_low", "tis_clip"), ("rejection_low", "rejection_high")]
+    """Intervals of weights have a low and a high end; coefficients are numbers that do not turn a term around."""
+    pairs = [("tis_clip_low", "tis_clip"), ("rejection_low", "rejection_high")]
+    if was_given(args, "cispo_clip_low") or was_given(args, "cispo_clip_high"):  # made from eps_clip: see above
+        pairs.append(("cispo_clip_low", "cispo_clip_high"))
     wrong = [f"{a} {getattr(args, a)} and {b} {getattr(args, b)}" for a, b in pairs
              if not 0 <= getattr(args, a) <= getattr(args, b)]  # fmt: skip
     wrong += [f"{n} {getattr(args, n)}" for n in ("sapo_tau_positive", "sapo_tau_negative", "value_clip", "critic_lr",
-              "loss_constant_length") if getattr(args, n) <= 0]  # fmt: skip
+              "loss_constant_length") if not 0 < getattr(args, n) < math.inf]  # fmt: skip
     wrong += [f"{n} {getattr(args, n)}" for n in ("log_ratio_limit", "opsm_delta", "num_critic_only_steps",
-              "advantage_epsilon") if getattr(args, n) < 0]  # fmt: skip
+              "advantage_epsilon", "entropy_coef", "kl_coef", "kl_loss_coef", "opd_kl_coef", "rejection_veto")
+              if getattr(args, n) is not None and not 0 <= getattr(args, n) < math.inf]  # fmt: skip
     wrong += [f"{n} {getattr(args, n)}" for n in ("gamma", "lambd") if not 0 <= getattr(args, n) <= 1]
-    return f"got {', '.join(wrong)}, which is out of range (0 <= low <= high; see --help)" if wrong else None
+    return f"got {', '.join(wrong)}, which is out of range (finite, 0 <= low <= high; see --help)" if wrong else None
 
 
 def corrections_are_compatible(args: Args) -> str | None:
@@ -151,33 +155,6 @@ def observations_have_a_meaning(args: Args) -> str | None:
     return None
 
 
-_NEEDS: tuple[tuple[str, tuple[str | bool, ...], str], ...] = (
-    ("advantage_estimator", ("ppo",), "critic_load critic_lr num_critic_only_steps value_clip lambd"),
-    ("advantage_estimator", ("ppo", "reinforce_plus_plus"), "gamma observation_returns"),
-    ("advantage_estimator", ("grpo", "gspo", "cispo", "sapo"), "advantage_scale advantage_epsilon"),
-    ("policy_loss", ("cispo",), "cispo_clip_low cispo_clip_high"),
-    ("policy_loss", ("sapo",), "sapo_tau_positive sapo_tau_negative"),
-    ("policy_loss", ("ppo_clip", "gspo"), "eps_clip_c"),
-    ("loss_aggregation", ("constant_length",), "loss_constant_length"),
-    ("use_kl_loss", (True,), "use_unbiased_kl"),
-    ("use_tis", (True,), "custom_tis_function_path"),
-    ("use_opsm", (True,), "opsm_delta"),
-    ("use_opd", (True,), "opd_type opd_kl_coef opd_teacher_load"),
-)
-"""(setting, its values, the settings that only then do anything)"""
-
-
-def settings_have_an_effect(args: Args) -> str | None:
-    """What the user gave is read by what the user chose."""
-    idle = []
-    for setting, values, dependants in _NEEDS:
-        if getattr(args, setting) not in values:
-            said = [n for n in dependants.split() if was_given(args, n)]
-            wanted = " or ".join(str(v) for v in values)
-            idle += [f"{name}, which needs {setting} {wanted} (it is {getattr(args, setting)})" for name in said]
-    return f"got {'; '.join(idle)}: it would be ignored; drop it or change the other" if idle else None
-
-
 ALGORITHM_RULES: tuple[Rule, ...] = (
     temperature_is_positive,
     sampled_distribution_is_trained,
@@ -193,5 +170,5 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     custom_loss_has_a_function,
     distillation_has_a_teacher,
     observations_have_a_meaning,
-    settings_have_an_effect,
+    *EFFECT_RULES,
 )

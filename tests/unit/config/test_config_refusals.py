@@ -36,7 +36,7 @@ REFUSALS = [
     ("--calculate-per-token-loss --loss-aggregation sequence_sum", "give one of them"),
     ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss ppo_clip or gspo"),
     ("--gamma 0.9", "which needs advantage_estimator ppo or reinforce_plus_plus"),
-    ("--custom-tis-function-path a.b", "which needs use_tis True"),
+    ("--custom-tis-function-path a.b", "which needs --use-tis"),
     ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "tis_clip_low 0.6 and tis_clip 0.5"),
     ("--advantage-estimator ppo --observation-returns reset", "skip or through"),
     ("--advantage-estimator ppo --lambd 1.5", "lambd 1.5"),
