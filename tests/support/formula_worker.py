@@ -1,4 +1,6 @@
-"""One rank of the formula-level partition test: `python -m tests.support.formula_worker SPEC RANK`.
+"""The ranks of the formula-level partition test: `python -m tests.support.formula_worker SPEC`.
+
+One process imports and then forks the ranks, since importing costs more than the work.
 
 A toy decoder in float64 (an embedding, a decaying causal sum, an output layer) stands for the model. Everything else is
 the trainer's own: targets, token weights, schedule, packing, context cut, vocabulary shards, losses. For every layout
@@ -160,7 +162,8 @@ def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple
 def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dict[str, Any]:
     """One optimizer step's loss and gradients, summed over the world."""
     toy = Toy(layout)
-    total, sums = torch.zeros((), dtype=torch.float64), {}
+    total = torch.zeros((), dtype=torch.float64)
+    sums: dict[str, Any] = {}
     for positions in prepared.schedule.steps[0].micro_batches[layout.dp_rank]:
         batch = to_device(prepared, positions, torch.device("cpu"), pad_each_to=2 * layout.cp_size)
         scores, entropy = evaluate(toy, layout, batch, what=what)
@@ -187,10 +190,9 @@ def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dic
     return {"loss": float(numbers[0]), "norm": float(flat.norm()), "gradient": flat, "sums": numbers[1:]}
 
 
-def main(spec_path: str, rank: int) -> None:
-    """Runs one rank."""
+def run_rank(rank: int, spec: dict[str, Any]) -> None:
+    """Works through the layouts that have this rank."""
     torch.set_num_threads(1)
-    spec = json.loads(Path(spec_path).read_text())
     store = dist.TCPStore("127.0.0.1", spec["port"], spec["world_size"], is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=spec["world_size"])
     batch = make_batch()
@@ -200,8 +202,8 @@ def main(spec_path: str, rank: int) -> None:
         layout = Layout.build(*cut["sizes"])
         if layout is None:
             continue
-        for case, settings in spec["cases"].items():
-            args = training_args(Path("unused"), **{**settings, **cut["args"]})
+        for case in cut["cases"]:
+            args = training_args(Path("unused"), **{**spec["cases"][case], **cut["args"]})
             prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
             what = "values" if args.advantage_estimator == "ppo" else "log_probs"
             results[f"{name}/{case}"] = run(layout, with_signals(prepared, args, signals), args, what=what)
@@ -210,5 +212,11 @@ def main(spec_path: str, rank: int) -> None:
     dist.destroy_process_group()
 
 
+def main(spec_path: str) -> None:
+    """Forks the ranks; an error of one ends all of them and is raised here."""
+    spec = json.loads(Path(spec_path).read_text())
+    torch.multiprocessing.start_processes(run_rank, args=(spec,), nprocs=spec["world_size"], start_method="fork")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.config.derive import Draft, _algorithm
 from slime.config.groups import AlgorithmArgs, CriticArgs, HookArgs, OffPolicyArgs, TeacherArgs, TrainingArgs
 from slime.core.batch import TrainBatch, TrainSample
 
@@ -68,23 +69,17 @@ def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, *
         "finetune": False,
     }
     settings = {**MEGATRON, **(megatron or {})}
-    return SimpleNamespace(**{**values, **derived_settings({**values, **changes}), **changes}, megatron=settings)
+    values |= changes
+    return SimpleNamespace(**values | derived_settings(values, settings, set(changes)), megatron=settings)
 
 
-def derived_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """What `slime.config.derive` makes of these settings, for those that the trainer reads."""
-    estimator = values["advantage_estimator"]
-    return {
-        "policy_loss": estimator if estimator in ("gspo", "cispo", "sapo") else "ppo_clip",
-        "loss_aggregation": "token_mean" if values["calculate_per_token_loss"] else "sequence_mean",
-        "loss_constant_length": 16,
-        "cispo_clip_low": 1.0 - values["eps_clip"],
-        "cispo_clip_high": 1.0 + values["eps_clip_high"],
-        "advantage_scale": "group" if values["grpo_std_normalization"] else "none",
-        "normalize_advantages": estimator.startswith("reinforce_plus_plus"),
-        "critic_lr": 1e-3,
-        "critic_load": values["hf_checkpoint"] if estimator == "ppo" else None,
-    }
+def derived_settings(values: dict[str, Any], megatron: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """What `slime.config.derive` makes of these settings where the names in `given` were given."""
+    assumed = {"n_samples_per_prompt": 2, "rollout_max_response_len": 16}
+    draft = Draft({**assumed, **values}, dict(megatron), {})
+    draft.given = {"eps_clip_high", *given}
+    _algorithm(draft)
+    return {name: draft.values[name] for name in draft.origins}
 
 
 def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:

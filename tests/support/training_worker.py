@@ -3,10 +3,10 @@ RANK`.
 
 SPEC: `layouts`, a list that all ranks work through, since importing costs more than training. A layout: checkpoint,
 world_size (ranks beyond it skip the layout), out (folder), megatron and args (settings), scenarios ({name:
-{order, args}}), seed of the batch, rounds (training steps after the scenarios), save_after (a round) and load (a
-folder that `save` wrote). Rank 0 writes `<name>.safetensors` with the gradients of each scenario, `weights.safetensors`
-after training and `result.json` with metrics; every rank writes `errors_RANK.json` (see `errors_of`) and its part of a
-checkpoint into `after_N` and, with `save_end`, `end`.
+{order, args}}), seed of the batch, rounds (training steps after the scenarios), round_args (settings of the rounds
+alone), save_after (a round) and load (a folder that `save` wrote). Rank 0 writes `<name>.safetensors` with the
+gradients of each scenario, `weights.safetensors` after training and `result.json` with metrics; every rank writes
+`errors_RANK.json` (see `errors_of`) and its part of a checkpoint into `after_N` and, with `save_end`, `end`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
     if spec.get("load"):
         backend.load(Path(spec["load"]))
     (out / f"errors_{rank}.json").write_text(json.dumps(errors_of(backend, batch)))
+    vars(args).update(spec.get("round_args", {}))
     results["metrics"] = []
     for done in range(1, spec.get("rounds", 0) + 1):
         results["metrics"].append(backend.train(batch))

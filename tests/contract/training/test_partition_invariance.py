@@ -1,7 +1,8 @@
 """Law 3: the gradient does not depend on the partition. Real Megatron, real gloo, one process per rank.
 
-One set of processes works through all layouts of a fixture. Every layout also trains two steps and exports, so that
-gradient norms (a tied embedding counts once), optimizer shards and the way back to Hugging Face names are compared.
+One set of processes works through all layouts of a fixture. Every layout also trains two rounds of two optimizer steps
+(old log-probs from a forward pass, ratios other than one) and exports, so that gradient norms (a tied embedding counts
+once), optimizer shards and the way back to Hugging Face names are compared. The loss has a KL to another model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "four": {"args": {"micro_batch_size": 4}},
     "by_tokens": {"args": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 30}},
 }
-"""Not packed, packed by samples, packed by tokens: micro-batches of every layout."""
+"""One sample per row, packed by samples, packed by tokens: micro-batches of every layout."""
 ORDERS: dict[str, dict[str, Any]] = {
     **CUTS,
     "all_in_one": {"args": {"micro_batch_size": 8}},
@@ -88,7 +89,10 @@ def _of_sizes(dp: int, tp: int, pp: int, cp: int, ep: int) -> dict[str, Any]:
 def _run(root: Path, layouts: dict[str, dict[str, Any]], family: str, **model: Any) -> dict[str, Outcome]:
     # A vocabulary that two ranks do not divide: the padded row must not matter.
     checkpoint = write_tiny_model(root / "model", family, vocab_size=131, num_hidden_layers=4, **model)
-    defaults = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 2}
+    reference = write_tiny_model(root / "reference", family, seed=1, vocab_size=131, num_hidden_layers=4, **model)
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "ref_load": str(reference)}
+    two_steps = {"global_batch_size": 4}
+    defaults = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 2, "args": kl, "round_args": two_steps}
     return run_layouts(root / "out", layouts, defaults=defaults)
 
 
@@ -101,10 +105,15 @@ def _check_gradients(reference: dict[str, Any], other: Outcome, layout: str) -> 
             assert error <= TOLERANCE, f"{layout}/{scenario}: {name} differs by {error:.2e} of its largest entry"
 
 
+COMPARED = ("loss", "grad_norm", "entropy_loss", "ppo_kl", "ois", "train_rollout_logprob_abs_diff")
+COMPARED_KL = ("kl_loss", "ref_log_probs")
+
+
 def _check_training(one: Outcome, other: Outcome, layout: str) -> None:
     for want, got in zip(one.result["metrics"], other.result["metrics"], strict=True):
         assert got.keys() == want.keys(), layout
-        for name in ("train/loss", "train/grad_norm", "train/entropy_loss", "train/train_rollout_logprob_abs_diff"):
+        assert want["train/num_updates"] == 2.0 and abs(want["train/ppo_kl"]) > 1e-4, "the second step has other ratios"
+        for name in (f"train/{n}" for n in (*COMPARED, *COMPARED_KL) if n in COMPARED or f"train/{n}" in want):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), f"{layout}: {name}"
     for name, want in one.weights.items():
         # Adam divides by the gradient's own size, so rounding of a tiny gradient can show; lr is 1e-3.
@@ -181,7 +190,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "sft": {"args": {"loss_type": "sft_loss"}},
     "entropy": {"args": {"entropy_coef": 0.1}},
-    "corrected": {"args": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.01, "micro_batch_size": 3}},
+    "corrected": {
+        "args": {
+            **{"use_tis": True, "tis_level": "sequence", "tis_clip": 1.01, "micro_batch_size": 3},
+            # Old log-probs of the trainer's own: from a forward pass, since there are two steps.
+            **{"use_rollout_logprobs": False, "global_batch_size": 4},
+        }
+    },
 }
 
 

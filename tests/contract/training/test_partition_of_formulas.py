@@ -1,5 +1,8 @@
 """Law 3 at the level of formulas, float64: every loss and aggregation, cut over data, tensor and context parallel ranks
 and micro-batches. Pipeline stages and experts appear in no formula; the model's own test covers them.
+
+The layouts hold every pair of values of any two sizes. Each runs every loss, and the aggregations take turns, so that
+every loss meets every aggregation in several layouts; the slow test runs all of them in all layouts.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,56 +40,78 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sft": {"loss_type": "sft_loss"},
     "values": {"advantage_estimator": "ppo", "gamma": 0.99, "lambd": 0.9},
 }  # fmt: skip
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"sizes": [1, 1, 1], "args": {"micro_batch_size": 1}},
-    "packed": {"sizes": [1, 1, 1], "args": {"micro_batch_size": 4}},
-    "dp4": {"sizes": [4, 1, 1], "args": {"micro_batch_size": 1}},
-    "dp2_tp2": {"sizes": [2, 2, 1], "args": {"micro_batch_size": 4}},
-    "dp2_cp2": {"sizes": [2, 1, 2], "args": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20}},
-    "tp2_cp2": {"sizes": [1, 2, 2], "args": {"micro_batch_size": 1}},
-    "dp4_balanced": {
-        "sizes": [4, 1, 1],
-        "args": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_data": True},
-    },
-    "cp4": {"sizes": [1, 1, 4], "args": {"micro_batch_size": 4}},
+CUTS: dict[str, dict[str, Any]] = {
+    "single": {"micro_batch_size": 1},
+    "four": {"micro_batch_size": 4},
+    "by_tokens": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20},
+    "balanced": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40, "balance_data": True},
 }
+"""One sample per row, packed by samples, packed by tokens; balanced is by tokens, too."""
+LAYOUTS: tuple[tuple[int, int, int, str], ...] = (
+    (1, 1, 1, "single"),
+    (1, 2, 2, "four"),
+    (1, 1, 4, "by_tokens"),
+    (2, 2, 1, "single"),
+    (2, 1, 2, "by_tokens"),
+    (2, 1, 1, "four"),
+    (4, 1, 1, "four"),
+    (4, 1, 2, "single"),
+    (4, 2, 1, "by_tokens"),
+    (4, 1, 1, "balanced"),
+)
+"""(DP, TP, CP, cut into micro-batches)"""
+VALUES: tuple[tuple[Any, ...], ...] = ((1, 2, 4), (1, 2), (1, 2), ("single", "four", "by_tokens"))
+CASES = tuple(itertools.product(LOSSES, AGGREGATIONS))
+Case = tuple[str, str]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Four processes run every layout after the other."""
-    out = tmp_path_factory.mktemp("formulas")
-    cases = {
-        f"{loss}/{aggregation}": {
-            **settings,
-            "loss_aggregation": aggregation,
-            "use_dynamic_global_batch_size": True,
-            "num_steps_per_rollout": 1,
-        }
-        for (loss, settings), aggregation in itertools.product(LOSSES.items(), AGGREGATIONS)
+def _name(layout: tuple[int, int, int, str]) -> str:
+    return "dp{}tp{}cp{}_{}".format(*layout)
+
+
+ONE = _name(LAYOUTS[0])
+
+
+def _in_turn() -> dict[str, list[Case]]:
+    """Layout -> its cases; the layout that the others are compared with has all."""
+    return {
+        _name(layout): [
+            (loss, aggregation)
+            for (i, loss), (j, aggregation) in itertools.product(enumerate(LOSSES), enumerate(AGGREGATIONS))
+            if turn == 0 or (turn + i - j) % len(AGGREGATIONS) == 0
+        ]
+        for turn, layout in enumerate(LAYOUTS)
     }
-    spec = {"port": free_port(), "world_size": 4, "out": str(out), "layouts": LAYOUTS, "cases": cases}
+
+
+def _run(out: Path, cases: dict[str, list[Case]]) -> dict[str, Any]:
+    """One set of processes runs every layout after the other."""
+    same = {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 1}
+    spec = {
+        "port": free_port(),
+        "world_size": max(dp * tp * cp for dp, tp, cp, _ in LAYOUTS),
+        "out": str(out),
+        "layouts": {
+            _name(layout): {
+                "sizes": layout[:3],
+                "args": CUTS[layout[3]],
+                "cases": [f"{loss}/{aggregation}" for loss, aggregation in cases[_name(layout)]],
+            }
+            for layout in LAYOUTS
+        },
+        "cases": {f"{loss}/{kind}": {**LOSSES[loss], **same, "loss_aggregation": kind} for loss, kind in CASES},
+    }
     (out / "spec.json").write_text(json.dumps(spec))
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.formula_worker", str(out / "spec.json")]
-    running = []
-    for rank in range(4):
-        with (out / f"rank_{rank}.log").open("wb") as log:
-            running.append(subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=log, stderr=log))
-    try:
-        codes = [p.wait(timeout=280) for p in running]
-    finally:
-        for p in running:
-            p.kill()
-    logs = "\n".join(f.read_text()[-3000:] for f in sorted(out.glob("*.log")))
-    assert not any(codes), f"exit codes {codes}\n{logs}"
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout.decode(errors='replace')[-6000:]}"
     loaded: dict[str, Any] = torch.load(out / "result.pt")
     return loaded
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradient_are_those_of_one_rank(results: dict[str, Any], loss: str) -> None:
-    for layout, aggregation in itertools.product(LAYOUTS, AGGREGATIONS):
-        want, got = results[f"one/{loss}/{aggregation}"], results[f"{layout}/{loss}/{aggregation}"]
+def _check(results: dict[str, Any], layout: str, cases: Iterable[Case]) -> None:
+    for loss, aggregation in cases:
+        want, got = results[f"{ONE}/{loss}/{aggregation}"], results[f"{layout}/{loss}/{aggregation}"]
         assert want["norm"] > 1e-4, f"{loss}/{aggregation}: a gradient of zero proves nothing"
         where = f"{layout}/{loss}/{aggregation}"
         assert got["loss"] == pytest.approx(want["loss"], rel=TOLERANCE, abs=1e-9), where
@@ -94,8 +120,33 @@ def test_loss_and_gradient_are_those_of_one_rank(results: dict[str, Any], loss: 
         torch.testing.assert_close(got["sums"], want["sums"], rtol=TOLERANCE, atol=1e-9)
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return _run(tmp_path_factory.mktemp("formulas"), _in_turn())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+def test_loss_and_gradient_are_those_of_one_rank(results: dict[str, Any], layout: tuple[int, int, int, str]) -> None:
+    _check(results, _name(layout), _in_turn()[_name(layout)])
+
+
+@pytest.mark.slow
+def test_every_loss_with_every_aggregation_in_every_layout(tmp_path: Path) -> None:
+    results = _run(tmp_path, {_name(layout): list(CASES) for layout in LAYOUTS})
+    for layout in LAYOUTS:
+        _check(results, _name(layout), CASES)
+
+
+def test_the_layouts_cover_every_pair() -> None:
+    for (i, first), (j, second) in itertools.combinations(enumerate(VALUES), 2):
+        missing = set(itertools.product(first, second)) - {(layout[i], layout[j]) for layout in LAYOUTS}
+        assert not missing, f"no layout has the values {missing} of {i} and {j}"
+    missing_cases = set(CASES) - {case for name, cases in _in_turn().items() if name != ONE for case in cases}
+    assert not missing_cases, f"no cut meets {missing_cases}"
+
+
 def test_aggregations_differ(results: dict[str, Any]) -> None:
     """Equal numbers would mean that the setting does nothing."""
     for loss in LOSSES:
-        norms = {round(results[f"one/{loss}/{a}"]["norm"], 9) for a in AGGREGATIONS}
+        norms = {round(results[f"{ONE}/{loss}/{a}"]["norm"], 9) for a in AGGREGATIONS}
         assert len(norms) == len(AGGREGATIONS), f"{loss}: {norms}"

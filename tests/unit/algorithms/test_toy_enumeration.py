@@ -11,7 +11,8 @@ sums over all compositions of a group. Two kinds of tests:
 What is exact and what is not, as the tests show it:
 
 * On-policy, all policy losses have the policy gradient. Leave-one-out is unbiased; without division by the standard
-  deviation, GRPO is (G - 1) / G of it; with it, the direction is another one, and the test has its own expectation.
+  deviation, GRPO is (G - 1) / G of it; with it, the direction changes a little (a cosine of 0.9998 with groups of 16
+  here, 0.9991 with 8), so the test has its own expectation beside the exact gradient.
 * KL as a loss term sees prefixes as given, so its target is the gradient of the KL of each next token, averaged over
   the policy's prefixes. k2, and k1 and k3 times the ratio, have exactly that gradient; k3 alone is biased, k1 alone has
   none.
@@ -44,7 +45,8 @@ from slime.algorithms.sequences import Sequences
 
 Array = npt.NDArray[np.float64]
 NUM_SAMPLES = 100_000
-GROUP = 8
+GROUP = 16
+"""The division by the deviation of so many keeps the direction to a cosine above 0.9995, and (G - 1) / G shows."""
 LETTERS = np.array(list(itertools.product(range(4), repeat=3)))
 """[64, 3]"""
 PREFIX = np.stack([0 * LETTERS[:, 0], 1 + LETTERS[:, 0], 5 + 4 * LETTERS[:, 0] + LETTERS[:, 1]], 1)
@@ -191,11 +193,13 @@ def test_reinforce_by_sampling(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rloo", "dr_grpo", "grpo"])
 def test_group_estimators_by_sampling(kind: str) -> None:
+    """GRPO's division by the deviation changes the direction a little; it stays within 0.999 of the exact gradient."""
     rows = draw(4)
     got = sampled_gradient("clip", rows, by_groups(rows, kind))
     expected = expected_advantage(kind)
     want = (P * np.array([expected[r] for r in REWARD])) @ SCORE
     assert cosine(got, want) >= 0.999
+    assert cosine(got, EXACT) >= 0.999
     assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(want), rel=0.03)
     if kind == "rloo":
         np.testing.assert_allclose(want, EXACT, rtol=0, atol=1e-12, err_msg="leave-one-out is unbiased")
