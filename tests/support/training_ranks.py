@@ -28,7 +28,7 @@ class Outcome:
 
 
 def run_layouts(
-    folder: Path, layouts: dict[str, dict[str, Any]], *, defaults: dict[str, Any], timeout_s: float = 300.0
+    folder: Path, layouts: dict[str, dict[str, Any]], *, defaults: dict[str, Any], timeout_s: float = 560.0
 ) -> dict[str, Outcome]:
     """Runs every layout, one after the other, in one set of processes; `defaults` fill what a layout leaves out."""
     specs = {}
