@@ -5,8 +5,9 @@
     python train.py ... --use-tis --custom-tis-function-path examples.own_algorithm:soft_weights
     python train.py ... --custom-pg-loss-reducer-function-path examples.own_algorithm:by_thousand_tokens
 
-They are called on every training rank. What they are given is the whole batch (advantages) or one micro-batch, so a sum
-must carry the denominators of the step itself, as `sum_of_sample_mean` does.
+They are called on every training rank. What they are given is the whole batch (advantages) or one micro-batch: a loss
+must carry the denominators of the step, as `sum_of_sample_mean` does; what a reducer sums is divided by the step's
+executions.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class Sample:
     loss_mask: list[int] | None = None
     """[R] 1 where the token is trained; None means all ones."""
     rollout_log_probs: list[float] | None = None
-    """[R] log-prob (nats) under the distribution that was sampled from; 0.0 where not sampled."""
+    """[R] log-prob (nats) as the engine reports it: at the sampling temperature, over the whole vocabulary, whatever
+    top-p and top-k cut off; 0.0 where not sampled."""
     token_versions: list[int] | None = None
     """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
     teacher_log_probs: list[float] | None = None

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,11 +131,12 @@ class MegatronBackend:
         self._require_awake("train")
         prepared = self._with_signals(self._prepare(batch))
         metrics = dict(prepared.targets.metrics) if prepared.targets is not None else {}
+        # The policy goes first: what its checks refuse leaves the critic alone, too.
+        if self._critic is None or batch.rollout_id >= int(self.args.num_critic_only_steps):
+            metrics |= train_on(self._context, self._trainable, prepared, version=self.weight_version)
         if self._critic is not None:
             metrics |= self._critic.train(prepared, version=self.weight_version)
-            if batch.rollout_id < int(self.args.num_critic_only_steps):
-                return metrics
-        return metrics | train_on(self._context, self._trainable, prepared, version=self.weight_version)
+        return metrics
 
     def tflops(self, batch: TrainBatch, time_s: float) -> float:
         """10^12 floating-point operations per second and rank of training the policy on a batch in `time_s`."""
@@ -184,8 +186,9 @@ class MegatronBackend:
     def _log_probs_of(self, other: HostWeights | None, prepared: PreparedBatch) -> Arrays | None:
         if other is None:
             return None
+        whole = dataclasses.replace(self._context, task=PolicyTask(self.args, whole=True))
         with other.lent():
-            return self._forward(prepared)[-1]
+            return forward_signals(whole, self._trainable.ddps, prepared)[0]
 
     def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
         """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
@@ -280,7 +283,12 @@ class MegatronBackend:
             self._stash.take_back()
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Leaves the process group and lets go of the model."""
+        for trainable in self._trainables.values():
+            for ddp in trainable.ddps:
+                # Its hooks hang on autograd nodes that hold it where no collector looks. Emptied, it no longer holds
+                # the model, the buffers and the groups, whose threads would go on for the life of the process.
+                vars(ddp).clear()
         destroy_process_groups()
 
     # --- inside -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 The logits of `chunk_tokens` rows exist at a time, in the dtype of the model; in the backward pass they are computed
 again and turned in place into their own gradient, which the two matrix products then read. Between the products,
-float32 works on a few rows at a time (`WORK_BYTES`), so nothing of the size of a chunk is ever held in float32.
+float32 works on a few rows at a time (`WORK_BYTES`), so nothing of the size of a chunk is held in float32, except one
+buffer under top-p or top-k.
 The vocabulary may be split over the tensor-parallel group: maximum, sums and target logits are merged per chunk.
 
 Invariants

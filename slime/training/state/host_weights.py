@@ -33,20 +33,28 @@ class HostWeights:
                 f"got {flag} {directory} of another family or shape than the policy; use a model of the same size"
             )
         self._parameters = parameters
-        self._own = {name: torch.empty_like(p, device="cpu") for name, p in parameters.items()}
+        self._own, self._kept = _room_for(parameters), _room_for(parameters)
         load_weights(self._own, table, directory, holders)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Puts these weights into the policy's parameters, and afterwards the policy's back, bit for bit."""
-        kept = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
         with torch.no_grad():
+            _copy(self._parameters, self._kept)
             try:
-                self._copy(self._own)
+                _copy(self._own, self._parameters)
                 yield
             finally:
-                self._copy(kept)
+                _copy(self._kept, self._parameters)
 
-    def _copy(self, source: Mapping[str, Tensor]) -> None:
-        for name, p in self._parameters.items():
-            p.copy_(source[name])
+
+def _room_for(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Host memory for them, which a GPU can reach by itself."""
+    return {name: torch.empty_like(p, device="cpu", pin_memory=p.is_cuda) for name, p in parameters.items()}
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in source.items():
+        target[name].copy_(tensor.detach(), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

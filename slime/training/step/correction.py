@@ -42,7 +42,8 @@ def corrected(
             high=args.tis_clip,
             log_ratio_limit=limit,
         )
-        metrics = {"tis": weights.raw, "tis_clipfrac": weights.truncated, "tis_abs": (weights.raw - 1.0).abs()}
+        metrics = {"tis": weights.raw, "tis_clipfrac": weights.truncated, "tis_abs": (weights.raw - 1.0).abs(),
+                   "mismatch_clamped": weights.ratio_limited}  # fmt: skip
         if args.use_tis:
             policy_loss = policy_loss * weights.weight
     if args.rejection_level:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.kl import kl_estimate
+from slime.algorithms.log_ratio import unmasked
 from slime.algorithms.policy.cispo import cispo_loss
 from slime.algorithms.policy.clip import clipped_policy_loss
 from slime.algorithms.policy.gspo import gspo_loss
@@ -63,8 +64,8 @@ def micro_batch_value_loss(args: Any, batch: MicroBatch, values: Tensor) -> Loss
     loss, clipped = value_loss(values, batch.old_values, batch.returns, batch.mask, value_clip=args.value_clip)
     sums = {
         "value_loss": weighted_sum(loss, batch),
-        "value_clipfrac": weighted_sum(clipped, batch),
-        "values": weighted_sum(values, batch),
+        "value_clipfrac": token_mean(clipped, batch),
+        "values": token_mean(values, batch),
     }
     return LossParts(weighted(loss, batch), loss.detach(), sums)
 
@@ -99,19 +100,20 @@ def _policy(args: Any, batch: MicroBatch, scores: TokenScores) -> LossParts:
     policy_loss, sums = corrected(args, batch, result.loss, log_probs.detach(), recomputed, whole)
     if is_cut(args):
         sums["nucleus_outside"] = scores.outside.to(log_probs.dtype)
-    sums = {name: weighted_sum(value, batch) for name, value in sums.items()}
-    sums["pg_clipfrac"] = weighted_sum(result.clipped, batch)
-    sums["ppo_kl"] = weighted_sum(result.old_minus_new, batch)
+    counts = {name: sums.pop(name).double().sum() for name in tuple(sums) if name.endswith("_clamped")}
+    sums = {name: token_mean(value, batch) for name, value in sums.items()} | counts
     sums["log_ratio_clamped"] = result.ratio_limited.double().sum()
+    sums["pg_clipfrac"] = token_mean(result.clipped, batch)
+    sums["ppo_kl"] = token_mean(result.old_minus_new, batch)
+    sums["ois"] = token_mean((-result.old_minus_new).exp(), batch)
+    sums["log_probs"] = token_mean(log_probs, batch)
+    sums["rollout_log_probs"] = token_mean(batch.rollout_log_probs * batch.sampled, batch)
     sums["pg_loss"] = weighted_sum(policy_loss, batch)
-    sums["ois"] = weighted_sum((-result.old_minus_new).exp(), batch)
-    sums["log_probs"] = weighted_sum(log_probs, batch)
-    sums["rollout_log_probs"] = weighted_sum(batch.rollout_log_probs * batch.sampled, batch)
     extra = torch.zeros_like(policy_loss)
     if entropy is not None:
-        sums["entropy_loss"] = weighted_sum(entropy, batch)
+        sums["entropy_loss"] = token_mean(entropy, batch)
         if args.entropy_coef:
-            extra = extra - args.entropy_coef * torch.where(batch.mask > 0, entropy, torch.zeros_like(entropy))
+            extra = extra - args.entropy_coef * unmasked(entropy, batch.mask)
     if args.use_kl_loss:
         assert batch.ref_log_probs is not None, "a KL loss needs reference log-probs"
         kl = kl_estimate(
@@ -123,23 +125,24 @@ def _policy(args: Any, batch: MicroBatch, scores: TokenScores) -> LossParts:
             log_ratio_limit=float(args.log_ratio_limit),
         )
         extra = extra + args.kl_loss_coef * kl
-        sums["ref_log_probs"] = weighted_sum(batch.ref_log_probs, batch)
+        sums["ref_log_probs"] = token_mean(batch.ref_log_probs, batch)
         sums["kl_loss"] = weighted_sum(kl, batch)
     token_loss = policy_loss + extra
     sums["loss"] = weighted_sum(token_loss, batch)
     if not args.custom_pg_loss_reducer_function_path:
         return LossParts(weighted(token_loss, batch), token_loss.detach(), sums)
-    loss = _reduced(args, batch, policy_loss) + weighted(extra, batch)
-    sums["loss"] = loss.detach().double()
+    reduced = _reduced(args, batch, policy_loss)
+    loss = reduced + weighted(extra, batch)
+    sums.update(loss=loss.detach().double(), pg_loss=reduced.detach().double())
     return LossParts(loss, token_loss.detach(), sums)
 
 
 def _reduced(args: Any, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
-    """The policy loss by `--custom-pg-loss-reducer-function-path`."""
+    """The policy loss by `--custom-pg-loss-reducer-function-path`, a sum over samples, over the step's executions."""
     build = load_hook(args.custom_pg_loss_reducer_function_path, "pg_loss_reducer")
     masks = list(batch.mask.split(batch.lengths))
     reduce = build(list(batch.total_lengths), list(batch.lengths), masks, args.loss_aggregation == "token_mean")
-    return _scalar(reduce(policy_loss), "--custom-pg-loss-reducer-function-path")
+    return _scalar(reduce(policy_loss), batch, policy_loss, "--custom-pg-loss-reducer-function-path") * batch.unit
 
 
 def _custom(args: Any, batch: MicroBatch, log_probs: Tensor) -> LossParts:
@@ -150,22 +153,26 @@ def _custom(args: Any, batch: MicroBatch, log_probs: Tensor) -> LossParts:
     token_loss = torch.zeros_like(log_probs)
 
     def sum_of_sample_mean(values: Tensor) -> Tensor:
-        return (torch.where(batch.mask > 0, values, torch.zeros_like(values)) * batch.weights).sum()
+        return weighted(unmasked(values, batch.mask), batch)
 
     loss, metrics = loss_of(args, data, log_probs, sum_of_sample_mean)
-    loss = _scalar(loss, "--custom-loss-function-path")
+    loss = _scalar(loss, batch, log_probs, "--custom-loss-function-path")
     if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
         raise HookError("--custom-loss-function-path: got metrics that are no dict of scalar tensors")
-    sums = {name: value.detach().double().reshape(()) for name, value in metrics.items()}
+    device = log_probs.device
+    sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
     sums["loss"] = loss.detach().double()
     # A non-finite loss of the user's function cannot be traced to a token: all of the micro-batch is suspect.
     return LossParts(loss, token_loss.detach() + loss.detach(), sums)
 
 
-def _scalar(value: Any, flag: str) -> Tensor:
+def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
+    """A user's loss, checked. Every rank goes backward, or others would wait for it: also from a dummy micro-batch."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise HookError(f"{flag}: got {type(value).__name__}; the loss is a tensor with one number")
-    return value.reshape(())
+    if source.requires_grad and not value.requires_grad and bool((batch.mask > 0).any()):
+        raise HookError(f"{flag}: got a loss without a gradient for trained tokens; make it from the log-probs")
+    return value.to(source.device).reshape(()) + source.sum() * 0.0
 
 
 def weighted(values: Tensor, batch: MicroBatch) -> Tensor:
@@ -174,6 +181,10 @@ def weighted(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def weighted_sum(values: Tensor, batch: MicroBatch) -> Tensor:
-    """The same for a metric: detached, float64, whatever stands at masked positions."""
-    kept = torch.where(batch.mask > 0, values.detach(), torch.zeros_like(values))
-    return (kept.double() * batch.weights).sum()
+    """A part of the loss as a metric: detached, float64, whatever stands at masked positions."""
+    return (unmasked(values.detach(), batch.mask).double() * batch.weights).sum()
+
+
+def token_mean(values: Tensor, batch: MicroBatch) -> Tensor:
+    """This micro-batch's part of a mean over the trained tokens of the step: detached, float64."""
+    return (unmasked(values.detach(), batch.mask).double() * batch.shares).sum()

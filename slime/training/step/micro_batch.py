@@ -44,6 +44,10 @@ class MicroBatch:
     """[R] float32"""
     weights: Tensor
     """[R] float32, zero where masked."""
+    shares: Tensor
+    """[R] float32, zero where masked: weights of a mean over the trained tokens of the step."""
+    unit: float
+    """See `PreparedBatch.units`."""
     rollout_log_probs: Tensor
     """[R] float32; meaningless where `sampled` is 0."""
     sampled: Tensor
@@ -104,6 +108,8 @@ def to_device(
         sequences=Sequences(tensor(np.repeat(np.arange(len(samples)), lengths)), len(samples)),
         mask=tensor(mask),
         weights=tensor(_join([prepared.weights[p] for p in positions], np.float32)),
+        shares=tensor(_join([prepared.shares[p] for p in positions], np.float32)),
+        unit=max((prepared.units[p] for p in positions), default=0.0),
         rollout_log_probs=tensor(_join(rollout, np.float32)),
         sampled=tensor(sampled.astype(np.float32)),
         versions=tensor(versions),

@@ -118,5 +118,5 @@ def _message(names: list[str], folders: Iterable[object]) -> str:
     look = f"look at them in {kept}" if kept else "look at these samples"
     return (
         f"got a non-finite loss in {len(names)} samples: {'; '.join(names[:8])}; because a log-prob, old log-prob or "
-        f"advantage there is not finite; the weights are unchanged; {look}"
+        f"advantage there is not finite; this step has changed no weight; {look}"
     )

@@ -143,7 +143,7 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
     if not math.isfinite(norm):
         raise NumericsError(
             f"got a gradient norm of {norm} with finite losses, because the backward pass overflowed or hit NaN; "
-            "the weights are unchanged; look at the learning rate, the dtype and the last batch"
+            "this step has changed no weight; look at the learning rate, the dtype and the last batch"
         )
     for inner in trainable.inner:
         if inner.config.clip_grad > 0.0:

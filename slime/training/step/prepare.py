@@ -18,6 +18,7 @@ import numpy as np
 from slime.algorithms.aggregation import token_weights
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
+from slime.core.sample import NOT_SAMPLED
 from slime.data.flops import FlopsModel
 from slime.data.schedule import Schedule, build_schedule
 from slime.training.step.targets import Arrays, Signals, Targets, compute_targets
@@ -33,6 +34,10 @@ class PreparedBatch:
     """Trained tokens: the loss mask, zero in an unscored sample."""
     weights: Arrays
     """Weight of each response token in the loss of its own step."""
+    shares: Arrays
+    """Weight of each trained token in a mean over those of its step: diagnostics are such means, however losses add."""
+    units: tuple[float, ...]
+    """One over the executions of the sample's step (its trained tokens with token_mean): what a reducer's sum lacks."""
     signals: Signals = field(default_factory=Signals)
     """What forward passes said about the tokens."""
     targets: Targets | None = None
@@ -72,7 +77,7 @@ def prepare(
         micro_batch_multiple=micro_batch_multiple,
     )
     masks = tuple(s.loss_mask if _is_scored(s) else np.zeros_like(s.loss_mask) for s in samples)
-    weights = [np.zeros_like(m) for m in masks]
+    weights, shares, units = [np.zeros_like(m) for m in masks], [np.zeros_like(m) for m in masks], [0.0] * len(samples)
     for step in schedule.steps:
         # An unscored execution is no evidence: it leaves the denominator, too.
         members = [p for p in step.positions if _is_scored(samples[p])]
@@ -85,7 +90,15 @@ def prepare(
         )
         for position, part in zip(members, parts, strict=True):
             weights[position] = np.asarray(part, np.float32)
-    return PreparedBatch(batch, schedule, masks, tuple(weights))
+        scored = [p for p in step.positions if _is_scored(samples[p])]
+        if not scored:
+            raise DataError(f"got an optimizer step of {len(step.positions)} samples and no reward; look at the grader")
+        num_tokens = max(1, sum(int((masks[p] > 0).sum()) for p in scored))
+        num_executions = len({executions[p] for p in scored})
+        for p in scored:
+            shares[p] = ((masks[p] > 0) / num_tokens).astype(np.float32)
+            units[p] = 1.0 / (num_tokens if args.loss_aggregation == "token_mean" else num_executions)
+    return PreparedBatch(batch, schedule, masks, tuple(weights), tuple(shares), tuple(units))
 
 
 def with_signals(prepared: PreparedBatch, args: Any, signals: Signals) -> PreparedBatch:
@@ -106,12 +119,13 @@ def _check_samples(samples: Sequence[TrainSample], args: Any) -> None:
             raise DataError(
                 f"sample {s.index} of group {s.group_index}: got reward {s.reward}; graders must return numbers"
             )
-    if not any(_is_scored(s) for s in samples):
-        raise DataError(f"got {len(samples)} samples and no reward; look at the grader")
     if not (args.use_rollout_logprobs or args.use_tis or args.rejection_level or args.get_mismatch_metrics):
         return
     for s in samples:
-        if s.rollout_log_probs is None and (s.loss_mask > 0).any():
+        lacks = s.loss_mask > 0
+        if s.rollout_log_probs is not None:  # elsewhere the corrections leave such tokens alone
+            lacks = lacks & (s.token_versions == NOT_SAMPLED) & bool(args.use_rollout_logprobs)
+        if lacks.any():
             raise DataError(
                 f"sample {s.index}: trained tokens without rollout log-probs, because no engine sampled them; "
                 "--use-rollout-logprobs and the off-policy corrections need them"

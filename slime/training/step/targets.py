@@ -100,19 +100,22 @@ def _of_estimator(
             for s, m, k in zip(samples, masks, penalties, strict=True)
         ]
         if estimator == "reinforce_plus_plus":
-            returns = (
-                discounted_returns(r, m, args.gamma, args.observation_returns)
-                for r, m in zip(rewards, masks, strict=True)
-            )
-            return tuple(returns), None
+            returns = [discounted_returns(r, m, args.gamma, args.observation_returns)
+                       for r, m in zip(rewards, masks, strict=True)]  # fmt: skip
+            return _masked(returns, masks), None
         assert signals.values is not None, "ppo needs the critic's values"
         pairs = [
             generalized_advantages(r, v, m, args.gamma, args.lambd, args.observation_returns)
             for r, v, m in zip(rewards, signals.values, masks, strict=True)
         ]
-        return tuple(a for a, _ in pairs), tuple(r for _, r in pairs)
+        return _masked([a for a, _ in pairs], masks), _masked([r for _, r in pairs], masks)
     parts = zip(_scores(samples, args), masks, penalties, strict=True)
     return tuple(spread_advantage(score, mask, penalty, coef) for score, mask, penalty in parts), None
+
+
+def _masked(values: Sequence[npt.NDArray[Any]], masks: Arrays) -> Arrays:
+    """Zero at masked positions, where a return that counts observations is a number, too."""
+    return tuple(np.where(m > 0, v, 0.0) for v, m in zip(values, masks, strict=True))
 
 
 def _scores(samples: Sequence[TrainSample], args: Any) -> npt.NDArray[np.float64]:

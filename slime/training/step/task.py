@@ -42,6 +42,8 @@ class PolicyTask:
     """
 
     args: Any
+    whole: bool = False
+    """Only the whole distribution: all that is asked of a reference or a teacher."""
 
     @property
     def meets_engines(self) -> bool:
@@ -60,13 +62,13 @@ class PolicyTask:
             with_entropy=with_entropy,
             entropy_grad=with_entropy and bool(args.entropy_coef),
             chunk_tokens=int(args.log_probs_chunk_size),
-            top_p=float(args.rollout_top_p) if samples else 1.0,
-            top_k=int(args.rollout_top_k) if samples else -1,
+            top_p=float(args.rollout_top_p) if samples and not self.whole else 1.0,
+            top_k=int(args.rollout_top_k) if samples and not self.whole else -1,
         )
 
     @property
     def num_signals(self) -> int:
-        return 2 if is_cut(self.args) else 1
+        return 2 if is_cut(self.args) and not self.whole else 1
 
     def scores(self, output: Any) -> tuple[Tensor, ...]:
         return (output.log_probs, output.full_log_probs)[: self.num_signals]

@@ -209,12 +209,12 @@ def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> d
     """Metric sums over the world. Raises `NumericsError` on every rank, naming the samples of all, for a non-finite
     loss on any; what a user's function raised, as a `HookError` on the other ranks.
     """
-    values = torch.stack(list(seen.sums.values())).tolist() if seen.sums else []
+    values = [] if seen.failure or not seen.sums else torch.stack(list(seen.sums.values())).tolist()
     bad = seen.suspects.offsets()
     folder = dump(prepared, bad, seen.suspects, run_dir=context.args.run_dir)
     reports: list[Any] = [None] * dist.get_world_size()
     failed = None if seen.failure is None else repr(seen.failure)
-    own = (dict(zip(seen.sums, values, strict=True)), names_of(prepared, bad), folder, failed)
+    own = (dict(zip(seen.sums, values, strict=False)), names_of(prepared, bad), folder, failed)
     dist.all_gather_object(reports, own)
     if seen.failure is not None:
         raise seen.failure
@@ -231,6 +231,6 @@ def _average(results: Sequence[dict[str, float]]) -> dict[str, float]:
     out: dict[str, float] = {}
     for name in dict.fromkeys(k for r in results for k in r):
         values = [r[name] for r in results if name in r]
-        counted = name in ("train/log_ratio_clamped", "train/skipped_updates")
+        counted = name.endswith("_clamped") or name == "train/skipped_updates"
         out[name] = sum(values) if counted else sum(values) / len(values)
     return out

@@ -20,17 +20,28 @@ def _two_threads() -> None:
 @pytest.fixture
 def make_backend() -> Iterator[Callable[..., Any]]:
     """`make_backend(checkpoint, **settings)`; making another one closes the one before."""
+    import gc
+
     from slime.training.backend import MegatronBackend
     from slime.training.parallel import destroy_process_groups
 
+    open_ones: list[MegatronBackend] = []
+
+    def close() -> None:
+        while open_ones:
+            open_ones.pop().close()
+        destroy_process_groups()  # of one that was refused half built
+        gc.collect()  # threads of its groups end with it
+
     def make(checkpoint: Path, **settings: Any) -> MegatronBackend:
-        destroy_process_groups()
+        close()
         args = training_args(checkpoint, **settings)
         backend = MegatronBackend(
             args, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
         )
+        open_ones.append(backend)
         backend.weight_version = 1
         return backend
 
     yield make
-    destroy_process_groups()
+    close()

@@ -123,6 +123,9 @@ def own_loss(args, batch, log_probs, sum_of_sample_mean):
     loss = sum_of_sample_mean(-batch["advantages"] * log_probs)
     return loss, {"mine": loss.detach()}
 
+def constant_loss(args, batch, log_probs, sum_of_sample_mean):
+    return log_probs.detach().sum(), {}
+
 def own_tis(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
     import torch
     weight = torch.cat([(t - r).exp().clamp(0.0, 2.0) for t, r in zip(train_log_probs, rollout_log_probs)])
@@ -149,9 +152,9 @@ def test_functions_of_the_user(tiny_qwen3: Path, tmp_path: Path, make_backend: M
     def gradients(**settings: Any) -> dict[str, torch.Tensor]:
         return dict(make_backend(tiny_qwen3, **settings).gradients(batch))
 
-    def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], factor: float = 1.0) -> None:
+    def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         for name, want in b.items():
-            torch.testing.assert_close(a[name], want * factor, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
+            torch.testing.assert_close(a[name], want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
 
     advantages = f"{file}:own_advantages"
     raw = gradients(rewards_normalization=False)
@@ -161,12 +164,42 @@ def test_functions_of_the_user(tiny_qwen3: Path, tmp_path: Path, make_backend: M
     same(gradients(rewards_normalization=False, **custom), raw)
     same(gradients(use_tis=True, custom_tis_function_path=f"{file}:own_tis"), gradients(use_tis=True))
     summed = gradients(loss_aggregation="constant_length", loss_constant_length=100)
-    num = len({s.index for s in batch.samples})
-    same(gradients(custom_pg_loss_reducer_function_path=f"{file}:own_reducer"), summed, factor=float(num))
+    same(gradients(custom_pg_loss_reducer_function_path=f"{file}:own_reducer"), summed)
     with pytest.raises(HookError, match="one value per response"):
         gradients(custom_advantage_function_path=f"{file}:wrong_advantages")
+    with pytest.raises(HookError, match="without a gradient"):
+        gradients(loss_type="custom_loss", custom_loss_function_path=f"{file}:constant_loss")
     metrics = make_backend(tiny_qwen3, **custom).train(batch)
     assert metrics["train/mine"] == pytest.approx(metrics["train/loss"])
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "sequence_sum", "constant_length"])
+def test_means_are_means_however_losses_add(aggregation: str, tiny_qwen3: Path, make_backend: Make) -> None:
+    """On policy the ratio is 1 at every token, and so is its mean; the loss alone knows of the aggregation."""
+    batch = random_batch(seed=2)
+    masks = [np.zeros_like(s.loss_mask) if i == 3 else s.loss_mask for i, s in enumerate(batch.samples)]
+    batch = with_samples(
+        batch, [dataclasses.replace(s, loss_mask=m) for s, m in zip(batch.samples, masks, strict=True)]
+    )
+    backend = make_backend(tiny_qwen3, loss_aggregation=aggregation, use_tis=True)
+    own = backend.log_probs(batch)
+    batch = with_samples(
+        batch, [dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(batch.samples, own, strict=True)]
+    )
+    metrics = backend.train(batch)
+    trained = np.concatenate([x[m > 0] for x, m in zip(own, masks, strict=True)])
+    assert metrics["train/ois"] == metrics["train/tis"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/log_probs"] == pytest.approx(float(trained.mean()), abs=1e-5)
+
+
+def test_a_trained_token_that_no_engine_sampled_is_no_old_policy(tiny_qwen3: Path, make_backend: Make) -> None:
+    batch = random_batch(seed=2)
+    versions = batch.samples[1].token_versions.copy()
+    versions[0] = -1
+    samples = list(batch.samples)
+    samples[1] = dataclasses.replace(samples[1], token_versions=versions)
+    with pytest.raises(DataError, match="sample 1: trained tokens without rollout log-probs"):
+        make_backend(tiny_qwen3, use_rollout_logprobs=True).train(with_samples(batch, samples))
 
 
 def test_a_poisoned_sample_is_named_and_kept(tiny_qwen3: Path, tmp_path: Path, make_backend: Make) -> None:
