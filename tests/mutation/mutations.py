@@ -314,8 +314,8 @@ TRAINING: dict[str, Mutation] = {
     "importance weight of the current policy": Mutation(
         "training",
         "training/step/loss.py",
-        "log_probs.detach(), recomputed)",
-        "log_probs.detach(), log_probs.detach())",
+        "log_probs.detach(), recomputed, whole)",
+        "log_probs.detach(), recomputed, log_probs.detach())",
     ),
     "teacher term not whitened": Mutation(
         "training",
