@@ -91,8 +91,9 @@ def megatron_shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
-    """Routed experts of each layer, from the spelling of transformers 4 or 5; 0 for a dense model."""
-    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    """Routed experts of each layer, under the name that the family gives them; 0 for a dense model."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:

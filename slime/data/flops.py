@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.model_shape import num_experts_of
 from slime.core.errors import ConfigError
 
 TRAIN_FORWARDS = 3
@@ -108,7 +109,7 @@ def _window(config: Config, layer: int) -> int | None:
 
 def _mlp(config: Config, hidden: int, layer: int) -> int:
     """Multiply-adds of one layer's MLP per token."""
-    num_experts = next((int(config[k]) for k in _NUM_EXPERTS if config.get(k)), 0)
+    num_experts = num_experts_of(config)
     if not num_experts or not _is_sparse(config, layer):
         return 3 * hidden * int(config["intermediate_size"])
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -116,10 +117,6 @@ def _mlp(config: Config, hidden: int, layer: int) -> int:
     own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: its size, and a gate of its own
     router = hidden * (num_experts + (own > 0))
     return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router
-
-
-_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Names of the number of routed experts, by family."""
 
 
 def _is_sparse(config: Config, layer: int) -> bool:

@@ -249,15 +249,14 @@ class MegatronBackend:
     def load(self, directory: Path) -> None:
         """Restores this rank's files and the weight version. Raises `CheckpointError` if they do not fit this run."""
         self._require_awake("load")
+        finetune = getattr(self.args, "finetune", False)
         for folder, trainable in self._trainables.items():
             self.weight_version = rank_state.load_rank(
                 directory / folder,
                 trainable,
                 self.parallel_info,
-                with_optimizer=not (
-                    getattr(self.args, "no_load_optim", False) or getattr(self.args, "finetune", False)
-                ),
-                with_rng=not (getattr(self.args, "no_load_rng", False) or getattr(self.args, "finetune", False)),
+                with_optimizer=not (finetune or getattr(self.args, "no_load_optim", False)),
+                with_rng=not (finetune or getattr(self.args, "no_load_rng", False)),
             )
 
     # --- memory and life ----------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ def corrected(
     """(policy loss [R] after corrections, metric name -> values [R]).
 
     log_probs [R]: the current ones, detached; recomputed [R]: the trainer's before the update; whole [R]: the same of
-    the whole distribution, which engines report. Tokens that no engine
-    sampled keep weight 1. Raises `HookError` if the user's function breaks its contract.
+    the whole distribution, which engines report. Tokens that no engine sampled keep weight 1. Raises `HookError` if the
+    user's function breaks its contract.
     """
     metrics: dict[str, Tensor] = {}
     pair = (whole, batch.rollout_log_probs, batch.sampled)
@@ -68,12 +68,12 @@ def corrected(
     return policy_loss, metrics
 
 
-def _by_hook(args: Any, batch: MicroBatch, policy_loss: Tensor, recomputed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _by_hook(args: Any, batch: MicroBatch, policy_loss: Tensor, whole: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """`--custom-tis-function-path`: lists per sample in, the changed loss, masks per sample and metrics [R] out."""
     result = load_hook(args.custom_tis_function_path, "tis")(
         args=args,
         pg_loss=policy_loss,
-        train_log_probs=list(recomputed.split(batch.lengths)),
+        train_log_probs=list(whole.split(batch.lengths)),
         rollout_log_probs=list(batch.rollout_log_probs.split(batch.lengths)),
         loss_masks=list(batch.mask.split(batch.lengths)),
         total_lengths=list(batch.total_lengths),

@@ -9,8 +9,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from slime.config.model_shape import read_hf_config
 from slime.training.model.build import build_model
 from slime.training.model.names import parameters_of
@@ -20,7 +18,7 @@ from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.prepare import PreparedBatch
 from slime.training.step.targets import Arrays
 from slime.training.step.task import ValueTask
-from slime.training.step.train import StepContext, first_step_gradients, forward_signals, train_on
+from slime.training.step.train import StepContext, forward_signals, train_on
 from slime.weights.tables import table_for
 
 HEAD = "value_head."
@@ -58,7 +56,3 @@ class Critic:
         kept = {_RENAMED.get(name, name): value for name, value in metrics.items()}
         kept.pop("train/num_updates")
         return kept
-
-    def gradients(self, prepared: PreparedBatch) -> dict[str, Tensor]:
-        """Megatron name -> gradient of this rank's shard in the first optimizer step; nothing changes. For checks."""
-        return first_step_gradients(self._context, self.trainable, prepared)

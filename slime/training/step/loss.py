@@ -150,7 +150,6 @@ def _custom(args: Any, batch: MicroBatch, log_probs: Tensor) -> LossParts:
     loss_of = load_hook(args.custom_loss_function_path, "loss")
     data = {field.name: getattr(batch, field.name) for field in fields(batch)}
     data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
-    token_loss = torch.zeros_like(log_probs)
 
     def sum_of_sample_mean(values: Tensor) -> Tensor:
         return weighted(unmasked(values, batch.mask), batch)
@@ -163,7 +162,7 @@ def _custom(args: Any, batch: MicroBatch, log_probs: Tensor) -> LossParts:
     sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
     sums["loss"] = loss.detach().double()
     # A non-finite loss of the user's function cannot be traced to a token: all of the micro-batch is suspect.
-    return LossParts(loss, token_loss.detach() + loss.detach(), sums)
+    return LossParts(loss, loss.detach().expand_as(log_probs), sums)
 
 
 def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:

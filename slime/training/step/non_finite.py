@@ -29,8 +29,8 @@ class Suspects:
     """What one rank saw in its micro-batches of one step. Nothing waits for the device before `offsets`."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[MicroBatch, Tensor]] = []
-        self._scores: list[tuple[MicroBatch, Tensor]] = []
+        self._seen: list[tuple[MicroBatch, Tensor, Tensor]] = []
+        """Micro-batch, bool [R] where something is not finite, scores [R]."""
 
     def add(self, batch: MicroBatch, scores: Tensor, token_loss: Tensor) -> None:
         """scores: what the model answered [R]; token_loss [R], zero where masked; both detached."""
@@ -38,15 +38,14 @@ class Suspects:
         inputs = (scores, engine, batch.old_log_probs, batch.ref_log_probs, batch.advantages)
         bad = torch.stack([~torch.isfinite(x) for x in inputs if x is not None]).any(0) & (batch.mask > 0)
         bad = bad | ~torch.isfinite(token_loss)
-        self._seen.append((batch, bad))
-        self._scores.append((batch, scores))
+        self._seen.append((batch, bad, scores))
 
     def offsets(self) -> dict[int, list[int]]:
         """Where something is not finite."""
         out: dict[int, list[int]] = {}
-        if not self._seen or not bool(torch.stack([bad.any() for _, bad in self._seen]).any()):
+        if not self._seen or not bool(torch.stack([bad.any() for _, bad, _ in self._seen]).any()):
             return out
-        for batch, bad in self._seen:
+        for batch, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():
                 position, offset = locate(batch, index)
                 out.setdefault(position, []).append(offset)
@@ -56,7 +55,7 @@ class Suspects:
         """Sample position -> what the model answered [R]."""
         return {
             position: part.float().cpu().numpy()
-            for batch, scores in self._scores
+            for batch, _, scores in self._seen
             for position, part in zip(batch.positions, scores.split(batch.lengths), strict=True)
         }
 

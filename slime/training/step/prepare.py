@@ -90,14 +90,15 @@ def prepare(
         )
         for position, part in zip(members, parts, strict=True):
             weights[position] = np.asarray(part, np.float32)
-        scored = [p for p in step.positions if _is_scored(samples[p])]
-        if not scored:
+        if not members:
             raise DataError(f"got an optimizer step of {len(step.positions)} samples and no reward; look at the grader")
-        num_tokens = max(1, sum(int((masks[p] > 0).sum()) for p in scored))
-        num_executions = len({executions[p] for p in scored})
-        for p in scored:
-            shares[p] = ((masks[p] > 0) / num_tokens).astype(np.float32)
-            units[p] = 1.0 / (num_tokens if args.loss_aggregation == "token_mean" else num_executions)
+        trained, owners = [masks[p] > 0 for p in members], [executions[p] for p in members]
+        means = token_weights(trained, owners, kind="token_mean")
+        by_token = args.loss_aggregation == "token_mean"
+        divisor = max(1, sum(int(m.sum()) for m in trained)) if by_token else len(set(owners))
+        for position, mean in zip(members, means, strict=True):
+            shares[position] = np.asarray(mean, np.float32)
+            units[position] = 1.0 / divisor
     return PreparedBatch(batch, schedule, masks, tuple(weights), tuple(shares), tuple(units))
 
 

@@ -191,7 +191,7 @@ def _checked(values: Any, name: str, masks: Arrays) -> Arrays:
             f"--custom-advantage-function-path: got {got} in rollout_data[{name!r}]; it sets one value per response "
             "token of each sample"
         )
-    kept = [np.where(m > 0, np.asarray(v, np.float64), 0.0) for v, m in zip(values, masks, strict=True)]
+    kept = _masked([np.asarray(v, np.float64) for v in values], masks)
     if not all(np.isfinite(v).all() for v in kept):
         raise HookError(f"--custom-advantage-function-path: got a non-finite number in rollout_data[{name!r}]")
-    return tuple(kept)
+    return kept
