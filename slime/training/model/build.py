@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,14 +17,14 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
 
-from slime.config.model_shape import rope_kind, rope_of
+from slime.config.model_shape import rope_of
 from slime.core.errors import ConfigError
 from slime.training.model.config import transformer_config
 from slime.training.model.layers import decoder_spec
 from slime.training.model.log_probs import VocabShard
 from slime.training.model.policy import PolicyModel
+from slime.training.model.rope import inverse_frequencies
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -127,26 +126,3 @@ def _mark_sharded_parameters(model: PolicyModel) -> None:
         for parameter, dim in parts:
             if parameter is not None and not getattr(parameter, "tensor_model_parallel", False):
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
-
-
-def inverse_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 rotary frequencies with the scaling of the HF config.
-
-    Megatron's own llama 3 scaling fixes three of its four parameters, so the frequencies are computed here.
-    Source: RoFormer (Su et al. 2021); llama 3 scaling as published with Llama 3.1.
-    """
-    theta, scaling = rope_of(hf_config)
-    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if scaling is None:
-        return frequencies
-    factor = float(scaling["factor"])
-    if rope_kind(scaling) == "linear":
-        return frequencies / factor
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    original = float(scaling["original_max_position_embeddings"])
-    wavelength = 2 * math.pi / frequencies
-    smooth = (original / wavelength - low) / (high - low)
-    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
-    long = torch.where(wavelength > original / low, frequencies / factor, frequencies)
-    medium = ~(wavelength < original / high) & ~(wavelength > original / low)
-    return torch.where(medium, blended, long)
