@@ -96,6 +96,17 @@ def num_experts_of(config: Mapping[str, Any]) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
+def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether this layer has routed experts."""
+    if not num_experts_of(config):
+        return False
+    if kinds := config.get("mlp_layer_types"):
+        return bool(kinds[layer] == "sparse")
+    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
+
+
 def _expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's settings of routed experts. Raises `ConfigError` for what this release does not train."""
     if int(config.get("decoder_sparse_step") or 1) != 1 or config.get("mlp_only_layers"):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.model_shape import num_experts_of
+from slime.config.model_shape import is_sparse, num_experts_of
 from slime.core.errors import ConfigError
 
 TRAIN_FORWARDS = 3
@@ -110,20 +110,10 @@ def _window(config: Config, layer: int) -> int | None:
 def _mlp(config: Config, hidden: int, layer: int) -> int:
     """Multiply-adds of one layer's MLP per token."""
     num_experts = num_experts_of(config)
-    if not num_experts or not _is_sparse(config, layer):
+    if not is_sparse(config, layer):
         return 3 * hidden * int(config["intermediate_size"])
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size
     own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: its size, and a gate of its own
     router = hidden * (num_experts + (own > 0))
     return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router
-
-
-def _is_sparse(config: Config, layer: int) -> bool:
-    """Whether this layer of a model with experts has them."""
-    if kinds := config.get("mlp_layer_types"):
-        return bool(kinds[layer] == "sparse")
-    if layer < int(config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
-        return False
-    step = int(config.get("decoder_sparse_step") or 1)
-    return (layer + 1) % step == 0

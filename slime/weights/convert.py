@@ -1,7 +1,8 @@
 """HF tensors <-> Megatron tensor-parallel shards, bitwise in both directions. Pure torch; knows no engine.
 
-The rules are those of Megatron-core's linear layers: QKV rows are grouped per KV head (`[q * heads_per_group, k, v]`),
-`linear_fc1` holds `[gate; up]` of its own shard, vocabulary rows may be padded with zeros after the last real entry.
+The one formula: the HF tensors of a row, laid end to end along the cut dimension, consist of segments. Rank r of n
+holds the r-th of n equal parts of each segment; within it, Megatron interleaves the segments in groups, as many as the
+row says (per KV head `[q..., k, v]`), or one (`[gate; up]` of its own shard). Vocabulary rows may be padded with zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.weights.tables import Entry, FamilyTable, Kind, ModelShape
+from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
 
 ReadHF = Callable[[str], Tensor]
 """HF tensor name -> the full tensor."""
@@ -21,52 +22,57 @@ ReadHF = Callable[[str], Tensor]
 def load_shard(
     table: FamilyTable, megatron_name: str, read_hf: ReadHF, *, tp_rank: int, tp_size: int, vocab_multiple: int = 1
 ) -> Tensor:
-    """The shard of a Megatron parameter that rank `tp_rank` holds, contiguous, in the dtype of the checkpoint.
+    """The shard of a Megatron parameter that rank `tp_rank` holds, in the dtype of the checkpoint.
 
-    For an expert, rank and size are those of its own tensor-parallel group. Vocabulary rows are padded with zeros to a
-    multiple of `vocab_multiple * tp_size`, as Megatron does.
+    It may be a view of what `read_hf` returned, of which nothing but this rank's part is touched. For an expert, rank
+    and size are those of its own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
+    `vocab_multiple * tp_size`, as Megatron does.
     Raises `CheckpointError` if a tensor has another shape than the config implies, `ConfigError` if the cut is uneven.
     """
     assert 0 <= tp_rank < tp_size, f"tp_rank {tp_rank} of {tp_size}"
     entry = table.entry(megatron_name)
     check_divisible(table, entry, tp_size)
     parts = [_checked(table, name, read_hf(name)) for name in entry.hf]
-    if entry.kind is Kind.COPY:
-        return parts[0].contiguous()
-    if entry.kind is Kind.QKV:
-        return _group_qkv(table.shape, parts).chunk(tp_size)[tp_rank].contiguous()
-    if entry.kind is Kind.VOCAB:
-        padding = -parts[0].shape[0] % (vocab_multiple * tp_size)
-        padded = torch.cat([parts[0], parts[0].new_zeros(padding, *parts[0].shape[1:])]) if padding else parts[0]
-        return padded.chunk(tp_size)[tp_rank].contiguous()
-    dim = 1 if entry.kind is Kind.ROW else 0
-    return torch.cat([p.chunk(tp_size, dim)[tp_rank] for p in parts]).contiguous()
+    if entry.row.stacked:
+        parts = [part[entry.expert] for part in parts]
+    dim = entry.row.dim
+    if dim is None:
+        return parts[0]
+    own = []
+    for segment, unit in zip(segments_of(entry, parts), entry.row.units, strict=True):
+        size = segment.shape[dim]
+        if unit is Unit.VOCAB:
+            size += -size % (vocab_multiple * tp_size)
+        share = size // tp_size
+        own.append(padded_slice(segment, dim, tp_rank * share, share))
+    return _interleave(own, dim, entry.row.groups // tp_size)
 
 
 def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
     """The HF tensors of a Megatron parameter, from its shards in rank order (a replicated one may come once).
 
-    Returns `(hf_name, full tensor)` in the order of the row, contiguous, dtype unchanged, without vocabulary padding.
+    Returns `(hf_name, full tensor)` in the order of the row, contiguous, dtype unchanged, without vocabulary padding;
+    of stacked experts, this expert's part.
     """
     assert shards, f"no shard of {megatron_name}"
     entry = table.entry(megatron_name)
-    if entry.kind is Kind.COPY:
+    row, dim = entry.row, entry.row.dim
+    if dim is None:
         for rank, other in enumerate(shards[1:], 1):
             assert torch.equal(shards[0], other), (
                 f"{megatron_name} is replicated but differs between TP ranks 0 and {rank}"
             )
         full = [shards[0].contiguous()]
-    elif entry.kind is Kind.QKV:
-        full = _split_qkv(table.shape, _joined(shards, 0))
-    elif entry.kind is Kind.VOCAB:
-        full = [_joined(shards, 0)[: table.shape.vocab_size].contiguous()]
-    elif entry.kind is Kind.GATE_UP:
-        halves = [shard.chunk(2) for shard in shards]
-        full = [_joined([half[i] for half in halves], 0).contiguous() for i in range(2)]
     else:
-        full = [_joined(shards, 1 if entry.kind is Kind.ROW else 0).contiguous()]
-    for name, tensor in zip(entry.hf, full, strict=True):
-        want = table.hf_shape(name)
+        groups = row.groups or len(shards)
+        sizes = [size // groups for size in row.segments]
+        if row.units == (Unit.VOCAB,):
+            segments = [_joined(shards, dim).narrow(dim, 0, row.segments[0])]
+        else:
+            parts = [_separate(shard, dim, sizes, groups // len(shards)) for shard in shards]
+            segments = [_joined(part, dim) for part in zip(*parts, strict=True)]
+        full = _tensors_of(entry, segments)
+    for name, tensor, want in zip(entry.hf, full, row.shapes, strict=True):
         assert tuple(tensor.shape) == want, (
             f"{megatron_name} exports {name} as {tuple(tensor.shape)}, config implies {want}"
         )
@@ -75,19 +81,71 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 
 def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
     """Raises `ConfigError` if the trainer cannot cut `entry` into `tp_size` equal shards."""
-    size, what = {
-        Kind.QKV: (table.shape.num_kv_heads, "KV heads"),
-        Kind.GATE_UP: (table.mlp_size(entry), "MLP features"),
-        Kind.ROW: (
-            table.shape.num_kv_heads if "linear_proj" in entry.megatron else table.mlp_size(entry),
-            "inputs",
-        ),
-    }.get(entry.kind, (tp_size, ""))
-    if size % tp_size:
-        raise ConfigError(
-            f"got tensor_model_parallel_size={tp_size}, but {entry.megatron} has {size} {what}, "
-            f"which do not divide evenly; choose a divisor of {size}"
-        )
+    row = entry.row
+    counts = [(unit_count(table.shape, u, size), u.value) for size, u in zip(row.segments, row.units, strict=False)]
+    counts += [(row.groups, "groups")] if row.groups else []
+    for count, what in counts:
+        if what != Unit.VOCAB.value and count % tp_size:
+            raise ConfigError(
+                f"got tensor_model_parallel_size={tp_size}, but {entry.megatron} has {count} {what}, "
+                f"which do not divide evenly; choose a divisor of {count}"
+            )
+
+
+def unit_count(shape: ModelShape, unit: Unit, size: int) -> int:
+    """How many units a segment of `size` has."""
+    return {Unit.HEADS: shape.num_heads, Unit.KV_HEADS: shape.num_kv_heads}.get(unit, size)
+
+
+def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the segments of a row's full HF tensors."""
+    dim = entry.row.dim
+    assert dim is not None, f"{entry.megatron} is not cut"
+    out: list[Tensor] = []
+    sizes = list(entry.row.segments)
+    for part in parts:
+        taken, rest = [], part.shape[dim]
+        while rest > 0:
+            taken.append(sizes.pop(0))
+            rest -= taken[-1]
+        out += part.split(taken, dim)
+    return out
+
+
+def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """`size` entries from `start` along `dim`; zeros beyond the end. A view where there are none."""
+    first = min(start, tensor.shape[dim])
+    real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
+    missing = list(real.shape)
+    missing[dim] = size - real.shape[dim]
+    return torch.cat([real, real.new_zeros(missing)], dim) if missing[dim] else real
+
+
+def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `segments_of`, contiguous."""
+    dim, left, out = entry.row.dim, list(segments), []
+    assert dim is not None, f"{entry.megatron} is not cut"
+    for shape in entry.row.shapes:
+        taken: list[Tensor] = []
+        while sum(t.shape[dim] for t in taken) < shape[dim]:
+            taken.append(left.pop(0))
+        out.append(_joined(taken, dim).contiguous())
+    return out
+
+
+def _interleave(segments: Sequence[Tensor], dim: int, groups: int) -> Tensor:
+    """Segments of one rank -> group by group; `groups`: those of the rank, 0 for one."""
+    if groups <= 1 or len(segments) == 1:
+        return _joined(segments, dim)
+    return torch.cat([s.unflatten(dim, (groups, -1)) for s in segments], dim + 1).flatten(dim, dim + 1)
+
+
+def _separate(shard: Tensor, dim: int, sizes: Sequence[int], groups: int) -> list[Tensor]:
+    """The inverse of `_interleave`; `sizes`: of each segment's part in one group."""
+    if groups <= 1 or len(sizes) == 1:
+        return list(shard.split([size * max(groups, 1) for size in sizes], dim))
+    parts = shard.unflatten(dim, (groups, -1)).split(list(sizes), dim + 1)
+    return [part.flatten(dim, dim + 1) for part in parts]
 
 
 def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
@@ -102,16 +160,3 @@ def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
 
 def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
-
-
-def _group_qkv(shape: ModelShape, parts: Sequence[Tensor]) -> Tensor:
-    """q [heads*d, ...], k and v [groups*d, ...] -> [groups * (heads_per_group + 2) * d, ...]."""
-    grouped = [p.unflatten(0, (shape.num_kv_heads, -1)) for p in parts]
-    return torch.cat(grouped, 1).flatten(0, 1)
-
-
-def _split_qkv(shape: ModelShape, fused: Tensor) -> list[Tensor]:
-    """The inverse of `_group_qkv`."""
-    d, m = shape.head_dim, shape.heads_per_group
-    parts = fused.unflatten(0, (shape.num_kv_heads, (m + 2) * d)).split([m * d, d, d], 1)
-    return [p.reshape(-1, *fused.shape[1:]) for p in parts]

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest
-from slime.weights.tables import Entry, FamilyTable, Kind, ModelShape
+from slime.weights.convert import padded_slice, segments_of, unit_count
+from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
 
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this."""
@@ -45,56 +46,49 @@ def engine_pieces(
 
     Raises `ConfigError` if the engine cannot cut the tensor evenly.
     """
-    if entry.kind is Kind.COPY:
-        return [parts[0]]
-    if entry.kind is Kind.QKV:
-        return _qkv_pieces(table.shape, parts, tp_rank, tp_size, on_cpu)
-    dim = 1 if entry.kind is Kind.ROW else 0
-    size = _padded_size(table.shape, entry, parts[0].shape[dim], tp_size, on_cpu)
-    return [piece for part in parts for piece in _piece(part, dim, size, tp_rank, tp_size)]
+    if entry.row.stacked:
+        parts = [part[entry.expert] for part in parts]
+    dim = entry.row.dim
+    if dim is None:
+        return list(parts)
+    pieces: list[Tensor] = []
+    for segment, unit in zip(segments_of(entry, parts), entry.row.units, strict=True):
+        size, rank, num_ranks = _cut(table.shape, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
+        share = size // num_ranks
+        pieces += _piece(segment, dim, rank * share, share)
+    return pieces
 
 
-def _qkv_pieces(shape: ModelShape, parts: Sequence[Tensor], tp_rank: int, tp_size: int, on_cpu: bool) -> list[Tensor]:
-    kv_heads, d = shape.num_kv_heads, shape.head_dim
-    if on_cpu:
-        kv_heads = _up(kv_heads, tp_size)
-    heads = kv_heads * shape.heads_per_group
-    if heads % tp_size or max(kv_heads, tp_size) % min(kv_heads, tp_size):
-        raise ConfigError(f"got an engine of {tp_size} ranks for {heads} heads and {kv_heads} KV heads; uneven cut")
-    kv_cuts = min(kv_heads, tp_size)  # fewer than ranks: neighbours hold the same head
-    kv_rank = tp_rank * kv_cuts // tp_size
-    cuts = (
-        (parts[0], heads, tp_rank, tp_size),
-        (parts[1], kv_heads, kv_rank, kv_cuts),
-        (parts[2], kv_heads, kv_rank, kv_cuts),
-    )
-    return [piece for part, n, rank, num_ranks in cuts for piece in _piece(part, 0, n * d, rank, num_ranks)]
+def _cut(
+    shape: ModelShape, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
+) -> tuple[int, int, int]:
+    """(padded length over all ranks, rank, number of ranks that differ) of a segment."""
+    if unit is Unit.VOCAB:
+        return padded_vocab_size(size, tp_size), tp_rank, tp_size
+    if unit is Unit.FEATURES and on_cpu:
+        return _up(size, CPU_MLP_PADDING * tp_size), tp_rank, tp_size
+    num_ranks = tp_size
+    if unit in (Unit.HEADS, Unit.KV_HEADS):
+        kv_heads = _up(shape.num_kv_heads, tp_size) if on_cpu else shape.num_kv_heads
+        count = kv_heads * (shape.heads_per_group if unit is Unit.HEADS else 1)
+        size = size // unit_count(shape, unit, size) * count
+        if unit is Unit.KV_HEADS:
+            num_ranks = min(kv_heads, tp_size)  # fewer than ranks: neighbours hold the same head
+        uneven = count % num_ranks or tp_size % num_ranks
+    else:
+        uneven = size % tp_size
+    if uneven:
+        raise ConfigError(f"got an engine of {tp_size} ranks for {entry.engine} with {size} {unit.value}; uneven cut")
+    return size, tp_rank * num_ranks // tp_size, num_ranks
 
 
-def _padded_size(shape: ModelShape, entry: Entry, size: int, tp_size: int, on_cpu: bool) -> int:
-    """Length of the cut dimension over all ranks."""
-    if entry.kind is Kind.VOCAB:
-        return padded_vocab_size(size, tp_size)
-    if on_cpu and entry.engine.endswith("o_proj.weight"):
-        return _up(shape.num_kv_heads, tp_size) * shape.heads_per_group * shape.head_dim
-    if on_cpu:
-        return _up(size, CPU_MLP_PADDING * tp_size)
-    if size % tp_size:
-        raise ConfigError(f"got an engine of {tp_size} ranks for {entry.engine} with {size} features; uneven cut")
-    return size
-
-
-def _piece(tensor: Tensor, dim: int, padded_size: int, rank: int, num_ranks: int) -> list[Tensor]:
-    """Rank's equal share of `tensor` along `dim` after padding with zeros to `padded_size`."""
-    share = padded_size // num_ranks
-    start = min(rank * share, tensor.shape[dim])
-    real = tensor.narrow(dim, start, min(share, tensor.shape[dim] - start))
-    zeros = list(real.shape)
-    zeros[dim] = share - real.shape[dim]
-    if not zeros[dim]:
-        return [real]
-    both = [real, real.new_zeros(zeros)]
-    return both if dim == 0 else [torch.cat(both, dim)]
+def _piece(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
+    """`size` entries from `start` along `dim`, with zeros beyond the end."""
+    first = min(start, tensor.shape[dim])
+    real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
+    if dim or real.shape[0] == size:
+        return [padded_slice(tensor, dim, start, size)]
+    return [real, real.new_zeros(size - real.shape[0], *real.shape[1:])]
 
 
 def _up(size: int, multiple: int) -> int:
@@ -125,14 +119,15 @@ class ExpectedDigests:
         waiting = self._waiting.setdefault(entry.engine, {})
         waiting[hf_name] = tensor.detach()
         held = self._table.resident[entry.engine]
-        if len(waiting) == sum(len(e.hf) for e in held):
+        if len(waiting) == len({name for e in held for name in e.hf}):
             del self._waiting[entry.engine]
             self._complete(held, waiting)
 
     def _complete(self, held: Sequence[Entry], state: Mapping[str, Tensor]) -> None:
         on_cpu = not state[held[0].hf[0]].is_cuda
+        whole = all(e.row.dim is None for e in held)
         for tp_size, ranks in self._digests.items():
-            same = self._digest([state[held[0].hf[0]]]) if held[0].kind is Kind.COPY else None
+            same = self._digest(_stack(self._table, held, state, tp_rank=0, tp_size=1, on_cpu=on_cpu)) if whole else ""
             for rank, digests in enumerate(ranks):
                 digests[held[0].engine] = same or self._digest(
                     _stack(self._table, held, state, tp_rank=rank, tp_size=tp_size, on_cpu=on_cpu)

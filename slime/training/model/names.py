@@ -5,6 +5,7 @@ A chunk counts its own layers and experts from zero; weight tables, checkpoints 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from slime.training.model.policy import PolicyModel
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+BUFFERS = ("mlp.router.expert_bias",)
+"""Ends of the names of buffers that belong to the model as parameters do, but are not trained."""
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
@@ -36,10 +39,11 @@ def is_expert(name: str) -> bool:
 
 
 def parameters_of(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
-    """Global name -> parameter of all chunks of this rank."""
+    """Global name -> parameter of all chunks of this rank; with the buffers of a model's weights."""
     out: dict[str, Tensor] = {}
     for chunk in chunks:
-        for local_name, parameter in chunk.named_parameters():
+        buffers = (pair for pair in chunk.named_buffers() if pair[0].endswith(BUFFERS))
+        for local_name, parameter in itertools.chain(chunk.named_parameters(), buffers):
             name = global_name(chunk, local_name)
             assert name not in out, f"two parameters of one rank are called {name}"
             out[name] = parameter

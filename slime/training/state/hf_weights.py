@@ -20,7 +20,7 @@ from torch import Tensor
 from slime.training.model.names import is_expert
 from slime.training.state.hf_files import HfReader
 from slime.weights.convert import export, load_shard
-from slime.weights.tables import FamilyTable, Kind
+from slime.weights.tables import FamilyTable
 
 ParameterMap = Mapping[str, Tensor]
 """Global Megatron name -> local parameter."""
@@ -36,19 +36,21 @@ class Holder:
     """The expert-parallel rank that has an expert; the lowest for everything else."""
     shape: tuple[int, ...]
     """Of one rank's shard."""
+    dtype: torch.dtype
+    """Of the parameter."""
 
 
 def find_holders(parameters: ParameterMap) -> dict[str, Holder]:
     """Global name -> holder, for the parameters of all ranks. Collective."""
-    own = {name: (0, tuple(p.shape)) for name, p in parameters.items()}
-    on_stage: dict[str, tuple[int, tuple[int, ...]]] = {}
+    own = {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}
+    on_stage: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
     for ep_rank, part in enumerate(_gather_objects(own, mpu.get_expert_model_parallel_group())):
-        for name, (_, shape) in part.items():
-            on_stage.setdefault(name, (ep_rank, shape))
+        for name, facts in part.items():
+            on_stage.setdefault(name, (ep_rank, *facts))
     holders: dict[str, Holder] = {}
     for pp_rank, stage in enumerate(_gather_objects(on_stage, mpu.get_pipeline_model_parallel_group())):
-        for name, (ep_rank, shape) in stage.items():
-            holders.setdefault(name, Holder(pp_rank, ep_rank, shape))
+        for name, found in stage.items():
+            holders.setdefault(name, Holder(pp_rank, *found))
     return holders
 
 
@@ -81,18 +83,26 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, full tensor) in table order, on every rank. A collective: all ranks must exhaust it.
 
-    On one rank and without conversion the tensors may share memory with the parameters: do not write to them.
+    Rows that stay float32 are not converted. On one rank and without conversion the tensors may share memory with the
+    parameters: do not write to them.
     """
     like = next(iter(parameters.values()))
+    stacks: dict[str, list[Tensor]] = {}
     for entry in table.entries:
         name, holder = entry.megatron, holders[entry.megatron]
+        wanted = dtype if dtype is not None and not entry.row.wide else holder.dtype
         local = parameters.get(name)
         if local is not None:
-            assert dtype is not None or local.dtype == like.dtype, f"{name} is {local.dtype}, others {like.dtype}"
-            local = local.detach().to(dtype or like.dtype)
-        shard = _send(name, local, holder, like.new_empty(0, dtype=dtype))
-        whole = entry.kind is Kind.COPY or is_expert(name)
-        yield from export(table, name, [shard] if whole else _gather(shard))
+            local = local.detach().to(wanted)
+        shard = _send(name, local, holder, like.new_empty(0, dtype=wanted))
+        whole = entry.row.dim is None or is_expert(name)
+        for hf_name, tensor in export(table, name, [shard] if whole else _gather(shard)):
+            if not entry.row.stacked:
+                yield hf_name, tensor
+                continue
+            stacks.setdefault(hf_name, []).append(tensor)
+            if len(stacks[hf_name]) == table.shape.num_experts:
+                yield hf_name, torch.stack(stacks.pop(hf_name))
 
 
 def _send(name: str, local: Tensor | None, holder: Holder, like: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ class Critic:
         chunks = build_model(args.megatron, hf_config, context.device, kind=ValueModel)
         # The output layer has given way to the head: the checkpoint's, if any, is left alone, as a tied one is.
         table = table_for(hf_config)
-        rows = tuple(row for row in table.rows if not row.megatron.startswith("output_layer."))
-        table = dataclasses.replace(table, rows=rows, tied=True)
+        after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))
+        table = dataclasses.replace(table, after=after, tied=True)
         backbone = {name: p for name, p in parameters_of(chunks).items() if not name.startswith(HEAD)}
         hf_weights.load_weights(backbone, table, directory, hf_weights.find_holders(backbone))
         rate = float(args.critic_lr)

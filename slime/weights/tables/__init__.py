@@ -11,19 +11,19 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.weights.tables.llama import llama_table
-from slime.weights.tables.qwen3 import qwen2_table, qwen3_moe_table, qwen3_table
-from slime.weights.tables.table import Entry, FamilyTable, Kind, ModelShape, Row
+from slime.weights.tables.qwen import qwen2_table, qwen3_table
+from slime.weights.tables.table import Entry, FamilyTable, ModelShape, Row, Unit
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], FamilyTable]] = {
     "llama": llama_table,
     "mistral": llama_table,
     "qwen2": qwen2_table,
     "qwen3": qwen3_table,
-    "qwen3_moe": qwen3_moe_table,
+    "qwen3_moe": qwen3_table,
 }
 """`model_type` of a HF config -> the builder of its table."""
 
-__all__ = ["FAMILIES", "Entry", "FamilyTable", "Kind", "ModelShape", "Row", "table_for"]
+__all__ = ["FAMILIES", "Entry", "FamilyTable", "ModelShape", "Row", "Unit", "table_for"]
 
 
 def table_for(hf_config: Mapping[str, Any]) -> FamilyTable:

@@ -1,19 +1,22 @@
 """Rows that say how one Megatron parameter, its Hugging Face tensors and the engine's resident tensor belong together.
 
 Invariants
-1. Every Megatron parameter and every HF tensor of a model is named by exactly one row (`FamilyTable.check`). A row of
-   experts names one parameter per expert, under the expert's number in the whole model; the engine holds all experts of
-   a row in one tensor.
+1. Every Megatron parameter and every HF tensor of a model is named by exactly one row (`FamilyTable.check`), or the HF
+   tensor is one that the trainer carries along unread. A row of experts names one parameter per expert, under the
+   expert's number in the whole model; the engine holds all experts of a row in one tensor.
 2. A row is read in both directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
    for verification. No direction has names or rules of its own.
+3. One formula cuts every parameter: segments, interleaved in groups, in equal parts (`convert`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from slime.config.model_shape import num_experts_of
@@ -25,21 +28,21 @@ EXPERT = "{expert}"
 """Stands for the number of a routed expert in name patterns."""
 
 
-class Kind(str, Enum):
-    """How a tensor is fused and cut over tensor-parallel ranks (the same cut in Megatron and in the engine)."""
+class Unit(str, Enum):
+    """What the cut dimension of a segment consists of: what no rank may hold a part of, and how engines pad it."""
 
-    COPY = "copy"
-    """Whole on every rank (norms, biases added after the reduction)."""
-    VOCAB = "vocab"
-    """Rows are vocabulary entries: cut over dim 0; each side pads in its own way."""
-    QKV = "qkv"
-    """HF tensors q, k, v. Megatron interleaves them per KV head, [q of the group, k, v]; engines stack q, k, v."""
-    GATE_UP = "gate_up"
-    """Two HF tensors, stacked [gate; up] within each rank's shard."""
-    COLUMN = "column"
-    """Cut over dim 0 (output features)."""
-    ROW = "row"
-    """Cut over dim 1 (input features)."""
+    NONE = "none"
+    """Not cut: whole on every rank (norms, biases added after the reduction)."""
+    VOCAB = "vocabulary rows"
+    """Vocabulary entries; trainer and engine pad them, each in its own way."""
+    HEADS = "attention heads"
+    """Query heads."""
+    KV_HEADS = "KV heads"
+    """KV heads; engines replicate them where they are fewer than ranks."""
+    FEATURES = "MLP features"
+    """Features of an MLP, which engines on a CPU pad."""
+    EVEN = "features"
+    """Anything else that divides evenly and is never padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,38 @@ class Row:
     """One parameter under its three names; `{layer}` is the layer number, `{expert}` that of a routed expert."""
 
     megatron: str
-    """Name in `GPTModel.named_parameters()` under the local layer spec."""
+    """Global name of the parameter in our model."""
     hf: tuple[str, ...]
     """The HF tensors that it holds, in fusing order."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Full shape of each HF tensor; of one expert's part where they are `stacked`."""
     engine: str
-    """Name of the resident tensor of an SGLang model; without `{expert}`, for it holds all of them."""
-    kind: Kind
+    """Name of the resident tensor of an SGLang model; rows and experts that share one are stacked along dim 0."""
+    dim: int | None = None
+    """The dimension that tensor-parallel ranks cut; None: whole on every rank."""
+    units: tuple[Unit, ...] = ()
+    """Of each segment."""
+    segments: tuple[int, ...] = ()
+    """Lengths along `dim`, through the HF tensors laid end to end, of what is cut one by one; empty: one per tensor."""
+    groups: int = 0
+    """Megatron interleaves the segments in this many equal groups (KV heads, for example); 0: one group per rank."""
+    wide: bool = False
+    """float32 in the trainer, in files and in the engine, whatever the training dtype."""
+    stacked: bool = False
+    """The HF tensors hold all experts along dim 0."""
+    trained: bool = True
+    """A parameter; else a buffer, which is loaded, exported and synced but never trained."""
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            object.__setattr__(self, "units", (Unit.NONE,) * len(self.hf))
+        elif not self.segments:
+            object.__setattr__(self, "segments", tuple(shape[self.dim] for shape in self.shapes))
+        assert len(self.hf) == len(self.shapes), f"{self.megatron}: {len(self.hf)} names, {len(self.shapes)} shapes"
+        if self.dim is not None:
+            total = sum(shape[self.dim] for shape in self.shapes)
+            assert sum(self.segments) == total, f"{self.megatron}: segments {self.segments} of {total}"
+            assert len(self.units) == len(self.segments), f"{self.megatron}: {self.units} for {self.segments}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +96,10 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     intermediate_size: int
+    """MLP features of a dense layer."""
     vocab_size: int
     num_experts: int = 0
-    """Routed experts of each layer; 0 for a dense model."""
+    """Routed experts of each layer that has any; 0 for a dense model."""
     moe_intermediate_size: int = 0
     """MLP features of one routed expert."""
 
@@ -84,7 +114,7 @@ class ModelShape:
                 num_kv_heads=int(hf_config.get("num_key_value_heads") or heads),
                 head_dim=int(hf_config.get("head_dim") or hidden // heads),
                 hidden_size=hidden,
-                intermediate_size=int(hf_config["intermediate_size"]),
+                intermediate_size=int(hf_config.get("intermediate_size") or 0),
                 vocab_size=int(hf_config["vocab_size"]),
                 num_experts=num_experts_of(hf_config),
                 moe_intermediate_size=int(hf_config.get("moe_intermediate_size") or 0),
@@ -113,7 +143,7 @@ class Entry:
     megatron: str
     hf: tuple[str, ...]
     engine: str
-    kind: Kind
+    row: Row
     expert: int | None = None
     """Number of the routed expert in its layer; None for everything else."""
 
@@ -122,53 +152,62 @@ class Entry:
         def fill(pattern: str) -> str:
             return pattern.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
-        return cls(fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine), row.kind, expert)
+        return cls(fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine), row, expert)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FamilyTable:
     """All rows of one model. Build it with `table_for`."""
 
     family: str
     """`model_type` of the HF config."""
     shape: ModelShape
-    rows: tuple[Row, ...]
-    """Rows that this model has (optional biases and the output layer already decided), in export order."""
+    before: tuple[Row, ...]
+    """Ahead of the layers: the embedding."""
+    layers: tuple[tuple[Row, ...], ...]
+    """The rows of each layer: those that this model has (optional biases already decided), in export order."""
+    after: tuple[Row, ...]
+    """Behind the layers: final norm, output layer."""
     tied: bool
     """The output layer shares the embedding: no row of its own, neither in Megatron nor in the engine."""
-    entries: tuple[Entry, ...] = field(init=False)
-    """Rows with layer and expert numbers, in export order: embedding, layers, final norm, output layer."""
-    resident: Mapping[str, tuple[Entry, ...]] = field(init=False, repr=False, compare=False)
-    """Resident tensor of an engine -> the entries that it holds, in stacking order (one, or one per expert)."""
-    _by_megatron: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
-    _by_hf: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
+    carried: tuple[str, ...] = ()
+    """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source."""
+    entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
+    """Rows with layer and expert numbers, in export order."""
 
     def __post_init__(self) -> None:
-        entries = tuple(self._expand())
-        object.__setattr__(self, "entries", entries)
-        resident: dict[str, tuple[Entry, ...]] = {}
-        for e in entries:
-            resident[e.engine] = (*resident.get(e.engine, ()), e)
-        object.__setattr__(self, "resident", resident)
-        object.__setattr__(self, "_by_megatron", {e.megatron: e for e in entries})
-        object.__setattr__(self, "_by_hf", {name: e for e in entries for name in e.hf})
+        object.__setattr__(self, "entries", tuple(self._expand()))
         for what, names in (
-            ("Megatron", [e.megatron for e in entries]),
-            ("HF", [name for e in entries for name in e.hf]),
-            ("engine", [(e.engine, e.expert) for e in entries]),
+            ("Megatron", [e.megatron for e in self.entries]),
+            ("HF", [(name, e.expert if e.row.stacked else None) for e in self.entries for name in e.hf]),
         ):
             doubled = [name for name, count in Counter(names).items() if count > 1]
             assert not doubled, f"table {self.family}: {what} names in two rows: {doubled}"
 
     def _expand(self) -> Iterable[Entry]:
-        per_layer = [row for row in self.rows if LAYER in row.megatron]
-        first_layer_row = self.rows.index(per_layer[0]) if per_layer else len(self.rows)
-        yield from (Entry.of(row, None) for row in self.rows[:first_layer_row])
-        for layer in range(self.shape.num_layers):
-            for row in per_layer:
+        yield from (Entry.of(row, None) for row in self.before)
+        for layer, rows in enumerate(self.layers):
+            for row in rows:
                 experts = range(self.shape.num_experts) if EXPERT in row.megatron else (None,)
                 yield from (Entry.of(row, layer, expert) for expert in experts)
-        yield from (Entry.of(row, None) for row in self.rows[first_layer_row:] if LAYER not in row.megatron)
+        yield from (Entry.of(row, None) for row in self.after)
+
+    @cached_property
+    def resident(self) -> Mapping[str, tuple[Entry, ...]]:
+        """Resident tensor of an engine -> the entries that it holds, in stacking order."""
+        out: dict[str, list[Entry]] = {}
+        for e in self.entries:
+            out.setdefault(e.engine, []).append(e)
+        return {name: tuple(held) for name, held in out.items()}
+
+    @cached_property
+    def _by_megatron(self) -> Mapping[str, Entry]:
+        return {e.megatron: e for e in self.entries}
+
+    @cached_property
+    def _by_hf(self) -> Mapping[str, Entry]:
+        """The first entry of each HF tensor: stacked experts share theirs."""
+        return {name: e for e in reversed(self.entries) for name in e.hf}
 
     def entry(self, megatron_name: str) -> Entry:
         """The entry of a Megatron parameter. Raises `WeightSyncError` if the table does not know it."""
@@ -192,34 +231,24 @@ class FamilyTable:
         """All Megatron parameters, in export order."""
         return tuple(e.megatron for e in self.entries)
 
-    @property
+    @cached_property
     def hf_names(self) -> tuple[str, ...]:
         """All HF tensors, in export order."""
-        return tuple(name for e in self.entries for name in e.hf)
-
-    def mlp_size(self, entry: Entry) -> int:
-        """MLP features of the tensor: of the dense layer, or of one expert."""
-        return self.shape.intermediate_size if entry.expert is None else self.shape.moe_intermediate_size
+        return tuple(dict.fromkeys(name for e in self.entries for name in e.hf))
 
     def hf_shape(self, hf_name: str) -> tuple[int, ...]:
         """Shape of a HF tensor as the config implies it."""
-        entry, s = self.entry_of_hf(hf_name), self.shape
-        part = entry.hf.index(hf_name)
-        weight = hf_name.endswith(".weight")
-        if entry.kind is Kind.VOCAB:
-            return (s.vocab_size, s.hidden_size)
-        if entry.kind is Kind.QKV:
-            rows = (s.num_heads if part == 0 else s.num_kv_heads) * s.head_dim
-            return (rows, s.hidden_size) if weight else (rows,)
-        if entry.kind is Kind.GATE_UP:
-            return (self.mlp_size(entry), s.hidden_size) if weight else (self.mlp_size(entry),)
-        if entry.kind is Kind.ROW:
-            columns = self.mlp_size(entry) if "mlp" in hf_name else s.num_heads * s.head_dim
-            return (s.hidden_size, columns)
-        assert entry.kind is Kind.COPY, f"no shape rule for {entry.kind} of {hf_name}"
-        if hf_name.endswith("mlp.gate.weight"):
-            return (s.num_experts, s.hidden_size)
-        return (s.head_dim,) if hf_name.endswith(("q_norm.weight", "k_norm.weight")) else (s.hidden_size,)
+        entry = self.entry_of_hf(hf_name)
+        shape = entry.row.shapes[entry.hf.index(hf_name)]
+        return (self.shape.num_experts, *shape) if entry.row.stacked else shape
+
+    def carries(self, hf_name: str) -> bool:
+        """Whether a HF tensor is copied along and not held by the trainer."""
+        return any(re.match(pattern, hf_name) for pattern in self.carried)
+
+    def is_wide(self, hf_name: str) -> bool:
+        """Whether a HF tensor stays float32 whatever the others are converted to."""
+        return self.entry_of_hf(hf_name).row.wide
 
     def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:
         """Refuses a model or checkpoint that the table misses or doubles a tensor of.
@@ -230,9 +259,7 @@ class FamilyTable:
         for what, got, known in (("Megatron", megatron_names, self.megatron_names), ("HF", hf_names, self.hf_names)):
             if got is None:
                 continue
-            names = [
-                n for n in got if not n.endswith("rotary_emb.inv_freq") and not (self.tied and n == "lm_head.weight")
-            ]
+            names = [n for n in got if what == "Megatron" or not self.ignores(n)]
             missing, unknown = sorted(set(known) - set(names)), sorted(set(names) - set(known))
             doubled = sorted(n for n, count in Counter(names).items() if count > 1)
             if missing or unknown or doubled:
@@ -241,6 +268,11 @@ class FamilyTable:
                     f"missing {_some(missing)}, unknown {_some(unknown)}, doubled {_some(doubled)}; "
                     "the model must be built from the same config.json as the table"
                 )
+
+    def ignores(self, hf_name: str) -> bool:
+        """Whether a HF tensor of a checkpoint is none of the trainer's: carried, redundant or a rotary buffer."""
+        redundant = self.tied and hf_name.endswith("lm_head.weight")
+        return redundant or hf_name.endswith("rotary_emb.inv_freq") or self.carries(hf_name)
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -47,7 +47,7 @@ def test_load_then_export_is_the_identity(config: dict[str, Any], tp_size: int) 
             load_shard(table, name, hf.__getitem__, tp_rank=r, tp_size=tp_size, vocab_multiple=8)
             for r in range(tp_size)
         ]
-        assert all(s.is_contiguous() and s.shape == shards[0].shape for s in shards)
+        assert all(s.shape == shards[0].shape for s in shards)
         back.update(export(table, name, shards))
     assert list(back) == list(table.hf_names)
     for name, tensor in hf.items():
