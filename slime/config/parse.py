@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 from slime.config.args import Args
 from slime.config.derive import DERIVATIONS, Draft
 from slime.config.megatron_defaults import SLIME_DEFAULTS
-from slime.config.model_shape import contradictions, megatron_shape, read_hf_config
+from slime.config.model_shape import contradictions, read_hf_config
 from slime.config.schema import flags_of_owner, owned_spellings
 from slime.config.settings import Settings
+from slime.config.shapes import megatron_shape
 from slime.config.table import flag_table, own_flags
 from slime.core.errors import ConfigError, HookError, SlimeError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,8 +38,12 @@ class PackedSequences(PackedSeqParams):
     """[N + 1] or [2 N + 1] int32 on the device of the model."""
     cu_key: Tensor | None = None
     """[N + 1] or [2 N + 1] int32 on the device of the model."""
+    positions: Tensor | None = None
+    """[T] int64 on the device of the model: where each of this rank's tokens stands in its sequence."""
     cut: RowCut | None = None
     """This rank's part of the row; None without context parallelism."""
+    chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """By number of the layer that chose for the layers behind it: see `sparse_indexer`."""
 
     @classmethod
     def build(cls, cu_seqlens: Tensor, *, max_seqlen: int, device: torch.device) -> PackedSequences:
@@ -47,6 +51,8 @@ class PackedSequences(PackedSeqParams):
         cut = RowCut.build(cu_seqlens, device)
         lengths = tuple(cu_seqlens.diff().tolist())
         query, key = (cut.query_lengths, cut.key_lengths) if cut else (lengths, lengths)
+        positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff())
+        positions = positions.to(device, non_blocking=True)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -57,6 +63,7 @@ class PackedSequences(PackedSeqParams):
             key_lengths=key,
             cu_query=_cumulative(query, device),
             cu_key=_cumulative(key, device),
+            positions=positions if cut is None else positions.index_select(0, cut.positions),
             cut=cut,
         )
 
@@ -94,31 +101,37 @@ class PackedAttention(torch.nn.Module):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSequences | None = None,
+        masks: Sequence[Tensor | None] | None = None,
         **_unused: Any,
     ) -> Tensor:
         """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v].
 
-        T is this rank's part of the row under context parallelism.
+        T is this rank's part of the row under context parallelism. `masks`: per sequence which keys a query sees,
+        bool [n, n], or None for all that are not behind it.
         """
         packed = packed_seq_params
         assert packed is not None, "the trainer always packs its sequences"
         if packed.cut is not None:
             key, value = packed.cut.keys_and_values(key, value)
-        attend = self._varlen if query.is_cuda and query.dtype != torch.float32 else self._per_sequence
-        return attend(query, key, value, packed).reshape(query.size(0), -1)
+        if query.is_cuda and query.dtype != torch.float32 and masks is None:
+            return self._varlen(query, key, value, packed).reshape(query.size(0), -1)
+        masks = masks or [None] * len(packed.query_lengths)
+        return self._per_sequence(query, key, value, packed, masks).reshape(query.size(0), -1)
 
-    def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _per_sequence(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None]
+    ) -> Tensor:
         # [1, heads, T, d], the layout of scaled_dot_product_attention; a view, no copy.
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         parts = []
-        for a, b, c in zip(
+        for a, b, c, mask in zip(
             q.split(packed.query_lengths, dim=2),
             k.split(packed.key_lengths, dim=2),
             v.split(packed.key_lengths, dim=2),
+            masks,
             strict=True,
         ):
             num_queries, num_keys = a.size(2), b.size(2)
-            mask = None
             if num_keys != num_queries:  # is_causal would align the first query with the first key
                 mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=a.device).tril(num_keys - num_queries)
             out = torch.nn.functional.scaled_dot_product_attention(

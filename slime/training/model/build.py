@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.config.model_shape import rope_of
+from slime.config.shapes import megatron_shape
 from slime.core.errors import ConfigError
 from slime.training.model.config import transformer_config
 from slime.training.model.layers import decoder_spec
@@ -86,7 +87,7 @@ def _build_chunk(
     padded = padded_vocab_size(vocab_size, tp_size)
     theta, _ = rope_of(hf_config)
     offset = get_transformer_layer_offset(config, vp_stage)
-    spec = decoder_spec(config)
+    spec = decoder_spec(config, hf_config)
     own = slice(offset, offset + get_num_layers_to_build(config, vp_stage))
     model = kind(
         config,
@@ -95,7 +96,9 @@ def _build_chunk(
         max_sequence_length=int(hf_config.get("max_position_embeddings") or 1 << 20),
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="rope",
+        # Latent attention rotates a part of its heads by itself.
+        position_embedding_type="none" if hf_config.get("kv_lora_rank") else "rope",
+        rotary_percent=megatron_shape(hf_config)["rotary_percent"],
         rotary_base=theta,
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")) and kind is PolicyModel,
         vp_stage=vp_stage,
@@ -105,7 +108,9 @@ def _build_chunk(
     start = tp_rank * local
     group = mpu.get_tensor_model_parallel_group() if tp_size > 1 else None
     model.shard = VocabShard(start=start, num_valid=max(0, min(local, vocab_size - start)), group=group)
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, config.kv_channels).to(device)
+    if model.position_embedding_type == "rope":
+        rotated = int(config.kv_channels * model.rotary_percent)
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, rotated).to(device)
     _mark_sharded_parameters(model)
     return model.to(device)
 

@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.config.megatron_defaults import FIXED
-from slime.config.model_shape import megatron_shape
+from slime.config.shapes import megatron_shape
 from slime.training.parallel import ParallelSizes
 from slime.training.schema import config_kwargs
 

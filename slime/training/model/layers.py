@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.config.model_shape import is_sparse
 from slime.training.model.attention import PackedAttention, PackedSequences
 from slime.training.model.moe import ExpertLayer, check_moe
 from slime.training.model.norm import RMSNorm
@@ -13,21 +19,36 @@ from slime.training.model.norm import RMSNorm
 __all__ = ["PackedSequences", "RMSNorm", "decoder_spec"]
 
 
-def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer specification with our norm and attention in place of its own, for each layer.
+def decoder_spec(config: TransformerConfig, hf_config: Mapping[str, Any]) -> TransformerBlockSubmodules:
+    """One specification per layer: Megatron's local one with our norms, an attention module and an MLP or experts.
 
-    Every layer has experts if the configuration names any. Raises `ConfigError` for settings of experts that cannot be
-    trained.
+    Raises `ConfigError` for settings of experts that cannot be trained.
     """
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = RMSNorm
-    parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    base = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     if config.num_moe_experts:
         check_moe(config)
-        parts.mlp = ExpertLayer
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+
+    def layer(number: int) -> ModuleSpec:
+        parts = dataclasses.replace(
+            base.submodules,
+            input_layernorm=RMSNorm,
+            pre_mlp_layernorm=RMSNorm,
+            self_attention=_attention(config, hf_config, number, base.submodules.self_attention),
+        )
+        if is_sparse(hf_config, number):
+            parts.mlp = ExpertLayer
+        return ModuleSpec(module=base.module, submodules=parts)
+
+    return TransformerBlockSubmodules(
+        layer_specs=[layer(number) for number in range(config.num_layers)], layer_norm=RMSNorm
+    )
+
+
+def _attention(
+    config: TransformerConfig, hf_config: Mapping[str, Any], number: int, standard: ModuleSpec
+) -> ModuleSpec:
+    """The attention module of layer `number`: Megatron's own with a packed core unless the family has another."""
+    parts = dataclasses.replace(standard.submodules, core_attention=PackedAttention)
+    if config.qk_layernorm:
+        parts.q_layernorm = parts.k_layernorm = RMSNorm
+    return ModuleSpec(module=standard.module, params=standard.params, submodules=parts)

@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.config import Args, parse_args
 from slime.config.megatron_defaults import FIXED
-from slime.config.model_shape import megatron_shape, read_hf_config
+from slime.config.model_shape import read_hf_config
+from slime.config.shapes import megatron_shape
 from slime.core.errors import ConfigError
 from slime.training.model.config import ddp_config, fixed, optimizer_config, transformer_config
 from slime.training.step.optimizer import _scheduler

@@ -1,0 +1,82 @@
+"""From a checkpoint's config.json to Megatron's settings: what families have in common, and one function per family.
+
+A family's function returns the settings in which it departs, and raises `ConfigError` for what cannot be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.config.model_shape import rope_kind, rope_of
+from slime.config.shapes import qwen
+from slime.core.errors import ConfigError
+
+Config = Mapping[str, Any]
+
+FAMILIES: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "llama": lambda _: {},
+    "qwen2": qwen.qwen2,
+    "qwen3": qwen.qwen3,
+    "qwen3_moe": qwen.qwen3_moe,
+}
+"""`model_type` values that this release trains -> what sets them apart."""
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+"""Rotary scalings that this release trains; yarn with latent attention only."""
+
+
+def megatron_shape(config: Config) -> dict[str, Any]:
+    """HF config -> Megatron settings by field name. Raises `ConfigError` for an unknown family or a missing key."""
+    family = str(config.get("model_type"))
+    if family not in FAMILIES:
+        raise ConfigError(f"got a checkpoint of model_type {family!r}; this release trains {', '.join(FAMILIES)}")
+    _refuse_unsupported(config)
+    try:
+        return {**_common(config), **FAMILIES[family](config)}
+    except KeyError as missing:
+        raise ConfigError(f"the checkpoint's config.json lacks {missing}; it does not describe a {family}") from missing
+
+
+def _common(config: Config) -> dict[str, Any]:
+    """A pre-norm decoder with grouped-query attention, gated MLPs and no biases."""
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    theta, scaling = rope_of(config)
+    return {
+        "num_layers": int(config["num_hidden_layers"]),
+        "hidden_size": hidden,
+        "ffn_hidden_size": int(config["intermediate_size"]),
+        "num_attention_heads": heads,
+        "num_query_groups": kv_heads,
+        "group_query_attention": kv_heads != heads,
+        "kv_channels": int(config.get("head_dim") or hidden // heads),
+        "vocab_size": int(config["vocab_size"]),
+        "max_position_embeddings": int(config.get("max_position_embeddings") or 4096),
+        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "rotary_base": theta,
+        "rope_scaling": scaling,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "qk_layernorm": False,
+        "add_qkv_bias": False,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+    }
+
+
+def _refuse_unsupported(config: Config) -> None:
+    """Raises `ConfigError` for what a config may ask for and this release does not train."""
+    if config.get("use_sliding_window"):
+        raise ConfigError("got a checkpoint with use_sliding_window, which this release does not train")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"got a checkpoint with hidden_act {config['hidden_act']!r}; this release trains silu")
+    biases = [name for name in ("mlp_bias", "attention_bias") if config.get(name)]
+    if biases and config.get("model_type") in ("llama", "qwen3", "qwen3_moe"):
+        raise ConfigError(f"got a checkpoint with {' and '.join(biases)}, which this release does not train")
+    kind = rope_kind(rope_of(config)[1])
+    if kind not in ROPE_KINDS or (kind == "yarn" and not config.get("kv_lora_rank")):
+        raise ConfigError(f"got a checkpoint with rotary scaling {kind!r}; this release trains {', '.join(ROPE_KINDS)}")
