@@ -225,7 +225,7 @@ class MegatronBackend:
         tensors = self.iter_hf_tensors(dtype)
         if self.parallel_info.rank == 0:
             partial = begin_export(directory)
-            write_hf(partial, tensors, assets_from=Path(self.args.hf_checkpoint), dtype=dtype)
+            write_hf(partial, tensors, assets_from=Path(self.args.hf_checkpoint), carried=self.table.carries)
             commit_export(partial, directory)
         else:
             for _ in tensors:

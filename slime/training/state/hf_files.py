@@ -1,26 +1,31 @@
 """Hugging Face checkpoints, read and written directly: safetensors one tensor at a time, JSON, and copied assets.
 
 Invariants
-1. No whole checkpoint is ever in memory; a reader holds one tensor, a writer one file of at most `MAX_SHARD_BYTES`.
+1. No whole checkpoint is ever in memory. A tensor that is read is a view of its file: what is touched of it takes
+   memory, until `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
 2. No folder is removed that does not hold `EXPORT_MARKER`, the file that an export is begun with.
+3. A damaged file is refused by name before a tensor of it is read.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import shutil
-from collections.abc import Iterable
-from contextlib import ExitStack
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
+from slime.weights.fp8 import SCALE_SUFFIX, block_of, dequantise
 
 MAX_SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file that `write_hf` makes."""
@@ -31,74 +36,182 @@ ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 EXPORT_MARKER = ".slime_export.json"
 """In every folder that an export made: what may be replaced by the next one."""
 
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""As safetensors files name them."""
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""What is no weight without its scales."""
 
-class HfReader:
-    """Reads single tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
-        self._location = _locate(directory)
+class _TensorFile:
+    """A mapped safetensors file. Raises `CheckpointError` that names it if it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            (size,) = struct.unpack_from("<Q", self._map)
+            header = json.loads(self._map[8 : 8 + size])
+            self._tensors = {
+                name: (_DTYPES[t["dtype"]], [int(n) for n in t["shape"]], 8 + size + int(t["data_offsets"][0]))
+                for name, t in header.items()
+                if name != "__metadata__"
+            }
+            end = 8 + size
+            for dtype, shape, start in sorted(self._tensors.values(), key=lambda t: t[2]):
+                if start != end:
+                    raise ValueError(f"a tensor begins at byte {start} and not at {end}")
+                end += math.prod(shape) * dtype.itemsize
+            if end != len(self._map):
+                raise ValueError(f"it has {len(self._map)} bytes and not {end}")
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise CheckpointError(
+                f"got {path}, which is missing or no whole safetensors file ({error}); fetch or export it again"
+            ) from error
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors of the checkpoint."""
-        return tuple(self._location)
+        return tuple(self._tensors)
+
+    def read(self, name: str) -> Tensor:
+        """A view of the mapping."""
+        dtype, shape, start = self._tensors[name]
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+    def release(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class HfReader:
+    """Reads single tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
+
+    FP8 weights come dequantised, and their scales have no names of their own.
+    Raises `CheckpointError` that names the damaged file, `ConfigError` for a quantisation other than FP8 with blocks.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[str, _TensorFile] = {}
+        config = directory / "config.json"
+        self._config: dict[str, Any] = _read_json(config) if config.is_file() else {}
+        self._block = block_of(self._config)
+        self._location = self._locate()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors of the checkpoint, without the scales of quantised ones."""
+        return tuple(
+            n
+            for n in self._location
+            if not (n.endswith(SCALE_SUFFIX) and self.is_quantised(n.removesuffix(SCALE_SUFFIX)))
+        )
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the file holds codes and scales."""
+        return self._block is not None and name in self._location and name + SCALE_SUFFIX in self._location
 
     def __call__(self, name: str) -> Tensor:
-        """The full tensor, on the host, in the dtype of the file. Raises `CheckpointError` if there is none."""
-        if name not in self._location:
-            raise CheckpointError(f"got no tensor {name!r} in {self._directory}; it holds {len(self._location)} others")
-        file = self._location[name]
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(
-                safe_open(self._directory / file, framework="pt", device="cpu")
+        """The full tensor, on the host, in the dtype of the file; float32 if it is quantised. Do not write to it.
+
+        Raises `CheckpointError` if there is none, or if its scales are missing or have another shape.
+        """
+        tensor = self._read(name)
+        place = f"{self._directory / self._location[name]}, {name}"
+        if self._block is not None and self.is_quantised(name):
+            try:
+                return dequantise(tensor, self._read(name + SCALE_SUFFIX), self._block)
+            except CheckpointError as error:
+                raise CheckpointError(f"{place}: {error}") from error
+        if tensor.dtype in _CODES:
+            raise CheckpointError(
+                f"{place}: got {tensor.dtype}, but no {SCALE_SUFFIX} beside it or no quantization_config in "
+                "config.json; without them these codes are no weights"
             )
-        tensor: Tensor = self._files[file].get_tensor(name)
         return tensor
 
+    def plain(self, name: str) -> Tensor:
+        """Like a call, but a quantised tensor comes in the dtype of config.json (bfloat16 if that names none)."""
+        tensor = self(name)
+        return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
+
+    def release(self) -> None:
+        """Gives back the memory of what was touched. Tensors that were read stay valid and are read anew."""
+        for file in self._files.values():
+            file.release()
+
     def __enter__(self) -> HfReader:
-        self._stack.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.clear()
-        self._stack.__exit__(kind, error, trace)
+        self._files.clear()  # a mapping ends with the last tensor that is a view of it
 
+    def _read(self, name: str) -> Tensor:
+        if name not in self._location:
+            raise CheckpointError(f"got no tensor {name!r} in {self._directory}; it holds {len(self._location)} others")
+        file = self._location[name]
+        opened = self._open(file)
+        if name not in opened.names:
+            raise CheckpointError(f"got {self._directory / file} without {name}, which the index says it holds")
+        return opened.read(name)
 
-def _locate(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index or from the headers."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return weight_map
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"got no *.safetensors in {directory}; convert the checkpoint to safetensors first")
-    location: dict[str, str] = {}
-    for file in files:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            location.update(dict.fromkeys(opened.keys(), file.name))
-    return location
+    def _open(self, file: str) -> _TensorFile:
+        if file not in self._files:
+            self._files[file] = _TensorFile(self._directory / file)
+        return self._files[file]
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name, from the index or from the headers."""
+        index = self._directory / "model.safetensors.index.json"
+        if index.exists():
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or any(Path(file).name != file for file in weight_map.values()):
+                raise CheckpointError(f"got {index} without a weight_map of plain file names; fetch or export it again")
+            return weight_map
+        files = sorted(self._directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"got no *.safetensors in {self._directory}; convert the checkpoint to safetensors first"
+            )
+        return {name: file.name for file in files for name in self._open(file.name).names}
 
 
 def write_hf(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], *, assets_from: Path, dtype: torch.dtype | None = None
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    assets_from: Path,
+    carried: Callable[[str], bool] | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes safetensors of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
-    `tensors`: (HF name, tensor) in any order; converted to `dtype` unless None. Consumes the iterable once, and holds
-    at most one file. `config.json` gets the written dtype.
+    `tensors`: (HF name, tensor) in any order, written as they are; consumes the iterable once, and holds at most one
+    file. `carried`: which tensors of `assets_from` are copied behind them. `config.json` gets the dtype of most bytes
+    and `quantization`, or loses what it said about it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     copy_assets(assets_from, directory)
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    pending_bytes = total_bytes = 0
-    written: torch.dtype | None = None
+    pending_bytes = 0
+    written_bytes: Counter[torch.dtype] = Counter()
 
     def flush() -> None:
         nonlocal pending_bytes
@@ -108,17 +221,28 @@ def write_hf(
             pending.clear()
             pending_bytes = 0
 
-    for name, tensor in tensors:
-        host = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        written = host.dtype
-        if pending_bytes + host.nbytes > MAX_SHARD_BYTES:
+    for name, tensor in _chained(tensors, assets_from, carried):
+        if pending_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             flush()
-        pending[name] = host.clone() if host.data_ptr() == tensor.data_ptr() else host
-        pending_bytes += host.nbytes
-        total_bytes += host.nbytes
+        # A copy: what is sent may be a view of a parameter or of a file, and shares memory with others.
+        pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        pending_bytes += tensor.nbytes
+        written_bytes[tensor.dtype] += tensor.nbytes
     flush()
-    _name_files(directory, files, total_bytes)
-    _set_dtype(directory / "config.json", written)
+    _name_files(directory, files, sum(written_bytes.values()))
+    plain = Counter({dtype: num for dtype, num in written_bytes.items() if dtype not in _CODES})
+    _write_config(directory / "config.json", max(plain, key=lambda d: plain[d], default=None), quantization)
+
+
+def _chained(
+    tensors: Iterable[tuple[str, Tensor]], source: Path, carried: Callable[[str], bool] | None
+) -> Iterable[tuple[str, Tensor]]:
+    yield from tensors
+    if carried is not None:
+        with HfReader(source) as read:
+            for name in filter(carried, read.names):
+                yield name, read.plain(name)
+                read.release()
 
 
 def require_replaceable(directory: Path) -> None:
@@ -180,12 +304,32 @@ def _name_files(directory: Path, files: list[list[str]], total_bytes: int) -> No
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _set_dtype(path: Path, dtype: torch.dtype | None) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    name = str(dtype).removeprefix("torch.")
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = name
-    if "dtype" not in config and "torch_dtype" not in config:
-        config["torch_dtype"] = name
+def _write_config(path: Path, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None) -> None:
+    config = _read_json(path)
+    for part in (config, config.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        part.pop("quantization_config", None)
+        keys = [key for key in ("dtype", "torch_dtype") if key in part]
+        for key in keys or (["torch_dtype"] if part is config else []):
+            part[key] = str(dtype).removeprefix("torch.")
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    text = config.get("text_config") or {}
+    named = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "bfloat16")
+    dtype = getattr(torch, str(named), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"got {path}, which is not readable JSON ({error}); fetch or export it again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"got {path}, which holds no JSON object; fetch or export it again")
+    return data

@@ -7,7 +7,7 @@ group, then over the pipeline, so that every rank has this tensor-parallel shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from slime.training.model.names import is_expert
 from slime.training.state.hf_files import HfReader
 from slime.weights.convert import export, load_shard
 from slime.weights.tables import FamilyTable
+
+COPY_BYTES = 32 * 2**20
+"""How much of a file is in memory at once while it is copied to a parameter."""
 
 ParameterMap = Mapping[str, Tensor]
 """Global Megatron name -> local parameter."""
@@ -70,7 +73,15 @@ def load_weights(parameters: ParameterMap, table: FamilyTable, directory: Path, 
             assert shard.shape == parameter.shape, (
                 f"{name}: shard {list(shard.shape)}, parameter {list(parameter.shape)}"
             )
-            parameter.copy_(shard)
+            _fill(parameter, shard, read.release)
+
+
+def _fill(parameter: Tensor, shard: Tensor, release: Callable[[], None]) -> None:
+    """Copies rows of at most `COPY_BYTES` at a time: of a view of a file no more than that is in memory."""
+    rows = max(1, COPY_BYTES * len(shard) // max(1, shard.nbytes))
+    for target, source in zip(parameter.split(rows), shard.split(rows), strict=True):
+        target.copy_(source)
+        release()
 
 
 @torch.no_grad()
