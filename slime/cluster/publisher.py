@@ -67,6 +67,7 @@ class Publisher:
             buffer_bytes=self._args.update_weight_buffer_size,
             peers=self._peers,
         )
+        self._backend.note_published()
         return {f"perf/{name}": value for name, value in metrics.items()}
 
     def close(self) -> None:

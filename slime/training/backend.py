@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,10 @@ from slime.core.batch import TrainBatch
 from slime.data.flops import FlopsModel, tflops_per_gpu
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
+from slime.training.model.frozen import freeze_others, trained_names
+from slime.training.model.lora import Adapters, MergedParameters
 from slime.training.model.names import parameters_of
+from slime.training.model.policy import PolicyModel
 from slime.training.parallel import (
     ParallelInfo,
     ParallelSizes,
@@ -37,8 +39,8 @@ from slime.training.parallel import (
 )
 from slime.training.state import hf_weights, rank_state
 from slime.training.state.hf_files import begin_export, commit_export, require_replaceable, write_hf
-from slime.training.state.host_weights import HostWeights
 from slime.training.state.memory import HostStash
+from slime.training.step.copies import REFERENCE, TEACHER, Copies
 from slime.training.step.critic import Critic
 from slime.training.step.non_finite import check_signals
 from slime.training.step.optimizer import Trainable, build_trainable
@@ -53,7 +55,7 @@ from slime.training.step.train import (
     measure_gap,
     train_on,
 )
-from slime.weights.tables import table_for
+from slime.weights.tables import FamilyTable, table_for
 
 
 class MegatronBackend:
@@ -103,9 +105,9 @@ class MegatronBackend:
         if num_experts_of(self.hf_config):
             megatron_moe.activate()
         chunks = build_model(megatron, self.hf_config, self.device)
-        self._parameters: dict[str, Tensor] = parameters_of(chunks)
-        self._holders = hf_weights.find_holders(self._parameters)
-        hf_weights.load_weights(self._parameters, self.table, Path(args.hf_checkpoint), self._holders)
+        base = parameters_of(chunks)
+        hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))
+        self._choose_trained(chunks)
         self._trainable = build_trainable(chunks, megatron)
         self._context = StepContext(
             args=args,
@@ -136,6 +138,7 @@ class MegatronBackend:
             metrics |= train_on(self._context, self._trainable, prepared, version=self.weight_version)
         if self._critic is not None:
             metrics |= self._critic.train(prepared, version=self.weight_version)
+        self._copies.note_trained(batch.rollout_id)
         return metrics
 
     def tflops(self, batch: TrainBatch, time_s: float) -> float:
@@ -172,23 +175,20 @@ class MegatronBackend:
         # With one step its own forward pass gives the old log-probs, unless an advantage is made from them.
         several = len(prepared.schedule.steps) > 1
         judged = args.kl_coef or args.use_opd or args.custom_advantage_function_path
-        old = self._forward(prepared) if several or judged else (None,)
+        old: tuple[Arrays | None, ...] = (None,)
+        if args.keep_old_actor:
+            old = self._copies.as_sampled(prepared)
+        elif several or judged:
+            old = self._forward(prepared)
         signals = Signals(
             old=old[0],
             old_full=old[1] if len(old) > 1 else None,
-            ref=self._log_probs_of(self._reference, prepared),
-            teacher=self._log_probs_of(self._teacher, prepared),
+            ref=self._copies.log_probs(REFERENCE, prepared),
+            teacher=self._copies.log_probs(TEACHER, prepared),
             values=self._critic.values(prepared) if self._critic is not None else None,
         )
         check_signals(prepared, signals, run_dir=args.run_dir)
         return with_signals(prepared, args, signals)
-
-    def _log_probs_of(self, other: HostWeights | None, prepared: PreparedBatch) -> Arrays | None:
-        if other is None:
-            return None
-        whole = dataclasses.replace(self._context, task=PolicyTask(self.args, whole=True))
-        with other.lent():
-            return forward_signals(whole, self._trainable.ddps, prepared)[0]
 
     def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
         """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
@@ -200,21 +200,32 @@ class MegatronBackend:
         return measure_gap(self._context, self._trainable.ddps, prepared, version=self.weight_version)
 
     def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:
-        """HF name -> full float32 gradient of a batch's first optimizer step; nothing changes. Collective."""
+        """HF name (of an adapter, its global name) -> full float32 gradient of a batch's first optimizer step.
+
+        Nothing changes. What is frozen has none. Collective.
+        """
         self._require_awake("gradients")
         prepared = self._with_signals(self._prepare(batch))
         local = first_step_gradients(self._context, self._trainable, prepared)
-        return dict(hf_weights.iter_hf_tensors(local, self.table, self._holders))
+        trained = {name for e in self.full_table.entries if e.megatron in self._trained for name in e.hf}
+        tensors = hf_weights.iter_hf_tensors(local, self.full_table, self._holders, dtype=torch.float32)
+        return {name: tensor for name, tensor in tensors if name in trained}
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) in table order, on every rank. Collective: exhaust it on all ranks.
 
-        `dtype` converts; None keeps the training dtype. Tensors may alias parameters: read only.
+        `dtype` converts; None keeps the training dtype. Adapters are merged into what they adapt, one tensor at a time.
+        Tensors may alias parameters: read only.
         """
         self._require_awake("iter_hf_tensors")
-        return hf_weights.iter_hf_tensors(self._parameters, self.table, self._holders, dtype=dtype)
+        parameters = MergedParameters(self._parameters, self._adapters) if self._adapters else self._parameters
+        return hf_weights.iter_hf_tensors(parameters, self.table, self._holders, dtype=dtype)
+
+    def note_published(self) -> None:
+        """The engines serve the weights as they are now."""
+        self._copies.note_published(self.weight_version)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
@@ -269,7 +280,7 @@ class MegatronBackend:
         drop: list[Tensor] = []
         for trainable in self._trainables.values():
             keep += [p.data for p in parameters_of(trainable.chunks).values()]
-            for optimizer in (inner.optimizer for inner in trainable.inner):
+            for optimizer in (inner.optimizer for inner in trainable.inner if inner.optimizer is not None):
                 keep += [p.data for group in optimizer.param_groups for p in group["params"]]
                 keep += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
             buffers = [b for ddp in trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
@@ -293,19 +304,29 @@ class MegatronBackend:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _build_company(self) -> None:
-        """Reference, teacher and critic, where the settings need them."""
+        """Copies of the policy and the critic, where the settings need them."""
         args = self.args
-        learns_from_samples = args.loss_type != "sft_loss"
-        needs_reference = learns_from_samples and (args.use_kl_loss or args.kl_coef)
-        needs_teacher = learns_from_samples and args.use_opd and args.opd_type == "megatron"
-        needs_critic = learns_from_samples and args.advantage_estimator == "ppo"
-        self._reference = self._host_weights(args.ref_load, "--ref-load") if needs_reference else None
-        self._teacher = self._host_weights(args.opd_teacher_load, "--opd-teacher-load") if needs_teacher else None
+        self._copies = Copies(args, self._context, self._trainable, self._parameters, self.table, self._holders)
+        needs_critic = args.loss_type != "sft_loss" and args.advantage_estimator == "ppo"
         self._critic = Critic(args, self._context) if needs_critic else None
 
-    def _host_weights(self, directory: str | None, flag: str) -> HostWeights:
-        folder = Path(directory or self.args.hf_checkpoint)
-        return HostWeights(folder, flag, self._parameters, self.table, self._holders)
+    def _choose_trained(self, chunks: list[PolicyModel]) -> None:
+        """Adds adapters, freezes, and finds out which rank holds what. Collective."""
+        args = self.args
+        self._adapters = Adapters(chunks, self.table, args) if args.lora_rank else None
+        if self._adapters is not None:
+            self._trained = self._adapters.names
+        else:
+            lists = args.only_train_params_name_list, args.freeze_params_name_list
+            self._trained = trained_names(self.table, *lists)
+        freeze_others(chunks, self._trained)
+        self._parameters: dict[str, Tensor] = parameters_of(chunks)
+        self._holders = hf_weights.find_holders(self._parameters)
+
+    @property
+    def full_table(self) -> FamilyTable:
+        """The rows of all parameters, those of adapters among them: what a checkpoint is read and written by."""
+        return self.table if self._adapters is None else self._adapters.table
 
     @property
     def _trainables(self) -> dict[str, Trainable]:

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from slime.config.derive import Draft, _algorithm
-from slime.config.groups import AlgorithmArgs, CriticArgs, HookArgs, OffPolicyArgs, TeacherArgs, TrainingArgs
+from slime.config.groups import (
+    AlgorithmArgs,
+    CriticArgs,
+    HookArgs,
+    OffPolicyArgs,
+    ParameterArgs,
+    TeacherArgs,
+    TrainingArgs,
+)
 from slime.core.batch import TrainBatch, TrainSample
 
 MEGATRON: dict[str, Any] = {
@@ -42,7 +50,7 @@ MEGATRON: dict[str, Any] = {
 """A constant schedule in float32 on one rank."""
 
 
-GROUPS = (AlgorithmArgs, OffPolicyArgs, TeacherArgs, CriticArgs, TrainingArgs, HookArgs)
+GROUPS = (AlgorithmArgs, OffPolicyArgs, TeacherArgs, CriticArgs, ParameterArgs, TrainingArgs, HookArgs)
 
 
 def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:

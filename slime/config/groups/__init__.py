@@ -12,6 +12,7 @@ from slime.config.groups.evaluation import EvalArgs
 from slime.config.groups.hooks import HookArgs
 from slime.config.groups.logging import LoggingArgs
 from slime.config.groups.off_policy import OffPolicyArgs
+from slime.config.groups.parameters import ParameterArgs
 from slime.config.groups.reward import RewardArgs
 from slime.config.groups.rollout import RolloutArgs
 from slime.config.groups.serving import ServingArgs
@@ -31,6 +32,7 @@ __all__ = [
     "HookArgs",
     "LoggingArgs",
     "OffPolicyArgs",
+    "ParameterArgs",
     "RewardArgs",
     "RolloutArgs",
     "ServingArgs",
@@ -49,6 +51,7 @@ HEADINGS: dict[type, str] = {
     OffPolicyArgs: "Off-policy corrections",
     TeacherArgs: "On-policy distillation",
     CriticArgs: "Critic",
+    ParameterArgs: "Parameters and copies",
     TrainingArgs: "Training batches",
     CheckpointArgs: "Checkpoint",
     WeightSyncArgs: "Weight sync",

@@ -1,8 +1,13 @@
-"""Weights of the policy's shape on the host, lent to the policy's model for a forward pass: reference and teacher."""
+"""Copies of the policy's weights on the host, lent to its model for a forward pass: reference, teacher, old actor.
+
+Invariants
+1. While a copy is lent nothing else may run; afterwards the policy has its own bits again.
+2. A copy of the policy holds what is trained, because the rest never differs: with adapters it is small.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,46 +20,73 @@ from slime.training.state.hf_weights import Holder, load_weights
 from slime.weights.tables import FamilyTable, table_for
 
 
-class HostWeights:
-    """This rank's shard of another model of the same family and size."""
+class HostCopies:
+    """This rank's shards of the copies, by name."""
 
-    def __init__(
-        self,
-        directory: Path,
-        flag: str,
-        parameters: Mapping[str, Tensor],
-        table: FamilyTable,
-        holders: dict[str, Holder],
-    ) -> None:
-        """Loads an HF checkpoint, cast to the dtypes of `parameters`. Raises `ConfigError` for another shape."""
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """`parameters`: the policy's, under their global names; frozen ones do not require a gradient."""
+        self._parameters = parameters
+        self._copies: dict[str, dict[str, Tensor]] = {}
+        self._kept: dict[str, Tensor] = {}
+        """The policy's own weights while a copy is lent."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._copies
+
+    def take(self, name: str) -> None:
+        """The policy as it is now, into a new copy or an old one."""
+        if name not in self._copies:
+            trained = (n for n, p in self._parameters.items() if p.requires_grad)
+            self._copies[name] = {n: _room_for(self._parameters[n]) for n in trained}
+        _copy(self._copies[name], self._parameters, self._copies[name])
+
+    def read(self, name: str, directory: Path, flag: str, table: FamilyTable, holders: Mapping[str, Holder]) -> None:
+        """An HF checkpoint, cast to the policy's dtypes; adapters are zero. Raises `ConfigError` for another shape.
+
+        `holders`: of all parameters, those of adapters among them.
+        """
         other = table_for(read_hf_config(str(directory)))
         if (other.family, other.shape, other.tied) != (table.family, table.shape, table.tied):
             raise ConfigError(
                 f"got {flag} {directory} of another family or shape than the policy; use a model of the same size"
             )
-        self._parameters = parameters
-        self._own, self._kept = _room_for(parameters), _room_for(parameters)
-        load_weights(self._own, table, directory, holders)
+        copy = {n: _room_for(p) for n, p in self._parameters.items()}
+        known = set(table.megatron_names)
+        named = {n: holder for n, holder in holders.items() if n in known}
+        load_weights({n: p for n, p in copy.items() if n in known}, table, directory, named)
+        self._copies[name] = copy
+
+    def shift(self, newer: str, older: str) -> None:
+        """`newer` becomes `older`, and is the policy as it is now."""
+        self._copies[newer], self._copies[older] = self._copies[older], self._copies[newer]
+        self.take(newer)
+
+    def lasting(self, names: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
+        """Those of `names` that exist, to be written into a checkpoint, or filled from one in place."""
+        return {name: self._copies[name] for name in names if name in self._copies}
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Puts these weights into the policy's parameters, and afterwards the policy's back, bit for bit."""
+    def lent(self, name: str) -> Iterator[None]:
+        """Puts a copy into the policy's parameters, and afterwards the policy's own weights back, bit for bit."""
+        copy = self._copies[name]
+        for n in copy.keys() - self._kept.keys():
+            self._kept[n] = _room_for(self._parameters[n])
         with torch.no_grad():
-            _copy(self._parameters, self._kept)
+            _copy(copy, self._parameters, self._kept)
             try:
-                _copy(self._own, self._parameters)
+                _copy(copy, copy, self._parameters)
                 yield
             finally:
-                _copy(self._kept, self._parameters)
+                _copy(copy, self._kept, self._parameters)
 
 
-def _room_for(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host memory for them, which a GPU can reach by itself."""
-    return {name: torch.empty_like(p, device="cpu", pin_memory=p.is_cuda) for name, p in parameters.items()}
+def _room_for(parameter: Tensor) -> Tensor:
+    """Zeros in host memory, which a GPU can reach by itself."""
+    return torch.zeros_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
 
 
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    for name, tensor in source.items():
-        target[name].copy_(tensor.detach(), non_blocking=True)
+def _copy(names: Iterable[str], source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name in names:
+        target[name].copy_(source[name].detach(), non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

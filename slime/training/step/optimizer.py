@@ -146,10 +146,9 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
             "this step has changed no weight; look at the learning rate, the dtype and the last batch"
         )
     for inner in trainable.inner:
-        if inner.config.clip_grad > 0.0:
-            megatron_optimizer.clip_grad_by_total_norm_fp32(
-                inner.get_parameters(), max_norm=inner.config.clip_grad, total_norm=norm
-            )
+        own = inner.get_parameters()
+        if own and inner.config.clip_grad > 0.0:
+            megatron_optimizer.clip_grad_by_total_norm_fp32(own, max_norm=inner.config.clip_grad, total_norm=norm)
     if not optimizer.step_with_ready_grads():
         raise NumericsError("got a refused optimizer step from Megatron with finite gradients")
     trainable.scheduler.step(1)

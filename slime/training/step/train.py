@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
-from slime.training.model.names import global_name
+from slime.training.model.names import parameters_of
 from slime.training.step.gap import GapMeter
 from slime.training.step.loss import LossParts, Sums
 from slime.training.step.micro_batch import MicroBatch, to_device
@@ -126,16 +126,15 @@ def train_on(
 def first_step_gradients(context: StepContext, trainable: Trainable, prepared: PreparedBatch) -> dict[str, Tensor]:
     """Global Megatron name -> gradient [shard shape] float32 of the first optimizer step, summed over all ranks.
 
-    Nothing changes.
+    Zeros for what is frozen. Nothing changes.
     For checks: a training step leaves each data-parallel rank with its own shard of the gradients only.
     """
     zero_grad(trainable)
     _run_step(context, trainable, prepared, prepared.schedule.steps[0], None)
     gather_grads(trainable)
     out = {
-        global_name(chunk, name): p.main_grad.detach().clone()
-        for chunk in trainable.chunks
-        for name, p in chunk.named_parameters()
+        name: getattr(p, "main_grad", torch.zeros_like(p, dtype=torch.float32)).detach().clone()
+        for name, p in parameters_of(trainable.chunks).items()
     }
     zero_grad(trainable)
     return out

@@ -1,0 +1,191 @@
+"""Low-rank adapters on linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen.
+
+`a` [rank, in] and `b` [out, rank] are parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks cut the
+one that shares the cut dimension with the weight, by the weight's own row: `b` of a column-parallel layer, `a` of a
+row-parallel one. The other one is whole on each rank.
+
+Invariants
+1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
+2. What crosses ranks is the low-rank activation, at the place where the layer itself communicates: gradients of cut
+   parts are complete, and whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
+3. `merged` computes in float32, rounds once, and keeps no second copy of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel as tp
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.functional import linear
+
+from slime.core.errors import ConfigError
+from slime.training.model.names import global_name, is_expert
+from slime.training.model.policy import PolicyModel
+from slime.weights.convert import load_shard
+from slime.weights.tables import Entry, FamilyTable, Row
+
+A, B = "lora_a", "lora_b"
+LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
+"""Weights of linear layers, by their Megatron name: neither router, gate, embedding nor output layer."""
+NO_GRADIENT = ".indexer."
+"""Chooses tokens, so the loss has no gradient with respect to it."""
+
+
+class Adapters:
+    """The adapters of this rank."""
+
+    table: FamilyTable
+    """The model's rows and those of the adapters, whose HF names are their Megatron names."""
+
+    def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Any) -> None:
+        """Puts adapters on the layers of `chunks`, whose weights are there. Raises `ConfigError` for idle patterns."""
+        self._scale = float(args.lora_alpha or 2.0 * args.lora_rank) / args.lora_rank
+        targets = _targets(table, args.lora_target_modules)
+        self.table = _with_rows(table, targets, int(args.lora_rank))
+        self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
+        """Global names of the adapters of all ranks."""
+        self._layers: dict[str, Module] = {}
+        for chunk in chunks:
+            for local_name, module in list(chunk.named_modules()):
+                name = global_name(chunk, f"{local_name}.weight")
+                if name in targets:
+                    self._attach(name, module, int(args.seed))
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """A local shard of a weight with its adapter; anything else as it is."""
+        layer = self._layers.get(name)
+        if layer is None:
+            return weight
+        with torch.no_grad():
+            product = getattr(layer, B).float() @ getattr(layer, A).float()
+            return product.mul_(self._scale).add_(weight).to(weight.dtype)
+
+    def _attach(self, name: str, layer: Module, seed: int) -> None:
+        weight = layer.weight
+        assert isinstance(weight, Parameter), f"{name} is no parameter"
+        rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        if is_expert(name):
+            rank, size = 0, 1
+        for part in (A, B):
+            own = name.removesuffix("weight") + part
+            shape = self.table.entry(own).row.shapes[0]
+            whole = _uniform(shape, f"{seed} {own}") if part == A else torch.zeros(shape)
+            shard = load_shard(self.table, own, {own: whole}.__getitem__, tp_rank=rank, tp_size=size)
+            parameter = Parameter(torch.empty_like(shard, dtype=weight.dtype, device=weight.device))
+            parameter.data.copy_(shard)
+            _mark(layer, weight, parameter, part, expert=is_expert(name))
+            layer.register_parameter(part, parameter)
+        layer.register_forward_hook(self._add)
+        self._layers[name] = layer
+
+    def _add(self, layer: Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        """The forward hook of a layer; inputs[0]: [..., in]."""
+        low = linear(inputs[0], getattr(layer, A)) * self._scale
+        group = layer.tp_group if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
+        if group is None or group.size() == 1:
+            more = linear(low, getattr(layer, B))
+        elif isinstance(layer, ColumnParallelLinear):
+            if layer.sequence_parallel:
+                low = tp.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
+            else:
+                low = tp.copy_to_tensor_model_parallel_region(low, group=group)
+            more = linear(low, getattr(layer, B))
+            if layer.gather_output:
+                more = tp.gather_from_tensor_model_parallel_region(more, group=group)
+        else:
+            reduce = tp.reduce_from_tensor_model_parallel_region
+            if layer.sequence_parallel:
+                reduce = tp.reduce_scatter_to_sequence_parallel_region
+            more = linear(reduce(low, group=group), getattr(layer, B))
+        return (output[0] + more, *output[1:]) if isinstance(output, tuple) else output + more
+
+
+class MergedParameters(Mapping[str, Tensor]):
+    """Parameters as an export sees them: each is merged with its adapter when it is asked for."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], adapters: Adapters) -> None:
+        self._parameters, self._adapters = parameters, adapters
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._adapters.merged(name, self._parameters[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def _mark(layer: Module, weight: Tensor, parameter: Any, part: str, *, expert: bool) -> None:
+    """Tells Megatron which gradients it sums over which ranks, and which of them count once in the norm."""
+    parameter.allreduce = getattr(weight, "allreduce", True)
+    cut = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
+    held, dim = next((v for kind, v in cut.items() if isinstance(layer, kind)), (None, 0))
+    if expert or part == held:  # tensor-parallel ranks share out the optimizer of experts, too
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+    else:
+        parameter.sequence_parallel = getattr(layer if held else weight, "sequence_parallel", False)
+
+
+def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
+    """float32, within 1 / sqrt(in): as `torch.nn.Linear` starts, and PEFT's adapters."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+
+
+def _targets(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[str]:
+    """Names of the weights that get an adapter, of all ranks; the experts of a layer together."""
+    linears = [e for e in table.entries if LINEAR.search(e.megatron) and NO_GRADIENT not in e.megatron]
+    chosen: set[tuple[str, str]] = set()
+    for pattern in patterns or ("",):
+        found = {_row_key(e) for e in linears if any(map(re.compile(pattern).search, (e.megatron, *e.hf)))}
+        if not found:
+            raise ConfigError(
+                f"got --lora-target-modules {pattern!r}, which matches no linear layer of the model; names look like "
+                f"{linears[0].megatron} or {linears[0].hf[0]}"
+            )
+        chosen |= found
+    return frozenset(e.megatron for e in linears if _row_key(e) in chosen)
+
+
+def _row_key(entry: Entry) -> tuple[str, str]:
+    """The same for the experts of one layer."""
+    layer = re.search(r"layers\.(\d+)", entry.megatron)
+    return (layer[1] if layer else "", entry.row.megatron)
+
+
+def _with_rows(table: FamilyTable, targets: frozenset[str], rank: int) -> FamilyTable:
+    chosen = {_row_key(e) for e in table.entries if e.megatron in targets}
+    layers = tuple(
+        rows + tuple(r for row in rows if (str(i), row.megatron) in chosen for r in adapter_rows(row, rank))
+        for i, rows in enumerate(table.layers)
+    )
+    return dataclasses.replace(table, layers=layers)
+
+
+def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
+    """The rows of `a` and `b` of a linear layer: each is its own HF tensor, cut along the dimension that it shares."""
+    sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]
+
+    def part(name: str, shape: tuple[int, int], dim: int) -> Row:
+        full = row.megatron.removesuffix("weight") + name
+        if row.dim != dim:
+            return Row(full, (full,), (shape,), full)
+        return dataclasses.replace(row, megatron=full, hf=(full,), shapes=(shape,), engine=full, stacked=False)
+
+    return part(A, (rank, sizes[1]), 1), part(B, (sizes[0], rank), 0)
