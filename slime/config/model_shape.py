@@ -56,7 +56,7 @@ def rope_kind(scaling: Mapping[str, Any] | None) -> str:
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
     """Routed experts of each layer, under the name that the family gives them; 0 for a dense model."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 

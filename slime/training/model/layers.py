@@ -12,7 +12,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.config.model_shape import is_sparse
+from slime.config.shapes.qwen_next import is_linear
 from slime.training.model.attention import PackedAttention, PackedSequences
+from slime.training.model.gated_attention import GatedAttention
+from slime.training.model.gated_delta import GatedDeltaNet
+from slime.training.model.latent_attention import LatentAttention
 from slime.training.model.moe import ExpertLayer, check_moe
 from slime.training.model.norm import RMSNorm
 
@@ -48,7 +52,12 @@ def _attention(
     config: TransformerConfig, hf_config: Mapping[str, Any], number: int, standard: ModuleSpec
 ) -> ModuleSpec:
     """The attention module of layer `number`: Megatron's own with a packed core unless the family has another."""
+    if hf_config.get("kv_lora_rank"):
+        return ModuleSpec(module=LatentAttention, params={"hf_config": hf_config})
     parts = dataclasses.replace(standard.submodules, core_attention=PackedAttention)
     if config.qk_layernorm:
         parts.q_layernorm = parts.k_layernorm = RMSNorm
-    return ModuleSpec(module=standard.module, params=standard.params, submodules=parts)
+    if is_linear(hf_config, number):
+        return ModuleSpec(module=GatedDeltaNet, params={"hf_config": hf_config})
+    module = GatedAttention if config.attention_output_gate else standard.module
+    return ModuleSpec(module=module, params=standard.params, submodules=parts)

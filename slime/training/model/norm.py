@@ -1,5 +1,6 @@
-"""A root mean square norm that does what `transformers` does (float32 statistics, weight in the model's dtype) and allows
-sequence parallelism, which Megatron's wrapper of `torch.nn.RMSNorm` refuses.
+"""A root mean square norm that does what `transformers` does (float32 statistics, weight in the model's dtype).
+
+It allows sequence parallelism, which Megatron's wrapper of `torch.nn.RMSNorm` refuses.
 """
 
 from __future__ import annotations
@@ -10,18 +11,14 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.core.errors import ConfigError
-
 
 class RMSNorm(torch.nn.Module):
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019), in the arithmetic of `transformers`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__()
-        if config.layernorm_zero_centered_gamma:
-            raise ConfigError("got layernorm_zero_centered_gamma, because no supported family has it; leave it out")
-        device = torch.device("cpu") if config.use_cpu_initialization else _current_device()
-        self.eps = eps
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         # Under sequence parallelism each rank sees a part of the tokens: Megatron sums such gradients over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -30,8 +27,11 @@ class RMSNorm(torch.nn.Module):
         """[..., H] -> [..., H] in the dtype of `x`."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:  # the weight is what differs from 1 (Gemma, Qwen3-Next), and is multiplied in float32
+            return (normed * (1 + self.weight.float())).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
-def _current_device() -> torch.device:
+def current_device() -> torch.device:
+    """Where parameters are made: this rank's GPU, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
