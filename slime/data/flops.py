@@ -5,7 +5,8 @@ softmax, rotary embedding and the embedding look-up are left out, as is usual fo
 "Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix).
 
 Invariants
-1. Attention counts the pairs that a causal mask lets through, n (n + 1) / 2, or those of a sliding window.
+1. Attention counts the pairs that a causal mask lets through, n (n + 1) / 2, or those of a sliding window. Sparse
+   attention sees as many keys as a window of `index_topk`; its indexer scores all pairs.
 2. A mixture of experts counts the experts that a token visits, the shared experts and the router.
 3. Sequences of a packed row do not see each other, so the cost of a row is the sum over its sequences.
 4. Recomputed activations are not counted: the figure says how fast the model trains, not how busy the device is.
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.model_shape import is_sparse, num_experts_of
+from slime.config.shapes.deepseek import indexer_kinds
+from slime.config.shapes.qwen_next import is_linear
 from slime.core.errors import ConfigError
 
 TRAIN_FORWARDS = 3
@@ -43,20 +46,27 @@ class FlopsModel:
         """From the dict of a config.json, flat or with the language model under `text_config`.
 
         Knows decoders with gated three-matrix MLPs: dense, grouped-query, multi-head latent attention (DeepSeek-AI
-        2024, arXiv 2405.04434) and mixtures of experts. Raises `ConfigError` for a missing key and for attention of
-        another kind (linear, sparse).
+        2024, arXiv 2405.04434), sparse attention and mixtures of experts. Raises `ConfigError` for a missing key and
+        for attention of another kind (linear).
         """
         config = config.get("text_config") or config
         try:
             num_layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
             projections, pair = _attention(config, hidden)
+            indexer, score = _indexer(config, hidden)
+            full = [layer for layer in range(num_layers) if not is_linear(config, layer)]
+            num_linear = num_layers - len(full)
+            linear = num_linear * _delta_net(config, hidden) if num_linear else 0
             mlps = sum(_mlp(config, hidden, layer) for layer in range(num_layers))
+            indexers = indexer_kinds(config).count("full")
             per_logit = 2.0 * hidden * int(config["vocab_size"])
         except KeyError as missing:
             raise ConfigError(f"got a config.json without {missing}, because of which FLOPs are unknown") from missing
-        windows = Counter(_window(config, layer) for layer in range(num_layers))
+        windows = Counter(_window(config, layer) for layer in full)
         per_pair = tuple((window, 2.0 * pair * count) for window, count in windows.items())
-        return cls(2.0 * (num_layers * projections + mlps), per_logit, per_pair)
+        if indexers:
+            per_pair += ((None, 2.0 * score * indexers),)
+        return cls(2.0 * (len(full) * projections + linear + indexers * indexer + mlps), per_logit, per_pair)
 
     def forward(self, num_tokens: int, *, num_logits: int | None = None, causal: bool = True) -> float:
         """FLOPs of a forward pass over one sequence.
@@ -83,8 +93,6 @@ def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_fo
 
 def _attention(config: Config, hidden: int) -> tuple[int, int]:
     """(multiply-adds of one layer's projections per token, of its attention per pair of query and key)."""
-    if config.get("index_topk"):
-        raise ConfigError("got a config.json with sparse attention (index_topk), whose FLOPs are not modelled")
     heads = int(config["num_attention_heads"])
     if config.get("kv_lora_rank"):
         nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -95,11 +103,32 @@ def _attention(config: Config, hidden: int) -> tuple[int, int]:
         return down_up_q + down_up_kv + heads * value * hidden, heads * (nope + rope + value)
     head_dim = int(config.get("head_dim") or hidden // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    return 2 * hidden * head_dim * (heads + kv_heads), 2 * heads * head_dim
+    gates = heads if config.get("linear_num_key_heads") else 0  # beside linear attention, full attention is gated
+    return hidden * head_dim * (2 * heads + 2 * kv_heads + gates), 2 * heads * head_dim
+
+
+def _delta_net(config: Config, hidden: int) -> int:
+    """Multiply-adds of one layer of linear attention per token: projections, convolution and recurrence (S k, the
+    outer product and S q for each value head; in chunks it takes more, and is faster)."""
+    key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+    key_dim, value_dim = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
+    qkv = 2 * key_heads * key_dim + value_heads * value_dim
+    projections = hidden * (qkv + 2 * value_heads * (value_dim + 1))
+    return projections + qkv * int(config["linear_conv_kernel_dim"]) + 3 * value_heads * key_dim * value_dim
+
+
+def _indexer(config: Config, hidden: int) -> tuple[int, int]:
+    """(multiply-adds of one indexer's projections per token, of its scores per pair of query and key)."""
+    if not indexer_kinds(config):
+        return 0, 0
+    heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
+    return int(config["q_lora_rank"]) * heads * dim + hidden * (dim + heads), heads * (dim + 1)
 
 
 def _window(config: Config, layer: int) -> int | None:
     """Tokens that a query of this layer sees at most; None for all before it."""
+    if config.get("index_topk"):
+        return int(config["index_topk"])
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     kind = kinds[layer] if kinds else "sliding_attention" if window and config.get("use_sliding_window", True) else None
     if kind not in (None, "full_attention", "sliding_attention"):

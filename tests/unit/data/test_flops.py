@@ -35,6 +35,7 @@ LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+INDEXER = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 4}
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ARCHITECTURES = {
     "dense": ("llama", {"num_key_value_heads": 4}),
@@ -43,6 +44,11 @@ ARCHITECTURES = {
     "latent, whole query": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
     "experts": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]}),
     "shared expert": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
+    "sparse": ("glm_moe_dsa", {**LATENT, "q_lora_rank": 36, **INDEXER}),
+    "sparse, shared choice": (
+        "glm_moe_dsa",
+        {**LATENT, "q_lora_rank": 36, **INDEXER, "indexer_types": ["full", "shared", "full"]},
+    ),
     "few experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -102,7 +108,6 @@ def test_real_sizes_cost_two_operations_per_active_parameter() -> None:
     [
         {k: v for k, v in SHAPE.items() if k != "hidden_size"},
         {**SHAPE, "layer_types": ["linear_attention"] * 3},
-        {**SHAPE, "index_topk": 64},
     ],
 )
 def test_what_is_not_modelled_is_refused(config: dict) -> None:
@@ -114,3 +119,10 @@ def test_rate() -> None:
     assert tflops_per_gpu(2e12, time_s=3.0, num_gpus=2) == 1.0
     assert tflops_per_gpu(6e12, time_s=3.0, num_gpus=2, num_forwards=1) == 1.0
     assert tflops_per_gpu(1.0, time_s=0.0, num_gpus=1) == 0.0
+
+
+def test_sparse_attention_counts_the_keys_that_are_chosen_and_scores_all() -> None:
+    config = {**SHAPE, **LATENT, **INDEXER, "q_lora_rank": 36}
+    attention, indexer = (dict(FlopsModel.from_hf(config).per_pair)[window] for window in (64, None))
+    assert attention == 2 * 3 * 4 * (16 + 8 + 20)
+    assert indexer == 2 * 3 * 4 * (16 + 1)
