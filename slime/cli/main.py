@@ -28,6 +28,14 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_argument("run_dir", type=Path)
     trace.add_argument("--out", type=Path, help="default: trace.json in the run folder")
 
+    convert = commands.add_parser("convert", help="a Hugging Face folder or a checkpoint to a Hugging Face folder")
+    convert.add_argument("source", type=Path, metavar="IN", help="a HF folder, a --save folder, or one of its step_*")
+    convert.add_argument("target", type=Path, metavar="OUT", help="the folder to write; new or empty")
+    convert.add_argument("--to", choices=("bf16", "fp16", "fp32", "fp8"), help="default: types as they are")
+    convert.add_argument(
+        "--hf-checkpoint", type=Path, help="with a checkpoint: where tensors come from that training does not hold"
+    )
+
     schemas = commands.add_parser("schemas", help="compare the flag schemas with the installed engines")
     schemas.add_argument("--write", action="store_true", help="write them anew")
     return parser
@@ -52,6 +60,10 @@ def _run(options: argparse.Namespace) -> int:
         from slime.cli import schemas
 
         return schemas.main(["--write"] if options.write else [])
+    if options.command == "convert":
+        from slime.cli import convert
+
+        return convert.run(options.source, options.target, options.to, options.hf_checkpoint)
     from slime.cli import run_files
 
     if options.command == "report":

@@ -1,14 +1,24 @@
-"""What an export may take the place of."""
+"""What an export may take the place of, what it carries along, and what a reader refuses by name."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from slime.core.errors import CheckpointError
-from slime.training.state.hf_files import EXPORT_MARKER, begin_export, commit_export, require_replaceable, write_hf
+from slime.core.errors import CheckpointError, ConfigError
+from slime.training.state.hf_files import (
+    EXPORT_MARKER,
+    HfReader,
+    begin_export,
+    commit_export,
+    require_replaceable,
+    write_hf,
+)
+from slime.weights.fp8 import dequantise, quantise
 
 
 def _export(directory: Path, source: Path) -> None:
@@ -66,3 +76,79 @@ def test_the_mark_of_an_export_is_not_copied_as_an_asset(tmp_path: Path, source:
     _export(tmp_path / "export", source)
     write_hf(tmp_path / "plain", iter([("w", torch.ones(2))]), assets_from=tmp_path / "export")
     assert not (tmp_path / "plain" / EXPORT_MARKER).exists()
+
+
+def test_what_training_does_not_hold_is_carried_along_unchanged(tmp_path: Path, source: Path) -> None:
+    held = {"mtp.a": torch.randn(3, 4), "mtp.b": torch.randn(2).half(), "w": torch.zeros(2), "ids": torch.arange(3)}
+    save_file(held, source / "model.safetensors")
+    tensors = iter([("w", torch.ones(64, 2, dtype=torch.bfloat16))])
+    write_hf(tmp_path / "out", tensors, assets_from=source, carried=lambda name: name.startswith("mtp."))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == {"w", "mtp.a", "mtp.b"} and written["w"].dtype == torch.bfloat16
+    for name in ("mtp.a", "mtp.b"):
+        assert written[name].dtype == held[name].dtype and torch.equal(written[name], held[name])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_an_export_of_an_fp8_model_is_none(tmp_path: Path, source: Path) -> None:
+    """Its config no longer says so, and what is carried along is dequantised."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+    config = {"dtype": "float16", "quantization_config": fp8, "text_config": {"dtype": "float16"}}
+    (source / "config.json").write_text(json.dumps(config))
+    codes, scale = quantise(torch.randn(9, 10), (4, 8))
+    save_file({"mtp.weight": codes, "mtp.weight_scale_inv": scale}, source / "model.safetensors")
+    write_hf(tmp_path / "out", [("w", torch.ones(64, 8))], assets_from=source, carried=lambda n: n[:3] == "mtp")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == {"w", "mtp.weight"}
+    assert torch.equal(written["mtp.weight"], dequantise(codes, scale, (4, 8)).half())
+    left = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert left == {"dtype": "float32", "text_config": {"dtype": "float32"}}
+
+
+def test_a_tensor_is_a_view_of_its_file_that_outlives_a_release_and_the_reader(source: Path) -> None:
+    held = {"a": torch.randn(300, 70), "b": torch.arange(5, dtype=torch.uint8), "c": torch.zeros(0, 3)}
+    save_file(held, source / "model.safetensors")
+    with HfReader(source) as read:
+        got = {name: read(name) for name in read.names}
+        assert torch.equal(got["a"][7], held["a"][7])
+        read.release()
+    assert got.keys() == held.keys() and all(torch.equal(got[n], held[n]) for n in held)
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "header", "empty", "gone", "index", "elsewhere", "away"])
+def test_a_damaged_file_is_named(damage: str, source: Path) -> None:
+    file, index = source / "model-00001-of-00001.safetensors", source / "model.safetensors.index.json"
+    save_file({"w": torch.randn(40)}, file)
+    index.write_text(json.dumps({"weight_map": {"w": file.name}}))
+    whole = file.read_bytes()
+    if damage in ("cut", "longer", "header", "empty"):
+        changed = {"cut": whole[:-1], "longer": whole + b"0", "header": b"\xff" * 20 + whole[20:], "empty": b""}
+        file.write_bytes(changed[damage])
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "index":
+        index.write_text("{")
+    else:
+        index.write_text(json.dumps({"weight_map": {"v": file.name} if damage == "elsewhere" else {"w": "../x"}}))
+    named = index.name if damage in ("index", "away") else file.name
+    with pytest.raises(CheckpointError, match=named), HfReader(source) as read:
+        for name in read.names:
+            read(name)
+
+
+def test_codes_without_scales_are_no_weights(source: Path) -> None:
+    codes, scale = quantise(torch.randn(200, 200))
+    file = source / "model.safetensors"
+    config = source / "config.json"
+    save_file({"w": codes, "w_scale_inv": scale}, file)
+    with pytest.raises(CheckpointError, match="no weights"):
+        HfReader(source)("w")
+    config.write_text(json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors, w: .*weight_block_size"):
+        HfReader(source)("w")
+    save_file({"w": codes}, file)
+    with pytest.raises(CheckpointError, match="no weights"):
+        HfReader(source)("w")
+    config.write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ConfigError, match="gptq"):
+        HfReader(source)

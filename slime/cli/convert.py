@@ -1,0 +1,125 @@
+"""`slime convert IN OUT`: a Hugging Face folder or a slime checkpoint to a Hugging Face folder, in another type.
+
+One tensor after the other; no model, no ranks, no engine. OUT gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.config.model_shape import read_hf_config
+from slime.core.errors import CheckpointError, ConfigError
+from slime.observability.logs import setup_logging
+from slime.observability.progress import Progress
+from slime.training.state.hf_files import HfReader, begin_export, commit_export, write_hf
+from slime.training.state.pieces import MASTER, MODEL, open_checkpoint
+from slime.weights import fp8
+from slime.weights.tables import FamilyTable, table_for
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What `--to` may say besides fp8."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is converted."""
+
+    assets: Path
+    """Folder of config.json and tokenizer."""
+    table: FamilyTable
+    names: tuple[str, ...]
+    """Of all tensors."""
+    tensors: Iterable[tuple[str, Tensor]]
+    """(name, full tensor) of `names`; consumed once."""
+
+
+def run(source: Path, target: Path, to: str | None = None, hf_checkpoint: Path | None = None) -> int:
+    """Writes `target`; returns the exit code. `to`: a key of `DTYPES`, "fp8", or None, which keeps types as they are.
+
+    `hf_checkpoint`: what the model of a slime checkpoint was loaded from, for tensors that training does not hold.
+    Raises `CheckpointError` if `target` is not empty or `source` is damaged, `ConfigError` for a model that slime does
+    not know or a file that misses a tensor of it.
+    """
+    if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise CheckpointError(f"got {target} to write to, which is not empty; name a new folder or empty this one")
+    setup_logging()
+    with ExitStack() as stack:
+        found = _of_hf(source, to, stack) if (source / "config.json").is_file() else None
+        found = found or _of_checkpoint(source, to, hf_checkpoint, stack)
+        quantization = fp8.config_entry(_kept(found.names)) if to == "fp8" else None
+        progress = stack.enter_context(Progress("convert", total=len(found.names), unit="tensors"))
+        partial = begin_export(target)
+        tensors = _converted(found, to, progress)
+        write_hf(partial, tensors, assets_from=found.assets, quantization=quantization)
+        commit_export(partial, target)
+    return 0
+
+
+def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
+    config = read_hf_config(str(folder))
+    if to == "fp8" and fp8.block_of(config) is not None:
+        raise ConfigError(f"got --to fp8 for {folder}, which is FP8 already; copy it, or choose another --to")
+    read = stack.enter_context(HfReader(folder))
+    table = table_for(config)
+    table.check(hf_names=read.names)
+    return _Source(folder, table, read.names, _read_all(read, read.names, exact=to is not None))
+
+
+def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
+    opened = stack.enter_context(open_checkpoint(folder))
+    table = opened.table
+    # The masters are what training has; a model in fewer bits is what they were rounded to, and what was served.
+    tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
+    if hf_checkpoint is None:
+        if table.carried:
+            raise ConfigError(
+                f"got a checkpoint of {table.family}, whose files hold tensors that training does not "
+                f"({', '.join(table.carried)}); name the folder that it was loaded from with --hf-checkpoint"
+            )
+        return _Source(opened.assets, table, table.hf_names, tensors)
+    read = stack.enter_context(HfReader(hf_checkpoint))
+    table.check(hf_names=read.names)
+    carried = tuple(filter(table.carries, read.names))
+    more = _read_all(read, carried, exact=to is not None)
+    return _Source(opened.assets, table, table.hf_names + carried, chain(tensors, more))
+
+
+def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:
+    """`exact`: dequantised tensors in float32, for what will be rounded once more."""
+    for name in names:
+        yield name, read(name) if exact else read.plain(name)
+        read.release()
+
+
+def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Rows that are wide stay so, in the layers that training does not hold as well."""
+    wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
+    for name, tensor in source.tensors:
+        if to == "fp8" and fp8.is_quantised(name):
+            codes, scale = fp8.quantise(tensor)
+            yield name, codes
+            yield name + fp8.SCALE_SUFFIX, scale
+        elif to in DTYPES and tensor.is_floating_point() and _anywhere(name) not in wide:
+            yield name, tensor.to(DTYPES[to])
+        else:
+            yield name, tensor
+        progress.advance()
+
+
+def _anywhere(name: str) -> str:
+    """A name without the number of its layer."""
+    return re.sub(r"\d+", "N", name)
+
+
+def _kept(names: Iterable[str]) -> list[str]:
+    """Modules with a matrix that `--to fp8` does not quantise, as engines want them listed."""
+    kept = [name for name in names if not fp8.is_quantised(name)]
+    return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]
