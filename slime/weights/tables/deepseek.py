@@ -8,6 +8,7 @@ they are made anew from `kv_b_proj` after each update. Shared experts have param
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,13 +58,14 @@ def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
     heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
     ours, hf = "self_attention.indexer", "self_attn.indexer"
     engine = f"{hf}.wk_weights_proj.weight" if config.get("indexer_rope_interleave") else None
-    return (
+    rows = (
         copy(f"{ours}.linear_wq_b.weight", f"{hf}.wq_b.weight", heads * dim, q_rank),
         copy(f"{ours}.linear_wk.weight", f"{hf}.wk.weight", dim, hidden, engine=engine),
         copy(f"{ours}.linear_weights_proj.weight", f"{hf}.weights_proj.weight", heads, hidden, engine=engine),
         copy(f"{ours}.k_norm.weight", f"{hf}.k_norm.weight", dim, wide=True),
         copy(f"{ours}.k_norm.bias", f"{hf}.k_norm.bias", dim, wide=True),
     )
+    return tuple(dataclasses.replace(row, trained=False) for row in rows)
 
 
 def deepseek_table(hf_config: HfConfig) -> FamilyTable:
