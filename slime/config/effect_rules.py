@@ -117,7 +117,11 @@ NEEDS: tuple[Need, ...] = (
     # The reference.
     Need("use_unbiased_kl", _is("use_kl_loss", True), "--use-kl-loss"),
     Need("kl_loss_type", _kl, "--kl-coef, or --use-kl-loss with loss_type policy_loss"),
-    Need("ref_load", lambda a: a.use_kl_loss or bool(a.kl_coef), "--use-kl-loss or --kl-coef"),
+    Need("ref_load ref_update_interval", lambda a: a.use_kl_loss or bool(a.kl_coef), "--use-kl-loss or --kl-coef"),
+    # Parameters and copies.
+    Need("lora_alpha lora_target_modules", lambda a: a.lora_rank is not None, "--lora-rank"),
+    Need("keep_old_actor", lambda a: a.loss_type != "sft_loss" and not a.use_rollout_logprobs,
+         "old log-probs of the trainer: loss_type policy_loss or custom_loss, without --use-rollout-logprobs"),
     # Corrections.
     Need("custom_tis_function_path", _is("use_tis", True), "--use-tis"),
     Need("tis_clip tis_clip_low tis_mode tis_level",

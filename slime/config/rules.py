@@ -49,7 +49,7 @@ def timeouts_are_positive(args: Args) -> str | None:
 @rule
 def intervals_are_positive(args: Args) -> str | None:
     """Intervals count steps."""
-    wrong = [f"{n} {getattr(args, n)}" for n in ("save_interval", "eval_interval", "num_epoch")
+    wrong = [f"{n} {getattr(args, n)}" for n in ("save_interval", "eval_interval", "num_epoch", "ref_update_interval")
              if getattr(args, n) is not None and getattr(args, n) < 1]  # fmt: skip
     return f"got {', '.join(wrong)}, which must be at least 1; leave it out to switch it off" if wrong else None
 
@@ -314,7 +314,7 @@ def partial_mask_needs_partial_rollout(args: Args) -> str | None:
 
 def sync_rules() -> tuple[Rule, ...]:
     """What train.py refuses on top."""
-    return (_sync_publishes_every_step,)
+    return (_sync_publishes_every_step, _sync_trains_what_sampled)
 
 
 def _sync_publishes_every_step(args: Args) -> str | None:
@@ -324,6 +324,13 @@ def _sync_publishes_every_step(args: Args) -> str | None:
         f"got update_weights_interval {args.update_weights_interval} with train.py, which publishes after every step; "
         "drop it or use train_async.py"
     )
+
+
+def _sync_trains_what_sampled(args: Args) -> str | None:
+    if not args.keep_old_actor:
+        return None
+    return ("got --keep-old-actor with train.py, which trains every batch on the weights that sampled it; "
+            "drop it or use train_async.py")  # fmt: skip
 
 
 def async_rules() -> tuple[Rule, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from slime.config.algorithm_rules import ALGORITHM_RULES
 from slime.config.args import Args
 from slime.config.file_rules import FILE_RULES
+from slime.config.parameter_rules import PARAMETER_RULES
 from slime.config.reward_rules import REWARD_RULES
 from slime.config.rules import RULES, async_rules, sync_rules
 from slime.core.errors import ConfigError
@@ -36,7 +37,7 @@ def check_required(values: Mapping[str, Any]) -> None:
 def validate(args: Args, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
     """Raises one `ConfigError` with `problems` and the message of every broken rule."""
     found = list(problems)
-    rules = (*RULES, *ALGORITHM_RULES, *FILE_RULES, *REWARD_RULES)
+    rules = (*RULES, *ALGORITHM_RULES, *PARAMETER_RULES, *FILE_RULES, *REWARD_RULES)
     for rule in (*rules, *(sync_rules() if synchronous else async_rules())):
         try:
             message = rule(args)

@@ -67,6 +67,13 @@ REFUSALS = [
     ("--colocate=yes", "switch"),
     ("--kl-loss-type k9", "k1"),
     ("--train-env-vars [1]", "JSON object"),
+    ("--freeze-params-name-list a --only-train-params-name-list b", "each say what is trained"),
+    ("--freeze-params-name-list a --lora-rank 4", "each say what is trained"),
+    ("--freeze-params-name-list a(", "no regular expression"),
+    ("--lora-rank 0", "at least 1"),
+    ("--lora-rank 4 --lora-alpha 0", "lora_alpha 0.0"),
+    ("--keep-old-actor", "train_async.py"),
+    ("--kl-coef 0.1 --ref-update-interval 0", "at least 1"),
     ("stray", "belongs to no flag"),
 ]
 

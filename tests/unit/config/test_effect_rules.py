@@ -89,6 +89,10 @@ IDLE = [
     ("--kl-loss-type k2", "which needs --kl-coef, or --use-kl-loss"),
     ("--use-unbiased-kl", "which needs --use-kl-loss"),
     ("--ref-load a", "which needs --use-kl-loss or --kl-coef"),
+    ("--ref-update-interval 2", "which needs --use-kl-loss or --kl-coef"),
+    ("--lora-alpha 8", "which needs --lora-rank"),
+    ("--lora-target-modules linear_qkv", "which needs --lora-rank"),
+    ("--keep-old-actor --use-rollout-logprobs", "which needs old log-probs of the trainer"),
     ("--loss-constant-length 9", "which needs loss_aggregation constant_length"),
     ("--calculate-per-token-loss --drop-masked-executions", "which token_mean does not"),
 ]  # fmt: skip
