@@ -46,8 +46,8 @@ class FlopsModel:
         """From the dict of a config.json, flat or with the language model under `text_config`.
 
         Knows decoders with gated three-matrix MLPs: dense, grouped-query, multi-head latent attention (DeepSeek-AI
-        2024, arXiv 2405.04434), sparse attention and mixtures of experts. Raises `ConfigError` for a missing key and
-        for attention of another kind (linear).
+        2024, arXiv 2405.04434), sparse attention, gated delta nets and mixtures of experts. Raises `ConfigError` for a
+        missing key and for attention of another kind.
         """
         config = config.get("text_config") or config
         try:

@@ -110,17 +110,18 @@ class ExpectedDigests:
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
         """Takes one full HF tensor. Raises `WeightSyncError` for one that is unknown, doubled or of a wrong shape."""
-        entry = self._table.entry_of_hf(hf_name)
+        want = self._table.hf_shape(hf_name)
         if hf_name in self._seen:
             raise WeightSyncError(f"got {hf_name} twice in one publication; each tensor may be sent once")
-        if tuple(tensor.shape) != self._table.hf_shape(hf_name):
-            raise WeightSyncError(f"got {hf_name} of shape {tuple(tensor.shape)}; want {self._table.hf_shape(hf_name)}")
+        if tuple(tensor.shape) != want:
+            raise WeightSyncError(f"got {hf_name} of shape {tuple(tensor.shape)}; want {want}")
         self._seen.add(hf_name)
-        waiting = self._waiting.setdefault(entry.engine, {})
+        name = self._table.resident_of[hf_name]
+        waiting = self._waiting.setdefault(name, {})
         waiting[hf_name] = tensor.detach()
-        held = self._table.resident[entry.engine]
-        if len(waiting) == len({name for e in held for name in e.hf}):
-            del self._waiting[entry.engine]
+        held = self._table.resident[name]
+        if len(waiting) == len({n for e in held for n in e.hf}):
+            del self._waiting[name]
             self._complete(held, waiting)
 
     def _complete(self, held: Sequence[Entry], state: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.config.model_shape import rope_kind, rope_of
-from slime.config.shapes import qwen
+from slime.config.shapes import deepseek, glm, qwen, qwen_next
 from slime.core.errors import ConfigError
 
 Config = Mapping[str, Any]
@@ -19,6 +19,10 @@ FAMILIES: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "qwen2": qwen.qwen2,
     "qwen3": qwen.qwen3,
     "qwen3_moe": qwen.qwen3_moe,
+    "glm4": glm.glm4,
+    "glm4_moe": glm.glm4_moe,
+    **dict.fromkeys(qwen_next.MODEL_TYPES, qwen_next.qwen_next),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"), deepseek.shape),
 }
 """`model_type` values that this release trains -> what sets them apart."""
 
@@ -46,7 +50,7 @@ def _common(config: Config) -> dict[str, Any]:
     return {
         "num_layers": int(config["num_hidden_layers"]),
         "hidden_size": hidden,
-        "ffn_hidden_size": int(config["intermediate_size"]),
+        "ffn_hidden_size": int(config.get("intermediate_size") or config["moe_intermediate_size"]),
         "num_attention_heads": heads,
         "num_query_groups": kv_heads,
         "group_query_attention": kv_heads != heads,
@@ -57,6 +61,7 @@ def _common(config: Config) -> dict[str, Any]:
         "rotary_base": theta,
         "rope_scaling": scaling,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "num_moe_experts": None,
         "qk_layernorm": False,
         "add_qkv_bias": False,
         "add_bias_linear": False,

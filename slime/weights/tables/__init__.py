@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime.config.shapes.qwen_next import MODEL_TYPES
 from slime.core.errors import ConfigError
+from slime.weights.tables.deepseek import deepseek_table
+from slime.weights.tables.glm import glm4_moe_table, glm4_table
 from slime.weights.tables.llama import llama_table
 from slime.weights.tables.qwen import qwen2_table, qwen3_table
+from slime.weights.tables.qwen_next import qwen_next_table
 from slime.weights.tables.table import Entry, FamilyTable, ModelShape, Row, Unit
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], FamilyTable]] = {
@@ -20,6 +24,10 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], FamilyTable]] = {
     "qwen2": qwen2_table,
     "qwen3": qwen3_table,
     "qwen3_moe": qwen3_table,
+    "glm4": glm4_table,
+    "glm4_moe": glm4_moe_table,
+    **dict.fromkeys(MODEL_TYPES, qwen_next_table),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"), deepseek_table),
 }
 """`model_type` of a HF config -> the builder of its table."""
 

@@ -23,6 +23,7 @@ def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
             megatron="decoder.layers.{layer}." + row.megatron,
             hf=tuple(hf + name for name in row.hf),
             engine=hf + row.engine,
+            engines=tuple(hf + name for name in row.engines),
         )
         for row in rows
     )

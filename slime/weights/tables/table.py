@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,8 @@ class Row:
     """The HF tensors hold all experts along dim 0."""
     trained: bool = True
     """A parameter; else a buffer, which is loaded, exported and synced but never trained."""
+    engines: tuple[str, ...] = ()
+    """In place of `engine`, a resident tensor for each HF tensor: an engine may keep apart what the trainer fuses."""
 
     def __post_init__(self) -> None:
         if self.dim is None:
@@ -82,6 +84,20 @@ class Row:
             total = sum(shape[self.dim] for shape in self.shapes)
             assert sum(self.segments) == total, f"{self.megatron}: segments {self.segments} of {total}"
             assert len(self.units) == len(self.segments), f"{self.megatron}: {self.units} for {self.segments}"
+
+    def apart(self) -> tuple[Row, ...]:
+        """A row for each HF tensor, where `engines` names their resident tensors; else none."""
+        out, first = [], 0
+        for i, engine in enumerate(self.engines):
+            assert self.dim is not None, f"{self.megatron} is not cut"
+            size, last = self.shapes[i][self.dim], first
+            while sum(self.segments[first:last]) < size:
+                last += 1
+            own: dict[str, Any] = {"segments": self.segments[first:last], "units": self.units[first:last]}
+            own |= {"hf": (self.hf[i],), "shapes": (self.shapes[i],), "engine": engine, "engines": ()}
+            out.append(replace(self, **own))
+            first = last
+        return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +162,16 @@ class Entry:
     row: Row
     expert: int | None = None
     """Number of the routed expert in its layer; None for everything else."""
+    apart: tuple[Entry, ...] = ()
+    """This entry by resident tensors, where an engine has several for it."""
 
     @classmethod
     def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
         def fill(pattern: str) -> str:
             return pattern.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
-        return cls(fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine), row, expert)
+        apart = tuple(cls.of(part, layer, expert) for part in row.apart())
+        return cls(fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine), row, expert, apart)
 
 
 @dataclass(frozen=True)
@@ -197,8 +216,14 @@ class FamilyTable:
         """Resident tensor of an engine -> the entries that it holds, in stacking order."""
         out: dict[str, list[Entry]] = {}
         for e in self.entries:
-            out.setdefault(e.engine, []).append(e)
+            for part in e.apart or (e,):
+                out.setdefault(part.engine, []).append(part)
         return {name: tuple(held) for name, held in out.items()}
+
+    @cached_property
+    def resident_of(self) -> Mapping[str, str]:
+        """HF tensor -> the resident tensor of an engine that holds it."""
+        return {hf: name for name, held in self.resident.items() for e in held for hf in e.hf}
 
     @cached_property
     def _by_megatron(self) -> Mapping[str, Entry]:

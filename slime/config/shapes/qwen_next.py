@@ -1,0 +1,46 @@
+"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net), and full attention with a gate every few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime.config.shapes.qwen import softmax_experts
+from slime.core.errors import ConfigError
+
+MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Of the language models: what lies under `text_config` in a multimodal one."""
+
+
+def qwen_next(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dense or with routed and shared experts. Raises `ConfigError` for what this release does not train."""
+    keys, values = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+    if values % keys:
+        raise ConfigError(f"got {keys} key heads for {values} value heads of linear attention; they must divide evenly")
+    if config.get("attention_bias"):
+        raise ConfigError("got a checkpoint with attention_bias, which this release does not train in this family")
+    parameters = config.get("rope_parameters") or {}
+    rotated = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    shape = {
+        "qk_layernorm": True,
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "rotary_percent": float(rotated),
+    }
+    if not config.get("num_experts"):
+        return shape
+    return {
+        **shape,
+        **softmax_experts({"norm_topk_prob": True, **config}),
+        "moe_shared_expert_intermediate_size": int(config["shared_expert_intermediate_size"]),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def is_linear(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether the layer's attention is linear; the others have full attention. False for families without any."""
+    if kinds := config.get("layer_types"):
+        return bool(kinds[layer] == "linear_attention")
+    if not config.get("linear_num_key_heads"):
+        return False
+    return (layer + 1) % int(config.get("full_attention_interval") or 4) != 0
