@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +38,11 @@ from slime.training.parallel import (
     init_process_groups,
     seed_everything,
 )
-from slime.training.state import hf_weights, rank_state
+from slime.training.state import hf_weights
+from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_files import begin_export, commit_export, require_replaceable, write_hf
 from slime.training.state.memory import HostStash
+from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.step.copies import REFERENCE, TEACHER, Copies
 from slime.training.step.critic import Critic
 from slime.training.step.non_finite import check_signals
@@ -245,29 +248,34 @@ class MegatronBackend:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path) -> None:
-        """Writes this rank's files into `directory` (see `checkpoint` for the commit). All ranks, no communication."""
+    def snapshot(self, *, on_host: bool = True) -> Snapshot:
+        """What this rank writes into a checkpoint, as of now. All ranks, no communication.
+
+        `on_host`: a copy, which training may go on from; else it has to be written before anything changes.
+        """
         self._require_awake("save")
-        for folder, trainable in self._trainables.items():
-            rank_state.save_rank(
-                directory / folder,
-                trainable,
-                self.parallel_info,
-                weight_version=self.weight_version,
-                with_optimizer=not getattr(self.args, "no_save_optim", False),
-            )
+        with_optimizer = not self.args.no_save_optim
+        states = {
+            folder: rank_state(kept, weight_version=self.weight_version, with_optimizer=with_optimizer)
+            for folder, kept in self._kept.items()
+        }
+        return Snapshot({folder: state.on_host() if on_host else state for folder, state in states.items()})
+
+    def save(self, directory: Path) -> dict[str, Seal]:
+        """Writes this rank's files into `directory`; their hashes are for `checkpoint.commit`. All ranks."""
+        return self.snapshot(on_host=False).write(directory)
 
     def load(self, directory: Path) -> None:
-        """Restores this rank's files and the weight version. Raises `CheckpointError` if they do not fit this run."""
+        """Restores what all ranks saved, under any layout. Raises `CheckpointError` if it does not fit this run."""
         self._require_awake("load")
-        finetune = getattr(self.args, "finetune", False)
-        for folder, trainable in self._trainables.items():
-            self.weight_version = rank_state.load_rank(
+        args = self.args
+        for folder, kept in self._kept.items():
+            self.weight_version = load_rank(
                 directory / folder,
-                trainable,
-                self.parallel_info,
-                with_optimizer=not (finetune or getattr(self.args, "no_load_optim", False)),
-                with_rng=not (finetune or getattr(self.args, "no_load_rng", False)),
+                dataclasses.replace(kept, copies={}) if args.finetune else kept,
+                seed=int(args.seed),
+                with_optimizer=not (args.finetune or args.no_load_optim),
+                with_rng=not (args.finetune or args.no_load_rng),
             )
 
     # --- memory and life ----------------------------------------------------------------------------------------------
@@ -332,6 +340,17 @@ class MegatronBackend:
     def _trainables(self) -> dict[str, Trainable]:
         """By the folder of a checkpoint that holds them."""
         return {"": self._trainable} | ({"critic": self._critic.trainable} if self._critic is not None else {})
+
+    @property
+    def _kept(self) -> dict[str, Kept]:
+        """By the folder of a checkpoint that holds them."""
+        args, info = self.args, self.parallel_info
+        scale = self._adapters.scale if self._adapters is not None else None
+        policy = Path(args.hf_checkpoint)
+        kept = {"": Kept(self._trainable, info, self.full_table, policy, self._copies.lasting, scale)}
+        if self._critic is not None:
+            kept["critic"] = Kept(self._critic.trainable, info, self._critic.table, Path(args.critic_load))
+        return kept
 
     def _require_awake(self, what: str) -> None:
         assert not self._stash.asleep, f"{what} of a sleeping trainer; call wake() first"

@@ -53,7 +53,7 @@ class Adapters:
 
     def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Any) -> None:
         """Puts adapters on the layers of `chunks`, whose weights are there. Raises `ConfigError` for idle patterns."""
-        self._scale = float(args.lora_alpha or 2.0 * args.lora_rank) / args.lora_rank
+        self.scale = float(args.lora_alpha or 2.0 * args.lora_rank) / args.lora_rank
         targets = _targets(table, args.lora_target_modules)
         self.table = _with_rows(table, targets, int(args.lora_rank))
         self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
@@ -72,7 +72,7 @@ class Adapters:
             return weight
         with torch.no_grad():
             product = getattr(layer, B).float() @ getattr(layer, A).float()
-            return product.mul_(self._scale).add_(weight).to(weight.dtype)
+            return product.mul_(self.scale).add_(weight).to(weight.dtype)
 
     def _attach(self, name: str, layer: Module, seed: int) -> None:
         weight = layer.weight
@@ -94,7 +94,7 @@ class Adapters:
 
     def _add(self, layer: Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
         """The forward hook of a layer; inputs[0]: [..., in]."""
-        low = linear(inputs[0], getattr(layer, A)) * self._scale
+        low = linear(inputs[0], getattr(layer, A)) * self.scale
         group = layer.tp_group if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
         if group is None or group.size() == 1:
             more = linear(low, getattr(layer, B))

@@ -1,13 +1,15 @@
 """The commit protocol of checkpoints: all parts of one moment, or nothing. Pure file work; no torch, no ranks.
 
-    parts = begin(root, rollout_id)      an empty folder, invisible to `latest`
+    parts = begin(root, rollout_id)          an empty folder, invisible to `latest`
     ... every rank and the Data Buffer write their files into `parts`; the caller waits for all of them ...
-    path = commit(parts, rollout_id)     manifest with hashes, flush to disk, rename, then the name in `latest`
+    path = commit(parts, rollout_id, seals)  manifest with hashes, flush to disk, rename, then the name in `latest`
+    prune(root, keep_last=3)                 what retention lets go of; never `latest`
 
 Invariants
 1. `latest` names only folders that were complete when they got their name; a crash at any point leaves the previous
-   one.
+   one, or this one.
 2. `verify` finds every missing, added, shortened or altered file.
+3. A folder loses its name before the first of its files: what has a name is whole.
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ import json
 import os
 import re
 import shutil
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from slime.core.errors import CheckpointError
@@ -26,6 +33,10 @@ from slime.core.errors import CheckpointError
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
 _NAME = re.compile(r"step_(\d{6,})")
+_WRITING, _REPLACED, _REMOVED = ".writing_", ".replaced_", ".removed_"
+
+Seal = dict[str, Any]
+"""Size and hash of a file: `bytes`, `sha256`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,92 +48,204 @@ class Checkpoint:
     """The last step that it contains."""
 
 
+class HashedFile:
+    """A file whose hash is made while it is written, and which is on disk when the `with` block ends."""
+
+    seal: Seal
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._sha256 = hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Appends. Both calls let other threads run meanwhile."""
+        self._sha256.update(content)
+        self._file.write(content)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.seal = {"sha256": self._sha256.hexdigest(), "bytes": self._file.tell()}
+
+
 def begin(root: Path, rollout_id: int) -> Path:
-    """An empty folder for the parts of step `rollout_id`; what a crash left in it is removed."""
-    parts = root / f".writing_step_{rollout_id:06d}"
-    shutil.rmtree(parts, ignore_errors=True)
+    """An empty folder for the parts of step `rollout_id`; what crashes left in `root` is removed or put back.
+
+    Raises `CheckpointError` if a folder that is no checkpoint has the name of the step.
+    """
+    for remains in root.glob(".*_step_*"):
+        name = remains.name.removeprefix(_REPLACED)
+        if name != remains.name and not (root / name / MANIFEST).is_file():
+            remains.rename(root / name)  # killed between the two renames of a repeated step
+        elif remains.name.startswith((_WRITING, _REPLACED, _REMOVED)):
+            shutil.rmtree(remains)
+    final = root / f"step_{rollout_id:06d}"
+    if final.exists() and not (final / MANIFEST).is_file():
+        raise CheckpointError(f"got {final} without {MANIFEST} where a checkpoint is to go; move it away")
+    parts = root / f"{_WRITING}{final.name}"
     parts.mkdir(parents=True)
     return parts
 
 
-def commit(parts: Path, rollout_id: int) -> Path:
+def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None) -> Path:
     """Makes the parts a checkpoint: hashes, manifest, rename, `latest`. Called once, when every part is written.
 
-    Raises `CheckpointError` if there is no part.
+    `seals`: of the files, by path below `parts`, that were hashed and flushed as they were written; the others are
+    read once. Raises `CheckpointError` if there is no part, or not the one that was sealed.
     """
     files = {str(f.relative_to(parts)): f for f in sorted(parts.rglob("*")) if f.is_file() and f.name != MANIFEST}
     if not files:
         raise CheckpointError(f"got no file in {parts}; write the parts before committing")
-    entries = {}
+    entries = dict(seals or {})
     for name, file in files.items():
-        entries[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
-        _sync(file)
-    _write_json(parts / MANIFEST, {"rollout_id": rollout_id, "files": entries})
-    _sync(parts)
+        if name not in entries:
+            entries[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
+            _sync(file)
+    odd = sorted(n for n, seal in entries.items() if n not in files or files[n].stat().st_size != seal["bytes"])
+    if odd:
+        raise CheckpointError(f"got {odd} in {parts} missing or of another size than written; is the disk full?")
+    manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries}
+    _write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)})
+    for folder in (*(f for f in parts.rglob("*") if f.is_dir()), parts):
+        _sync(folder)
     root = parts.parent
     final = root / f"step_{rollout_id:06d}"
-    if final.exists():  # a repeated step after a resume; the old one stays whole until the new one is complete
-        stale = root / f".replaced_step_{rollout_id:06d}"
+    stale = root / f"{_REPLACED}{final.name}"
+    if final.exists():  # a repeated step after a resume; the old one stays whole until the new one has its name
         shutil.rmtree(stale, ignore_errors=True)
         final.rename(stale)
-        parts.rename(final)
-        shutil.rmtree(stale, ignore_errors=True)
-    else:
-        parts.rename(final)
+    parts.rename(final)
     _sync(root)
     _write_json(root / LATEST, {"path": final.name, "rollout_id": rollout_id})
     _sync(root)
+    shutil.rmtree(stale, ignore_errors=True)
     return final
+
+
+def prune(
+    root: Path, *, keep_last: int | None, retain_interval: int | None = None, keep: Collection[Path] = ()
+) -> list[Path]:
+    """Removes all but the `keep_last` newest committed checkpoints and returns what went; None removes nothing.
+
+    Besides, those stay that `latest` or `keep` names and those after every `retain_interval`-th step.
+    """
+    if keep_last is None:
+        return []
+    named = latest(root)
+    kept = {path.resolve() for path in (*keep, *([named.path] if named else []))}
+    gone = []
+    for old in _complete(root)[keep_last:]:
+        retained = retain_interval is not None and (old.rollout_id + 1) % retain_interval == 0
+        if retained or old.path.is_symlink() or old.path.resolve() in kept:
+            continue
+        nameless = root / f"{_REMOVED}{old.path.name}"
+        old.path.rename(nameless)
+        shutil.rmtree(nameless)
+        gone.append(old.path)
+    return gone
 
 
 def latest(root: Path) -> Checkpoint | None:
     """The newest committed checkpoint under `root` (or `root` itself if it is one); None if there is none.
 
-    Raises `CheckpointError` if `latest.json` names a folder that is gone and no other is left to fall back on.
+    Raises `CheckpointError` if `latest.json` names a folder that is gone or has lost its manifest.
     """
     if (root / MANIFEST).is_file():
         return Checkpoint(root, int(_read_json(root / MANIFEST)["rollout_id"]))
     named = root / LATEST
-    if named.is_file():
-        record = _read_json(named)
-        path = root / record["path"]
-        if (path / MANIFEST).is_file():
-            return Checkpoint(path, int(record["rollout_id"]))
-    # Between the two renames of a commit the name may be missing or old: complete folders speak for themselves.
-    complete = [
-        Checkpoint(p, int(match[1]))
-        for p in (root.iterdir() if root.is_dir() else ())
-        if (match := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file()
-    ]
-    if complete:
-        return max(complete, key=lambda c: c.rollout_id)
-    if named.is_file():
+    if not named.is_file():  # the first commit was killed before it wrote the name: the folder speaks for itself
+        return next(iter(_complete(root)), None)
+    record = _read_json(named)
+    for name in (record["path"], _REPLACED + record["path"]):  # killed between the two renames of a repeated step
+        if (root / name / MANIFEST).is_file():
+            return Checkpoint(root / name, int(record["rollout_id"]))
+    raise CheckpointError(
+        f"got {named} naming {record['path']}, which does not exist or has no {MANIFEST}{_offer(root)}"
+    )
+
+
+def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
+    """The checkpoint of a step, or `latest`. Raises `CheckpointError` if the step has none, naming those that have."""
+    if rollout_id is None:
+        return latest(root)
+    there = [one] if (root / MANIFEST).is_file() and (one := latest(root)) else _complete(root)
+    found = next((c for c in there if c.rollout_id == rollout_id), None)
+    if found is None:
         raise CheckpointError(
-            f"got {named} naming {record['path']}, which does not exist; restore it or remove {named}"
+            f"got --ckpt-step {rollout_id}, which {root} does not hold; it has {sorted(c.rollout_id for c in there)}"
         )
-    return None
+    return found
+
+
+def _complete(root: Path) -> list[Checkpoint]:
+    """All that have a name and a manifest that can be read, last committed first."""
+    there = []
+    for path in root.iterdir() if root.is_dir() else ():
+        with suppress(CheckpointError):
+            if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file():
+                there.append((int(_read_json(path / MANIFEST).get("committed_ns", 0)), int(match[1]), path))
+    return [Checkpoint(path, rollout_id) for _, rollout_id, path in sorted(there, reverse=True)]
+
+
+def _offer(root: Path, damaged: Path | None = None) -> str:
+    """The end of an error message: the newest whole checkpoint other than `damaged`, and how to load it."""
+    for other in _complete(root):
+        if other.path != damaged and not _damage(other.path):
+            return f"; the previous good one is {other.path}: --load {root} --ckpt-step {other.rollout_id}"
+    return f"; {root} holds no other whole checkpoint"
 
 
 def verify(path: Path) -> None:
-    """Compares every file with the manifest. Raises `CheckpointError` that names the files that differ."""
-    manifest = path / MANIFEST
-    if not manifest.is_file():
-        raise CheckpointError(f"got no {MANIFEST} in {path}; it is no committed checkpoint")
-    want = _read_json(manifest)["files"]
-    have = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file() and f.name != MANIFEST}
-    wrong = [f"{name} is missing" for name in sorted(set(want) - have)]
-    wrong += [f"{name} is not in the manifest" for name in sorted(have - set(want))]
-    for name in sorted(set(want) & have):
-        file = path / name
-        if file.stat().st_size != want[name]["bytes"] or _sha256(file) != want[name]["sha256"]:
-            wrong.append(f"{name} was altered")
+    """Compares every file with the manifest.
+
+    Raises `CheckpointError` that names the files that differ, and the newest other checkpoint that is whole.
+    """
+    wrong = _damage(path)
     if wrong:
-        raise CheckpointError(f"got a damaged checkpoint {path}: {'; '.join(wrong)}; load an older one")
+        raise CheckpointError(f"got a damaged checkpoint {path}: {'; '.join(wrong)}{_offer(path.parent, path)}")
+
+
+def _damage(path: Path) -> list[str]:
+    """What is wrong with each file of a checkpoint; files are read side by side."""
+    if not (path / MANIFEST).is_file():
+        return [f"{MANIFEST} is missing, so it is no committed checkpoint"]
+    try:
+        manifest = _read_json(path / MANIFEST)
+        seal, want = manifest.pop("sha256"), manifest["files"]
+    except (CheckpointError, KeyError) as error:
+        return [f"{MANIFEST} cannot be read ({error})"]
+    if seal != _json_sha256(manifest):
+        return [f"{MANIFEST} was altered"]
+    have = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file() and f.name != MANIFEST}
+
+    def fault(name: str) -> str | None:
+        file = path / name
+        if name not in have:
+            return f"{name} is missing"
+        if name not in want:
+            return f"{name} is not in the manifest"
+        size = file.stat().st_size
+        if size != want[name]["bytes"]:
+            return f"{name} has {size} bytes instead of {want[name]['bytes']}"
+        return None if _sha256(file) == want[name]["sha256"] else f"{name} was altered"
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return [text for text in pool.map(fault, sorted(have | set(want))) if text]
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _json_sha256(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -144,5 +267,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"got {error} from {path}; the file is damaged, load an older checkpoint") from error
+        raise CheckpointError(f"got {error} from {path}; the file is damaged, load another checkpoint") from error
     return data

@@ -1,169 +1,348 @@
-"""One rank's part of a checkpoint: weights, master weights, moments, schedule, RNG. Safetensors and JSON, nothing else.
+"""One rank's part of a checkpoint: pieces of weights, master weights and moments; schedule, RNG. Safetensors and JSON.
+
+A rank writes what it owns, without asking another: the optimizer's ranges of master weights and moments, and its share
+of the model's weights, which all ranks that hold a shard divide among themselves.
 
 Invariants
-1. Loading what was saved, at the same parallel layout and settings, restores every bit.
-2. Another layout, another model or a missing tensor is a `CheckpointError`, never a partial load.
+1. Loading what was saved, at the same parallel layout and settings, restores every bit; under another layout, every
+   bit of weights and optimizer. Generators are then seeded anew.
+2. Another model or a missing tensor is a `CheckpointError`, never a partial load: everything is looked up before
+   anything is changed.
 3. What was computed comes from the checkpoint, what was set (learning rate, weight decay, betas) from this run's
    settings. Python's `random` is not kept: training draws nothing from it, but libraries do, at times of their own.
+4. Beside the model no more is in memory than one parameter.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slime.config.model_shape import read_hf_config
 from slime.core.errors import CheckpointError
-from slime.training.model.names import parameters_of
-from slime.training.parallel import ParallelInfo
+from slime.training.model.names import EMBEDDING, is_expert, parameters_of
+from slime.training.parallel import ParallelInfo, seed_everything
+from slime.training.state.checkpoint import Seal
+from slime.training.state.hf_files import copy_assets
+from slime.training.state.pieces import (
+    COPY,
+    FORMAT,
+    HF,
+    MASTER,
+    MODEL,
+    Piece,
+    PieceReader,
+    architecture,
+    cut_again,
+    digest_of,
+    is_cut,
+    write_meta,
+    write_tensors,
+)
 from slime.training.step.optimizer import Trainable
+from slime.weights.tables import FamilyTable
 
-FORMAT = 2
-MODEL, MASTER, MOMENT, RNG = "model/", "master/", "moment/", "rng/"
-"""Prefixes of tensor names in a rank's file."""
-COMPUTED = frozenset({"step"})
-"""What an optimizer computes in its parameter groups (fused Adam counts there); all else in them is a setting."""
+logger = logging.getLogger(__name__)
+
+RNG = "rng/"
+"""Prefix of the states of generators among a rank's tensors."""
 
 
-def save_rank(
-    directory: Path, trainable: Trainable, info: ParallelInfo, *, weight_version: int, with_optimizer: bool = True
-) -> None:
-    """Writes `rank_NNNNN.safetensors` and `rank_NNNNN.json`. Every rank calls it, each for itself."""
-    tensors = {MODEL + name: p for name, p in parameters_of(trainable.chunks).items()}
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """A model that checkpoints keep: the policy or the critic."""
+
+    trainable: Trainable
+    info: ParallelInfo
+    table: FamilyTable
+    """Says how its parameters are cut."""
+    hf_checkpoint: Path
+    """Where its config.json and tokenizer are."""
+    copies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
+    """Copies of it that a new run would make otherwise, filled in place (`step.copies`)."""
+    adapter_scale: float | None = None
+    """Of adapters when they are merged; None without."""
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Global name -> what this rank has of it."""
+        return parameters_of(self.trainable.chunks)
+
+    def shard(self, name: str) -> tuple[int, int]:
+        """(number of this rank's shard, number of shards)."""
+        return (self.info.tp_rank, self.info.sizes.tp) if is_cut(self.table, name) else (0, 1)
+
+    def state(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+        """(role, tensor, where its range of the flattened parameter starts) of what this rank's optimizer has of it.
+
+        Master weights that are a view of the parameter are left out.
+        """
+        found = _owned(self.trainable, parameter)
+        if found is not None:
+            optimizer, main, start = found
+            if main.dtype != parameter.dtype:
+                yield MASTER, main, start
+            for role, value in optimizer.state.get(main, {}).items():
+                if role != "step":
+                    yield role, value, start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank writes of one model."""
+
+    rank: int
+    tensors: Mapping[str, Tensor]
+    """By name in the file. On the trainer's device and, unless `on_host` was called, the trainer's own."""
+    meta: Mapping[str, Any]
+    assets_from: Path | None
+    """Copied beside the files; on one rank."""
+
+    def on_host(self) -> RankState:
+        """A copy in host memory, which training does not change."""
+        copies = {
+            name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t.detach(), non_blocking=True)
+            for name, t in self.tensors.items()
+        }
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return dataclasses.replace(self, tensors=copies)
+
+    def write(self, directory: Path) -> dict[str, Seal]:
+        """Writes `rank_NNNNN.safetensors` and `.json` and flushes them; size and hash of each by its name."""
+        directory.mkdir(parents=True, exist_ok=True)
+        stem = f"rank_{self.rank:05d}"
+        seals = {f"{stem}.safetensors": write_tensors(directory / f"{stem}.safetensors", self.tensors)}
+        if self.assets_from is not None:
+            (directory / HF).mkdir(exist_ok=True)
+            copy_assets(self.assets_from, directory / HF)
+        return seals | {f"{stem}.json": write_meta(directory / f"{stem}.json", self.meta)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank writes of all models that are kept."""
+
+    states: Mapping[str, RankState]
+    """By folder below the checkpoint's."""
+
+    def write(self, directory: Path) -> dict[str, Seal]:
+        """Writes every file; size and hash of each by its path below `directory`."""
+        return {
+            f"{folder}/{name}".lstrip("/"): seal
+            for folder, state in self.states.items()
+            for name, seal in state.write(directory / folder).items()
+        }
+
+
+def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) -> RankState:
+    """This rank's part of a checkpoint, not copied. Every rank calls it, each for itself."""
+    tensors: dict[str, Tensor] = {}
+    pieces: list[Piece] = []
+
+    def add(piece: Piece, flat: Tensor) -> None:
+        if piece.end > piece.start:
+            pieces.append(piece)
+            tensors[piece.key] = flat
+
+    for name, parameter in kept.parameters.items():
+        tp_rank, tp_size = kept.shard(name)
+        is_copy = kept.info.tp_rank > 0 and tp_size < kept.info.sizes.tp and not is_expert(name)
+        if is_copy or (name == EMBEDDING and kept.info.pp_rank > 0):  # the last stage's copy of a tied embedding
+            continue
+        shard = (name, tp_rank, tp_size, tuple(parameter.shape))
+        share, num_shares = _replica(name)
+        first, end = (parameter.numel() * i // num_shares for i in (share, share + 1))
+        for role, held in (
+            (MODEL, parameter),
+            *((COPY + c, held[name]) for c, held in kept.copies.items() if name in held),
+        ):
+            add(Piece(role, *shard, first, end, str(held.dtype)), held.detach().reshape(-1)[first:end])
+        for role, tensor, start in kept.state(name, parameter) if with_optimizer else ():
+            add(Piece(role, *shard, start, start + tensor.numel(), str(tensor.dtype)), tensor)
+    hf_config = read_hf_config(str(kept.hf_checkpoint))
     meta: dict[str, Any] = {
         "format": FORMAT,
-        "layout": _layout(info),
+        "layout": _layout(kept.info),
+        "architecture": digest_of(hf_config),
         "weight_version": weight_version,
         "with_optimizer": with_optimizer,
+        "adapter_scale": kept.adapter_scale,
+        "pieces": [list(dataclasses.astuple(piece)) for piece in pieces],
     }
     if with_optimizer:
-        optimizer_tensors, meta["optimizer"] = _optimizer_state(trainable)
-        tensors.update(optimizer_tensors)
-        meta["scheduler"] = trainable.scheduler.state_dict()
+        meta["optimizer"] = _computed(kept.trainable)
+        meta["scheduler"] = kept.trainable.scheduler.state_dict()
         rng_tensors, meta["rng"] = _rng_state()
-        tensors.update(rng_tensors)
-    # Own memory for every tensor: parameters are views into one buffer, which the format would refuse as shared.
-    host = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(host, directory / f"rank_{info.rank:05d}.safetensors")
-    (directory / f"rank_{info.rank:05d}.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        tensors |= rng_tensors
+    return RankState(kept.info.rank, tensors, meta, kept.hf_checkpoint if kept.info.rank == 0 else None)
 
 
 @torch.no_grad()
-def load_rank(
-    directory: Path, trainable: Trainable, info: ParallelInfo, *, with_optimizer: bool = True, with_rng: bool = True
-) -> int:
-    """Restores what `save_rank` wrote and returns the weight version. Raises `CheckpointError` if it does not fit."""
-    meta, tensors = _read(directory, info)
-    if meta["layout"] != _layout(info):
-        raise CheckpointError(
-            f"got a checkpoint of layout {meta['layout']} for a run of {_layout(info)}, because optimizer state "
-            f"is sharded by "
-            "rank; resume with the same sizes, or start from its Hugging Face export (--save-hf) with --hf-checkpoint"
-        )
-    if with_optimizer and not meta["with_optimizer"]:
-        raise CheckpointError(
-            f"got {directory} to resume from, which holds no optimizer, schedule and RNG because it was written with "
-            "--no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from step "
-            "0)"
-        )
-    _copy_all({MODEL + n: p for n, p in parameters_of(trainable.chunks).items()}, tensors, MODEL, directory)
-    if with_optimizer:
-        _load_optimizer(trainable, tensors, meta["optimizer"], directory)
-        trainable.scheduler.num_steps = 0
-        trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
-    else:
-        trainable.optimizer.reload_model_params()
-    if with_rng and meta["with_optimizer"]:
-        _set_rng_state(tensors, meta["rng"])
-    return int(meta["weight_version"])
+def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = True, with_rng: bool = True) -> int:
+    """Restores what all ranks wrote and returns the weight version; `seed` is that of the run.
+
+    What `kept.copies` names is filled, too.
+    Raises `CheckpointError` if the checkpoint does not fit, before anything is changed.
+    """
+    with PieceReader(directory) as pieces:
+        meta = pieces.metas[min(kept.info.rank, len(pieces.metas) - 1)]
+        targets = list(_targets(kept, pieces, with_optimizer))
+        _check(pieces, meta, kept, with_optimizer)
+        for role, name, parameter, target, _, _ in targets:
+            _check_cut(pieces.any(role, name), kept.shard(name)[1], parameter, target, directory)
+        for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
+            optimizer.state.clear()
+        for role, name, _, target, start, optimizer in targets:
+            tp_rank, tp_size = kept.shard(name)
+            if pieces.any(role, name).tp_size == tp_size:
+                source = pieces.flat(role, name, tp_rank, start, start + target.numel())
+            else:
+                whole = cut_again(pieces, kept.table, role, name, tp_rank=tp_rank, tp_size=tp_size)
+                source = whole.reshape(-1)[start : start + target.numel()]
+            if optimizer is None:
+                target.copy_(source.reshape(target.shape))
+            else:
+                optimizer.state[target][role] = source.reshape(target.shape).to(target.device, copy=True)
+        if with_optimizer:
+            _set_computed(kept.trainable, meta["optimizer"])
+            kept.trainable.scheduler.num_steps = 0
+            kept.trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
+        else:
+            kept.trainable.optimizer.reload_model_params()
+        version = int(meta["weight_version"])
+        if with_rng and meta["with_optimizer"]:
+            if meta["layout"] == _layout(kept.info):
+                _set_rng_state(pieces, kept.info.rank, meta["rng"])
+            else:
+                if kept.info.rank == 0:
+                    logger.info(
+                        "the checkpoint %s was written under another layout (%s): weights and optimizer are its own, "
+                        "generators are seeded anew from --seed and weight version %d",
+                        directory, meta["layout"], version,
+                    )  # fmt: skip
+                seed_everything((seed + 1_000_003 * version) % 2**31, kept.info.dp_rank)
+        return version
 
 
 def _layout(info: ParallelInfo) -> dict[str, int]:
     return {"rank": info.rank, "world_size": info.world_size, **dataclasses.asdict(info.sizes)}
 
 
-def _read(directory: Path, info: ParallelInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    stem = directory / f"rank_{info.rank:05d}"
-    try:
-        meta: dict[str, Any] = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
-        tensors = load_file(stem.with_suffix(".safetensors"))
-    except (OSError, ValueError) as error:
+def _replica(name: str) -> tuple[int, int]:
+    """(this rank's number, number) among the ranks that hold the same shard."""
+    if is_expert(name):
+        group = mpu.get_expert_data_parallel_group()
+    else:
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+    return group.rank(), group.size()
+
+
+def _owned(trainable: Trainable, parameter: Tensor) -> tuple[Any, Tensor, int] | None:
+    """(torch optimizer, main parameter, start of its range) of what this rank's optimizer has of a parameter."""
+    for inner in trainable.inner:
+        if inner.optimizer is None:  # trains nothing here
+            continue
+        place = inner.model_param_group_index_map.get(parameter)
+        if place is not None:
+            group, index = place
+            main = inner.optimizer.param_groups[group]["params"][index]
+            return inner.optimizer, main, int(inner._get_model_param_range_map(parameter)["param"].start)
+    return None
+
+
+def _optimizers(trainable: Trainable) -> list[Any]:
+    """torch's optimizers in Megatron's; one without parameters to train has none."""
+    return [inner.optimizer for inner in trainable.inner if inner.optimizer is not None]
+
+
+def _targets(
+    kept: Kept, pieces: PieceReader, with_optimizer: bool
+) -> Iterator[tuple[str, str, Tensor, Tensor, int, Any]]:
+    """(role, name, parameter, target, start, optimizer) of all that is restored.
+
+    `target` is filled from element `start` of the flattened shard. With an optimizer it is a main parameter, of which
+    the state called `role` is filled instead.
+    """
+    moments = [role for role in pieces.roles if role not in (MODEL, MASTER) and not role.startswith(COPY)]
+    for name, parameter in kept.parameters.items():
+        yield MODEL, name, parameter, parameter, 0, None
+        yield from ((COPY + c, name, parameter, held[name], 0, None) for c, held in kept.copies.items() if name in held)
+        found = _owned(kept.trainable, parameter) if with_optimizer else None
+        if found is not None:
+            optimizer, main, start = found
+            if main.dtype != parameter.dtype:
+                yield MASTER, name, parameter, main, start, None
+            yield from ((role, name, parameter, main, start, optimizer) for role in moments)
+
+
+def _check(pieces: PieceReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
+    hf_config = read_hf_config(str(kept.hf_checkpoint))
+    if meta["architecture"] != digest_of(hf_config):
+        there, here = architecture(read_hf_config(str(pieces.folder / HF))), architecture(hf_config)
+        odd = [k for k in sorted(there | here) if there.get(k) != here.get(k)]
         raise CheckpointError(
-            f"got {error} from {stem}.*; the checkpoint is damaged or of fewer ranks than {info.world_size}"
-        ) from error
-    if meta.get("format") != FORMAT:
+            f"got {pieces.folder / HF}/config.json of another model than {kept.hf_checkpoint}: "
+            f"{', '.join(f'{k} {there.get(k)} instead of {here.get(k)}' for k in odd[:6])}; give the --hf-checkpoint "
+            "that the checkpoint was trained from"
+        )
+    if with_optimizer and not meta["with_optimizer"]:
         raise CheckpointError(
-            f"got checkpoint format {meta.get('format')} in {stem}.json; this release reads format {FORMAT}"
+            f"got {pieces.folder} to resume from, which holds no optimizer, schedule and RNG because it was written "
+            "with --no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from "
+            "step 0)"
         )
-    return meta, tensors
-
-
-def _copy_all(targets: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str, directory: Path) -> None:
-    found = {k for k in tensors if k.startswith(prefix)}
-    if found != set(targets):
-        odd = sorted(found ^ set(targets))[:4]
+    if not any(".lora_" in name for name in kept.parameters) and any(".lora_" in n for n in pieces.names(MODEL)):
         raise CheckpointError(
-            f"got other {prefix} tensors in {directory} than the model has, for example {odd}; wrong checkpoint"
+            f"got {pieces.folder} with adapters for a run without; give the LoRA settings of the first run, or merge "
+            "them with slime convert and start from the result with --hf-checkpoint"
         )
-    for name, target in targets.items():
-        source = tensors[name]
-        if source.shape != target.shape or source.dtype != target.dtype:
-            raise CheckpointError(
-                f"got {name} as {source.dtype} {list(source.shape)} in {directory}; the model has {target.dtype} "
-                f"{list(target.shape)}; resume with the settings of the first run"
-            )
-        target.copy_(source)
 
 
-def _groups(trainable: Trainable) -> list[tuple[Any, dict[str, Any]]]:
-    """(torch optimizer, parameter group) of all inner optimizers, in their order."""
-    return [(inner.optimizer, group) for inner in trainable.inner for group in inner.optimizer.param_groups]
-
-
-def _optimizer_state(trainable: Trainable) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by `group.index.key`, and the plain numbers of each group (most for people: see `COMPUTED`)."""
-    tensors: dict[str, Tensor] = {}
-    groups = []
-    for g, (optimizer, group) in enumerate(_groups(trainable)):
-        groups.append(
-            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | list | tuple) and k != "params"}
+def _check_cut(there: Piece, tp_size: int, parameter: Tensor, target: Tensor, directory: Path) -> None:
+    is_other = there.tp_size == tp_size and there.shape != tuple(parameter.shape)
+    if is_other or there.dtype != str(target.dtype):
+        raise CheckpointError(
+            f"got {there.role} of {there.name} as {there.dtype} {list(there.shape)} in {directory}; the model has "
+            f"{target.dtype} {list(parameter.shape)}; resume with the settings of the first run"
         )
-        for i, parameter in enumerate(group["params"]):
-            tensors[f"{MASTER}{g}.{i}"] = parameter
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{MOMENT}{g}.{i}.{key}"] = torch.as_tensor(value)
+
+
+def _counts(trainable: Trainable) -> set[float]:
+    """Steps that optimizers have made: torch's count for each parameter, fused ones for each group."""
+    optimizers = _optimizers(trainable)
+    found = [group["step"] for o in optimizers for group in o.param_groups if "step" in group]
+    found += [state["step"] for o in optimizers for state in o.state.values() if "step" in state]
+    return {float(step) for step in found}
+
+
+def _computed(trainable: Trainable) -> dict[str, Any]:
+    """What optimizers count: the same on all ranks."""
+    counts = _counts(trainable)
+    assert len(counts) <= 1, f"parameters of one optimizer made different numbers of steps: {counts}"
     scaler = trainable.inner[0].grad_scaler
     state = {k: torch.as_tensor(v).tolist() for k, v in scaler.state_dict().items()} if scaler else None
-    return tensors, {"groups": groups, "grad_scaler": state}
+    return {"step": next(iter(counts), None), "grad_scaler": state}
 
 
-def _load_optimizer(trainable: Trainable, tensors: dict[str, Tensor], meta: dict[str, Any], directory: Path) -> None:
-    groups = _groups(trainable)
-    masters = {
-        f"{MASTER}{g}.{i}": (optimizer, p)
-        for g, (optimizer, group) in enumerate(groups)
-        for i, p in enumerate(group["params"])
-    }
-    _copy_all({name: p for name, (_, p) in masters.items()}, tensors, MASTER, directory)
-    for inner in trainable.inner:
-        inner.optimizer.state.clear()
-    for name, tensor in tensors.items():
-        if name.startswith(MOMENT):
-            g, i, key = name.removeprefix(MOMENT).split(".", 2)
-            optimizer, parameter = masters[f"{MASTER}{g}.{i}"]
-            # torch keeps the step counter on the host; moments live beside their parameter.
-            value = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
-            optimizer.state[parameter][key] = value
-    for (_, group), saved in zip(groups, meta["groups"], strict=True):
-        group.update({k: v for k, v in saved.items() if k in COMPUTED})
+def _set_computed(trainable: Trainable, meta: Mapping[str, Any]) -> None:
+    step = meta["step"]
+    for optimizer in _optimizers(trainable) if step is not None else ():
+        for group in optimizer.param_groups:
+            if type(optimizer).__module__.startswith("torch."):
+                for parameter in group["params"]:
+                    optimizer.state[parameter]["step"] = torch.tensor(step)  # on the host, as torch keeps it
+            else:
+                group["step"] = int(step)
     scaler = trainable.inner[0].grad_scaler
     if scaler and meta["grad_scaler"]:
         # Megatron's own load_state_dict moves the scale to a GPU by name.
@@ -179,10 +358,11 @@ def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
     tensors.update({f"{RNG}megatron.{name}": state for name, state in tracked.items()})
-    return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)]}
+    return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)], "names": sorted(tensors)}
 
 
-def _set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+def _set_rng_state(pieces: PieceReader, rank: int, meta: Mapping[str, Any]) -> None:
+    tensors = {name: pieces.tensor(rank, name) for name in meta["names"]}
     kind, pos, has_gauss, cached = meta["numpy"]
     np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
     torch.set_rng_state(tensors[RNG + "torch"])

@@ -19,7 +19,7 @@ from slime.training.step.prepare import PreparedBatch
 from slime.training.step.targets import Arrays
 from slime.training.step.task import ValueTask
 from slime.training.step.train import StepContext, forward_signals, train_on
-from slime.weights.tables import table_for
+from slime.weights.tables import FamilyTable, Row, table_for
 
 HEAD = "value_head."
 _RENAMED = {"train/grad_norm": "train/critic_grad_norm", "train/lr-pg_0": "train/critic_lr"}
@@ -29,6 +29,8 @@ class Critic:
     """Values of response tokens before an update, and the update. Collective throughout."""
 
     trainable: Trainable
+    table: FamilyTable
+    """The rows of its parameters, the head's among them."""
 
     def __init__(self, args: Any, context: StepContext) -> None:
         """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as the policy's do."""
@@ -39,7 +41,10 @@ class Critic:
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))
         table = dataclasses.replace(table, after=after, tied=True)
-        backbone = {name: p for name, p in parameters_of(chunks).items() if not name.startswith(HEAD)}
+        parameters = parameters_of(chunks)
+        backbone = {name: p for name, p in parameters.items() if not name.startswith(HEAD)}
+        head = [Row(name, (name,), (tuple(p.shape),), name) for name, p in parameters.items() if name not in backbone]
+        self.table = dataclasses.replace(table, after=(*after, *head))
         hf_weights.load_weights(backbone, table, directory, hf_weights.find_holders(backbone))
         rate = float(args.critic_lr)
         lowest = min(float(args.megatron["min_lr"]), rate)
