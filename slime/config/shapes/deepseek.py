@@ -49,6 +49,7 @@ def sigmoid_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk": int(config["num_experts_per_tok"]),
         "moe_ffn_hidden_size": size,
         "moe_shared_expert_intermediate_size": shared or None,
+        "moe_shared_expert_gate": False,
         "moe_layer_freq": [int(is_sparse(config, layer)) for layer in range(int(config["num_hidden_layers"]))],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slime.config.shapes.deepseek import sigmoid_experts
 from slime.core.errors import ConfigError
 
 
@@ -18,27 +19,14 @@ def glm4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def glm4_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """GLM-4.5 to 4.7: sigmoid router with a correction bias, in float32; shared experts. Raises `ConfigError`."""
+    """GLM-4.5 to 4.7: half of each head is rotated; experts as in DeepSeek-V3. Raises `ConfigError`."""
     if config.get("tie_word_embeddings"):
-        raise ConfigError("got a glm4_moe with tie_word_embeddings, which SGLang 0.5.16 does not serve; untie it")
-    shared, size = int(config.get("n_shared_experts") or 0), int(config["moe_intermediate_size"])
+        raise ConfigError("got a glm4_moe with tie_word_embeddings, which the engine would serve untied; untie it")
     return {
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),
         "rotary_percent": _rotary_percent(config),
-        "num_moe_experts": int(config["n_routed_experts"]),
-        "moe_router_topk": int(config["num_experts_per_tok"]),
-        "moe_ffn_hidden_size": size,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
-        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
-        "moe_router_num_groups": int(config.get("n_group") or 1),
-        "moe_router_group_topk": int(config.get("topk_group") or 1),
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-        "moe_shared_expert_intermediate_size": shared * size or None,
-        "moe_shared_expert_gate": False,
-        "moe_layer_freq": 1,
+        **sigmoid_experts(config),
     }
 
 

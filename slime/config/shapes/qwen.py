@@ -38,6 +38,11 @@ def softmax_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_router_score_function": "softmax",
         "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_dtype": None,
         "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False,
         "moe_layer_freq": 1,
     }

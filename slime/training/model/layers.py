@@ -17,20 +17,16 @@ from slime.training.model.attention import PackedAttention, PackedSequences
 from slime.training.model.gated_attention import GatedAttention
 from slime.training.model.gated_delta import GatedDeltaNet
 from slime.training.model.latent_attention import LatentAttention
-from slime.training.model.moe import ExpertLayer, check_moe
+from slime.training.model.moe import ExpertLayer
 from slime.training.model.norm import RMSNorm
+from slime.training.model.sandwich import NormedAttention, NormedMLP
 
 __all__ = ["PackedSequences", "RMSNorm", "decoder_spec"]
 
 
 def decoder_spec(config: TransformerConfig, hf_config: Mapping[str, Any]) -> TransformerBlockSubmodules:
-    """One specification per layer: Megatron's local one with our norms, an attention module and an MLP or experts.
-
-    Raises `ConfigError` for settings of experts that cannot be trained.
-    """
+    """One specification per layer: Megatron's local one with our norms, an attention module and an MLP or experts."""
     base = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    if config.num_moe_experts:
-        check_moe(config)
 
     def layer(number: int) -> ModuleSpec:
         parts = dataclasses.replace(
@@ -41,6 +37,8 @@ def decoder_spec(config: TransformerConfig, hf_config: Mapping[str, Any]) -> Tra
         )
         if is_sparse(hf_config, number):
             parts.mlp = ExpertLayer
+        elif hf_config["model_type"] == "glm4":
+            parts.mlp = NormedMLP
         return ModuleSpec(module=base.module, submodules=parts)
 
     return TransformerBlockSubmodules(
@@ -59,5 +57,7 @@ def _attention(
         parts.q_layernorm = parts.k_layernorm = RMSNorm
     if is_linear(hf_config, number):
         return ModuleSpec(module=GatedDeltaNet, params={"hf_config": hf_config})
+    if hf_config["model_type"] == "glm4":
+        return ModuleSpec(module=NormedAttention, params=standard.params, submodules=parts)
     module = GatedAttention if config.attention_output_gate else standard.module
     return ModuleSpec(module=module, params=standard.params, submodules=parts)

@@ -36,38 +36,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.core.errors import ConfigError
-
-REFUSED = (
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_expert_capacity_factor",
-    "moe_router_force_load_balancing",
-)
-"""Settings under which a token's gradient would depend on the other tokens of its micro-batch."""
-
-
-def check_moe(config: TransformerConfig) -> None:
-    """Raises `ConfigError` for settings of experts that this release cannot train."""
-    for name in REFUSED:
-        value = getattr(config, name)
-        if any(value) if isinstance(value, list) else value:
-            raise ConfigError(
-                f"got --{name.replace('_', '-')} {value}, because it makes a token's gradient depend on the other "
-                "tokens of its micro-batch; leave it out"
-            )
-    if config.moe_token_dispatcher_type not in ("allgather", "alltoall"):
-        raise ConfigError(
-            f"got --moe-token-dispatcher-type {config.moe_token_dispatcher_type}, because it needs DeepEP; "
-            "use alltoall or allgather"
-        )
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ConfigError(
-            f"got --tensor-model-parallel-size {config.tensor_model_parallel_size} without --sequence-parallel, "
-            "because Megatron's experts need both; add --sequence-parallel"
-        )
-
 
 class ExactRouter(TopKRouter):
     """Megatron's router with the choice and the weights of `transformers`.
