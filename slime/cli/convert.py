@@ -75,6 +75,8 @@ def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
 
 def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
     opened = stack.enter_context(open_checkpoint(folder))
+    if hf_checkpoint is not None:  # how experts are stored is seen from its files alone
+        opened.table = table_for(read_hf_config(str(hf_checkpoint)))
     table = opened.table
     # The masters are what training has; a model in fewer bits is what they were rounded to, and what was served.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)

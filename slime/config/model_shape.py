@@ -6,6 +6,7 @@ A Megatron flag that contradicts the checkpoint is refused: it would train anoth
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,28 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
         raise ConfigError(f"got {path}, which is not JSON ({error}); fetch the checkpoint again") from error
     if not isinstance(config, dict):
         raise ConfigError(f"got {path}, which holds no JSON object; fetch the checkpoint again")
-    return text_config(config)
+    config = text_config(config)
+    if "wrapper_type" in config and num_experts_of(config):
+        config["_stacked_experts"] = _stacks_experts(path.parent, config)
+    return config
+
+
+def _stacks_experts(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether files hold the experts of a layer in one tensor, which config.json does not say.
+
+    Published multimodal models do, but for quantised ones; transformers writes them one by one. Without weights, or
+    with damaged ones, which their reader refuses: as published.
+    """
+    index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+        else:
+            with files[0].open("rb") as file:
+                names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (IndexError, KeyError, ValueError):
+        return not config.get("quantization_config")
+    return any(re.match(r"(?!mtp\.).*\.experts\.gate_up_proj$", name) for name in names)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ VISION: dict[str, Any] = {
 
 def write_qwen_next(directory: Path, family: str, *, tied: bool = False, **overrides: Any) -> Path:
     """A float32 checkpoint of "qwen3_next", "qwen3_5" or "qwen3_5_moe"; `overrides` are of the language model."""
+    import safetensors.torch
     import torch
     import transformers
 
@@ -58,5 +59,7 @@ def write_qwen_next(directory: Path, family: str, *, tied: bool = False, **overr
             else:
                 torch.nn.init.normal_(parameter, std=0.2 if "conv1d" in name else 0.08)
         model.save_pretrained(directory)
+        if family == "qwen3_5_moe":  # as published: transformers would write the experts one by one
+            safetensors.torch.save_file(model.state_dict(), directory / "model.safetensors", {"format": "pt"})
     write_tokenizer(directory)
     return directory

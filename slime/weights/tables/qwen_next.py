@@ -23,8 +23,6 @@ CARRIED = (r"mtp\.", r"(model\.)?visual\.")
 def qwen_next_table(hf_config: Mapping[str, Any]) -> FamilyTable:
     """Rows of a Qwen3-Next or of the language model of a Qwen3.5 or 3.6."""
     wrapped = bool(hf_config.get("wrapper_type"))
-    # Multimodal files stack the experts of a layer, unless they are quantised: then each has scales of its own.
-    fused = wrapped and not hf_config.get("quantization_config")
 
     def layer(s: ModelShape, number: int) -> Rows:
         linear = is_linear(hf_config, number)
@@ -33,7 +31,7 @@ def qwen_next_table(hf_config: Mapping[str, Any]) -> FamilyTable:
             return pre_norm(s.hidden_size, mixer, mlp(s.hidden_size, s.intermediate_size))
         size = int(hf_config["shared_expert_intermediate_size"])
         rows = experts(s, shared=("mlp.shared_expert", size), shared_gate="mlp.shared_expert_gate.weight")
-        return pre_norm(s.hidden_size, mixer, tuple(map(_stacked, rows)) if fused else rows)
+        return pre_norm(s.hidden_size, mixer, tuple(map(_stacked, rows)) if hf_config.get("_stacked_experts") else rows)
 
     prefix = "model.language_model." if wrapped else "model."
     table = decoder_table(str(hf_config["model_type"]), hf_config, layer, prefix=prefix, carried=CARRIED)
