@@ -4,7 +4,8 @@ RANK`.
 SPEC: `layouts`, a list that all ranks work through, since importing costs more than training. A layout: checkpoint,
 world_size (ranks beyond it skip the layout), out (folder), megatron and args (settings), scenarios ({name:
 {order, args}}), seed of the batch, rounds (training steps after the scenarios), round_args (settings of the rounds
-alone), save_after (a round) and load (a folder that `save` wrote). Rank 0 writes `<name>.safetensors` with the
+alone), save_after (a round), load (a folder that `save` wrote), export (into the folder hf) and provoke (errors; true
+by default). Rank 0 writes `<name>.safetensors` with the
 gradients of each scenario, `weights.safetensors` after training and `result.json` with metrics; every rank writes
 `errors_RANK.json` (see `errors_of`) and its part of a checkpoint into `after_N` and, with `save_end`, `end`.
 """
@@ -37,6 +38,7 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
     from safetensors.torch import save_file
 
     from slime.training.backend import MegatronBackend
+    from tests.support.adapters import fill_b
     from tests.support.training import random_batch, training_args, with_samples
 
     out = Path(spec["out"])
@@ -53,6 +55,8 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
         listener=listener,
     )
     backend.weight_version = 1
+    if args.lora_rank:
+        fill_b(backend)
     batch = random_batch(seed=spec.get("seed", 0))
     results: dict[str, Any] = {}
     for name, scenario in spec["scenarios"].items():
@@ -67,7 +71,9 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
     results["log_probs"] = [x.tolist() for x in backend.log_probs(batch)]
     if spec.get("load"):
         backend.load(Path(spec["load"]))
-    (out / f"errors_{rank}.json").write_text(json.dumps(errors_of(backend, batch)))
+    if spec.get("export"):
+        backend.save_hf(out / "hf")
+    (out / f"errors_{rank}.json").write_text(json.dumps(errors_of(backend, batch) if spec.get("provoke", True) else {}))
     vars(args).update(spec.get("round_args", {}))
     results["metrics"] = []
     for done in range(1, spec.get("rounds", 0) + 1):
