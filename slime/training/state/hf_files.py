@@ -107,6 +107,8 @@ class HfReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[str, _TensorFile] = {}
+        self._touched: set[str] = set()
+        self._released = False
         config = directory / "config.json"
         self._config: dict[str, Any] = _read_json(config) if config.is_file() else {}
         self._block = block_of(self._config)
@@ -150,9 +152,13 @@ class HfReader:
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
-        """Gives back the memory of what was touched. Tensors that were read stay valid and are read anew."""
-        for file in self._files.values():
-            file.release()
+        """Gives back the memory of what was read since the last release. Tensors stay valid and are read anew.
+
+        May be called again while they are used: only the next read begins a new set of them.
+        """
+        self._released = True
+        for file in self._touched:
+            self._files[file].release()
 
     def __enter__(self) -> HfReader:
         return self
@@ -160,6 +166,7 @@ class HfReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._touched.clear()
         self._files.clear()  # a mapping ends with the last tensor that is a view of it
 
     def _read(self, name: str) -> Tensor:
@@ -167,6 +174,9 @@ class HfReader:
             raise CheckpointError(f"got no tensor {name!r} in {self._directory}; it holds {len(self._location)} others")
         file = self._location[name]
         opened = self._open(file)
+        if self._released:
+            self._touched, self._released = set(), False
+        self._touched.add(file)
         if name not in opened.names:
             raise CheckpointError(f"got {self._directory / file} without {name}, which the index says it holds")
         return opened.read(name)

@@ -7,7 +7,7 @@ group, then over the pipeline, so that every rank has this tensor-parallel shard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,21 +67,23 @@ def load_weights(parameters: ParameterMap, table: FamilyTable, directory: Path, 
     rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     with HfReader(directory) as read:
         table.check(megatron_names=holders, hf_names=read.names)
-        for name, parameter in parameters.items():
-            tp_rank, tp_size = (0, 1) if is_expert(name) else (rank, size)
-            shard = load_shard(table, name, read, tp_rank=tp_rank, tp_size=tp_size)
-            assert shard.shape == parameter.shape, (
-                f"{name}: shard {list(shard.shape)}, parameter {list(parameter.shape)}"
-            )
-            _fill(parameter, shard, read.release)
+        fill(parameters, table, read, tp_rank=rank, tp_size=size)
 
 
-def _fill(parameter: Tensor, shard: Tensor, release: Callable[[], None]) -> None:
-    """Copies rows of at most `COPY_BYTES` at a time: of a view of a file no more than that is in memory."""
-    rows = max(1, COPY_BYTES * len(shard) // max(1, shard.nbytes))
-    for target, source in zip(parameter.split(rows), shard.split(rows), strict=True):
-        target.copy_(source)
-        release()
+@torch.no_grad()
+def fill(parameters: ParameterMap, table: FamilyTable, read: HfReader, *, tp_rank: int, tp_size: int) -> None:
+    """What one rank loads, without asking which one it is.
+
+    Rows of at most `COPY_BYTES` are copied at a time: of a shard that is a view of a file no more is in memory.
+    """
+    for name, parameter in parameters.items():
+        rank, size = (0, 1) if is_expert(name) else (tp_rank, tp_size)
+        shard = load_shard(table, name, read, tp_rank=rank, tp_size=size)
+        assert shard.shape == parameter.shape, f"{name}: shard {list(shard.shape)}, parameter {list(parameter.shape)}"
+        rows = max(1, COPY_BYTES * len(shard) // max(1, shard.nbytes))
+        for target, source in zip(parameter.split(rows), shard.split(rows), strict=True):
+            target.copy_(source)
+            read.release()
 
 
 @torch.no_grad()
