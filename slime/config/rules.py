@@ -137,7 +137,7 @@ def engines_divide(args: Args) -> str | None:
 def only_supported_parallelism(args: Args) -> str | None:
     """What this release trains, and cuts that leave whole layers and experts on every rank."""
     m = args.megatron
-    wrong = [n for n in ("multi_latent_attention", "mtp_num_layers", "fp8", "fp4") if m[n]]
+    wrong = [n for n in ("mtp_num_layers", "fp8", "fp4") if m[n]]
     if wrong:
         return f"got {', '.join(wrong)}, which this release does not train: leave it out"
     pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1

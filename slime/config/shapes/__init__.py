@@ -63,6 +63,7 @@ def _common(config: Config) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "num_moe_experts": None,
         "qk_layernorm": False,
+        "multi_latent_attention": False,
         "add_qkv_bias": False,
         "add_bias_linear": False,
         "gated_linear_unit": True,
