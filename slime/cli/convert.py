@@ -105,14 +105,15 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
     """Rows that are wide stay so, in the layers that training does not hold as well."""
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
-        if to == "fp8" and fp8.is_quantised(name):
-            codes, scale = fp8.quantise(tensor)
-            yield name, codes
-            yield name + fp8.SCALE_SUFFIX, scale
-        elif to in DTYPES and tensor.is_floating_point() and _anywhere(name) not in wide:
-            yield name, tensor.to(DTYPES[to])
-        else:
-            yield name, tensor
+        for part, weight in fp8.apart(name, tensor) if to == "fp8" else [(name, tensor)]:
+            if to == "fp8" and fp8.is_quantised(part):
+                codes, scale = fp8.quantise(weight)
+                yield part, codes
+                yield part + fp8.SCALE_SUFFIX, scale
+            elif to in DTYPES and weight.is_floating_point() and _anywhere(part) not in wide:
+                yield part, weight.to(DTYPES[to])
+            else:
+                yield part, weight
         progress.advance()
 
 

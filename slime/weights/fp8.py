@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ _LINEAR = re.compile(
     r"|linear_attn\.(?:in_proj_(?:qkvz|qkv|z)|out_proj)"
     r"|mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down|gate_up)_proj)\.weight"
 )
-_STACKED = re.compile(r".*\.experts\.(?:gate_up|down)_proj")
+_STACKED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
 
 
 def block_of(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -61,14 +61,20 @@ def is_quantised(hf_name: str) -> bool:
     """Whether `--to fp8` quantises a tensor: linear weights of attention, MLP and experts, as in the public files.
 
     Embeddings, norms, routers, gates, convolutions and the output layer stay as they are.
-    Raises `ConfigError` for experts that are stacked in one tensor, which no engine reads in FP8.
     """
-    if _STACKED.fullmatch(hf_name):
-        raise ConfigError(
-            f"got {hf_name}, which holds all experts in one tensor; FP8 files hold them one by one, and slime does not "
-            "split them; convert to bf16 instead"
-        )
     return _LINEAR.fullmatch(hf_name) is not None
+
+
+def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Experts that are stacked in one tensor, [gate; up] of each, one by one as FP8 files have them; others as is."""
+    stacked = _STACKED.fullmatch(hf_name)
+    if stacked is None:
+        yield hf_name, tensor
+        return
+    parts = stacked[2].split("_")
+    for i, expert in enumerate(tensor):
+        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{stacked[1]}{i}.{part}_proj.weight", weight
 
 
 def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:

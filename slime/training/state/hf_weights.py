@@ -19,8 +19,9 @@ from torch import Tensor
 
 from slime.training.model.names import is_expert
 from slime.training.state.hf_files import HfReader
-from slime.weights.convert import export, load_shard
-from slime.weights.tables import FamilyTable
+from slime.training.state.pieces import iter_full
+from slime.weights.convert import load_shard
+from slime.weights.tables import Entry, FamilyTable
 
 COPY_BYTES = 32 * 2**20
 """How much of a file is in memory at once while it is copied to a parameter."""
@@ -100,22 +101,17 @@ def iter_hf_tensors(
     parameters: do not write to them.
     """
     like = next(iter(parameters.values()))
-    stacks: dict[str, list[Tensor]] = {}
-    for entry in table.entries:
+
+    def shards(entry: Entry) -> list[Tensor]:
         name, holder = entry.megatron, holders[entry.megatron]
         wanted = dtype if dtype is not None and not entry.row.wide else holder.dtype
         local = parameters.get(name)
         if local is not None:
             local = local.detach().to(wanted)
         shard = _send(name, local, holder, like.new_empty(0, dtype=wanted))
-        whole = entry.row.dim is None or is_expert(name)
-        for hf_name, tensor in export(table, name, [shard] if whole else _gather(shard)):
-            if not entry.row.stacked:
-                yield hf_name, tensor
-                continue
-            stacks.setdefault(hf_name, []).append(tensor)
-            if len(stacks[hf_name]) == table.shape.num_experts:
-                yield hf_name, torch.stack(stacks.pop(hf_name))
+        return [shard] if entry.row.dim is None or is_expert(name) else _gather(shard)
+
+    yield from iter_full(table, shards)  # a generator: `no_grad` holds while it runs
 
 
 def _send(name: str, local: Tensor | None, holder: Holder, like: Tensor) -> Tensor:
