@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,14 +29,21 @@ class Bucket:
         return Bucket(tuple((name, tamper(name, tensor.detach().clone())) for name, tensor in self.tensors))
 
 
-def cut(named_tensors: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[Bucket]:
-    """Buckets of at most `limit_bytes`, in order; a tensor larger than that travels alone; one dtype per bucket."""
+def cut(
+    named_tensors: Iterable[tuple[str, Tensor]], limit_bytes: int, together: Mapping[str, str] | None = None
+) -> Iterator[Bucket]:
+    """Buckets of at most `limit_bytes`, in order; a tensor larger than that travels alone; one dtype per bucket.
+
+    Neighbours of one value in `together` stay in one bucket, even beyond the limit.
+    """
+    together = together or {}
     assert limit_bytes > 0, f"bucket limit {limit_bytes}"
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named_tensors:
         num_bytes = tensor.numel() * tensor.element_size()
-        if held and (size + num_bytes > limit_bytes or held[0][1].dtype != tensor.dtype):
+        joined = bool(held) and name in together and together[name] == together.get(held[-1][0])
+        if held and ((size + num_bytes > limit_bytes and not joined) or held[0][1].dtype != tensor.dtype):
             yield Bucket(tuple(held))
             held, size = [], 0
         held.append((name, tensor.detach().contiguous()))

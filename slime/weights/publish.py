@@ -54,7 +54,7 @@ def publish(
     """
     peers = peers or Peers()
     run = _Publication(table, targets, transport, digest, version, peers)
-    buckets = cut(named_tensors, buffer_bytes)
+    buckets = cut(named_tensors, buffer_bytes, table.together)
     if peers.is_sender:
         run.guarded(run.pause)
     for bucket in buckets:

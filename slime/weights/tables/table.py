@@ -226,6 +226,12 @@ class FamilyTable:
         return {hf: name for name, held in self.resident.items() for e in held for hf in e.hf}
 
     @cached_property
+    def together(self) -> Mapping[str, str]:
+        """HF tensor -> its resident tensor, where an engine loads the tensors of several rows at once or not at all."""
+        several = {name: held for name, held in self.resident.items() if len(held) > 1 and held[0].expert is None}
+        return {hf: name for name, held in several.items() for e in held for hf in e.hf}
+
+    @cached_property
     def _by_megatron(self) -> Mapping[str, Entry]:
         return {e.megatron: e for e in self.entries}
 

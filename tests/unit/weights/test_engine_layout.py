@@ -81,6 +81,12 @@ def test_buckets_hold_the_limit_the_order_and_one_dtype() -> None:
     assert all(b.num_bytes <= 80 for b in buckets if len(b.tensors) > 1)
 
 
+def test_what_an_engine_loads_at_once_is_in_one_bucket() -> None:
+    tensors = [(str(i), torch.zeros(10)) for i in range(5)]
+    buckets = list(cut(iter(tensors), 80, together={"1": "ab", "2": "ab", "3": "cd", "4": "cd"}))
+    assert [[n for n, _ in b.tensors] for b in buckets] == [["0", "1", "2"], ["3", "4"]]
+
+
 def test_the_hook_for_faults_never_sees_the_trainers_own_tensor() -> None:
     own = torch.ones(3)
     sent = Bucket((("a", own),)).tampered(lambda _, t: t.mul_(2))
