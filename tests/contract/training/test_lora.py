@@ -32,7 +32,7 @@ def _local(backend: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in backend._parameters.items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_an_untrained_adapter_changes_no_bit_and_a_trained_one_only_itself(
     family: str, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:
@@ -62,7 +62,7 @@ def before_names(table: Any) -> set[str]:
     return set(table.megatron_names)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_merged_weight(
     family: str, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:
