@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from slime.cluster.saving import Saver
 from slime.cluster.waiting import peek, wait_for
-from slime.core.errors import ConfigError
 from slime.observability.spans import collect, span
 from slime.observability.tracker import Tracker
-from slime.training.state import checkpoint
 
 NO_LIMIT_S = 30 * 24 * 3600.0
 """Limit of a generation when the user set none; its requests and graders have limits of their own."""
@@ -69,6 +67,7 @@ class Run:
         self.args = args
         self._tracker, self._trainers, self._rollout = tracker, list(trainers), rollout
         self._engines, self._engine_infos = list(engines), list(engine_infos)
+        self._saver = Saver(args, tracker=tracker, trainers=self._trainers, rollout=rollout)
         self._admitted = False
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
@@ -181,40 +180,20 @@ class Run:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Loads the latest checkpoint under `--load`; returns the step to start with.
+        """Loads the checkpoint that `--load` means; returns the step to start with.
 
         `--finetune` takes the weights alone and starts at `--start-rollout-id` or 0.
         """
-        first = int(self.args.start_rollout_id or 0)
-        if not self.args.load:
-            return first
-        found = checkpoint.latest(Path(self.args.load))
-        if found is None:
-            raise ConfigError(
-                f"got --load {self.args.load}, which holds no committed checkpoint; leave it out to start from "
-                "--hf-checkpoint"
-            )
-        checkpoint.verify(found.path)
-        with span("load"):
-            self._on_trainers("load", str(found.path))
-            if self.args.finetune:
-                return first
-            wait_for([self._rollout.load.remote(str(found.path))], for_what="the Data Buffer to load", limit_s=600)
-        return found.rollout_id + 1
+        step = self._saver.restore()
+        return int(self.args.start_rollout_id or 0) if step is None or self.args.finetune else step + 1
 
     def save(self, rollout_id: int) -> None:
-        """Writes one checkpoint (every part, then the manifest, the name, "latest") and the HF export, as asked."""
+        """Writes one checkpoint (see `saving`) and the HF export, as asked."""
         with span("save_model"):
             if self.args.save:
-                self._save_checkpoint(Path(self.args.save), rollout_id)
+                self._saver.save(rollout_id)
             if self.args.save_hf:
                 self._on_trainers("save_hf", self.args.save_hf.format(rollout_id=rollout_id))
-
-    def _save_checkpoint(self, root: Path, rollout_id: int) -> None:
-        parts = checkpoint.begin(root, rollout_id)
-        refs = [trainer.save_parts.remote(str(parts)) for trainer in self._trainers]
-        wait_for([*refs, self._rollout.save.remote(str(parts))], for_what="the checkpoint", limit_s=3600)
-        checkpoint.commit(parts, rollout_id)
 
     # --- cadence ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +217,10 @@ class Run:
     # --- the end of a step and of the run ---------------------------------------------------------------------------
 
     def end_step(self, rollout_id: int) -> None:
-        """Logs the times of the step's parts."""
+        """Logs the times of the step's parts. The last step ends when its checkpoint is on disk."""
+        if rollout_id + 1 == self.args.num_rollout:
+            self._saver.finish()
+        self._saver.poll()
         self._tracker.log("perf", rollout_id, collect())
 
     def close(self, *, limit_s: float) -> None:

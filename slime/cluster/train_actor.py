@@ -14,9 +14,12 @@ from slime.core.batch import TrainBatch
 from slime.observability.logs import setup_logging
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=0, concurrency_groups={"save": 1})
 class TrainActor:
-    """Shell around `MegatronBackend`. Every method is called on all ranks, in the same order."""
+    """Shell around `MegatronBackend`. Every method is called on all ranks, in the same order.
+
+    One thread runs them all, but for `write_parts`, which writes files while the others go on.
+    """
 
     def __init__(self, args: Any, rank: int, slots: Sequence[int], num_threads: int, log_dir: str) -> None:
         """`slots`: placement slot of every training rank."""
@@ -28,6 +31,7 @@ class TrainActor:
         self._listener: Any = None
         self._backend: Any = None
         self._publisher: Any = None
+        self._snapshot: Any = None
 
     def free_address(self) -> tuple[str, int]:
         """(host, port) where rank 0 listens for the others from now on."""
@@ -84,9 +88,16 @@ class TrainActor:
         metrics: dict[str, float] = self._backend.measure_gap(batch)
         return metrics
 
-    def save_parts(self, directory: str) -> None:
-        """Writes this rank's files of a checkpoint."""
-        self._backend.save(Path(directory))
+    def take_snapshot(self) -> None:
+        """Copies what this rank will write, for `write_parts`."""
+        self._snapshot = self._backend.snapshot()
+
+    @ray.method(concurrency_group="save")
+    def write_parts(self, directory: str) -> dict[str, Any]:
+        """Writes this rank's files of a checkpoint, as of the snapshot if one was taken; their sizes and hashes."""
+        snapshot, self._snapshot = self._snapshot, None
+        written: dict[str, Any] = (snapshot or self._backend.snapshot(on_host=False)).write(Path(directory))
+        return written
 
     def save_hf(self, directory: str) -> None:
         self._backend.save_hf(Path(directory))

@@ -11,10 +11,18 @@ class CheckpointArgs:
 
     load: str | None = None
     """Checkpoint folder to resume from. If it is also --save and still empty, the run starts from --hf-checkpoint."""
+    ckpt_step: int | None = None
+    """The step to load of --load. Default: the latest."""
     save: str | None = None
     """Checkpoint folder."""
     save_interval: int | None = None
     """Steps between checkpoints; the last step is always saved when --save is given."""
+    async_save: bool = False
+    """Copy the state to host memory and write it while training goes on; the next save waits for the one before."""
+    save_keep_last: int | None = None
+    """Checkpoints to keep below --save; older ones are removed after a new one is complete. Default: all."""
+    save_retain_interval: int | None = None
+    """Of those that --save-keep-last would remove, keep each that ends a multiple of this many steps."""
     save_hf: str | None = None
     """Also save in HF format here; {rollout_id} in the path is replaced."""
     no_save_optim: bool = False

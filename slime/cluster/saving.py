@@ -1,0 +1,106 @@
+"""`Saver`: the driver's part of checkpoints. It asks ranks and Data Buffer for their parts, commits, removes old ones.
+
+    save, at a step     wait for the save before; a new folder; ranks copy their state (`--async-save`), the Data Buffer
+                        writes its part
+    in the background   ranks write, each in a thread beside training; manifest, rename, `latest`; retention
+    poll, every step    errors and times of the background are told
+
+Without `--async-save` the driver waits for the second part, too.
+
+Invariants
+1. The parts of a checkpoint are of one moment: the driver goes on when ranks and Data Buffer have what they will write.
+2. Retention never removes what `latest` names, nor what this run was resumed from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.waiting import wait_for
+from slime.core.errors import ConfigError
+from slime.observability.spans import span
+from slime.observability.tracker import Tracker
+from slime.training.state import checkpoint
+from slime.training.state.async_save import BackgroundSave, Facts
+
+LIMIT_S = 3600.0
+"""Of writing one checkpoint, and of each part of it."""
+
+
+class Saver:
+    """Saves and restores the whole run."""
+
+    def __init__(self, args: Any, *, tracker: Tracker, trainers: Sequence[Any], rollout: Any) -> None:
+        self._args, self._tracker, self._trainers, self._rollout = args, tracker, trainers, rollout
+        self._background = BackgroundSave()
+        self._resumed_from: list[Path] = []
+
+    def restore(self) -> int | None:
+        """Loads the checkpoint of `--load` that is the latest, or that `--ckpt-step` names; returns its step.
+
+        None without `--load`. `--finetune` takes the weights alone.
+        """
+        if not self._args.load:
+            return None
+        found = checkpoint.find(Path(self._args.load), self._args.ckpt_step)
+        if found is None:
+            raise ConfigError(
+                f"got --load {self._args.load}, which holds no committed checkpoint; leave it out to start from "
+                "--hf-checkpoint"
+            )
+        self._resumed_from.append(found.path)
+        with span("load"):
+            checkpoint.verify(found.path)
+            loads = [trainer.load.remote(str(found.path)) for trainer in self._trainers]
+            wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=LIMIT_S)
+            if not self._args.finetune:
+                wait_for([self._rollout.load.remote(str(found.path))], for_what="the Data Buffer to load", limit_s=600)
+        return found.rollout_id
+
+    def save(self, rollout_id: int) -> None:
+        """Writes one checkpoint, or with `--async-save` begins to. Raises the error of the save before, if any."""
+        with span("save_wait"):
+            self._tell(self._background.finish(limit_s=LIMIT_S))
+        start_s = time.perf_counter()
+        parts = checkpoint.begin(Path(self._args.save), rollout_id)
+        now = [self._rollout.save.remote(str(parts))]
+        if self._args.async_save:
+            now += [trainer.take_snapshot.remote() for trainer in self._trainers]
+        wait_for(now, for_what=f"the state of step {rollout_id} to be kept", limit_s=LIMIT_S)
+        self._background.start(
+            lambda: self._write(parts, rollout_id, start_s), what=f"the checkpoint of step {rollout_id}"
+        )
+        if not self._args.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Tells of a save that ended in the background. Raises its error."""
+        self._tell(self._background.poll())
+
+    def finish(self) -> None:
+        """Waits for the save under way, if any."""
+        self._tell(self._background.finish(limit_s=LIMIT_S))
+
+    def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
+        """In the background: waits for the ranks, commits, forgets what retention lets go of."""
+        refs = [trainer.write_parts.remote(str(parts)) for trainer in self._trainers]
+        written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=LIMIT_S)
+        seals = {name: seal for part in written for name, seal in part.items()}
+        path = checkpoint.commit(parts, rollout_id, seals)
+        checkpoint.prune(
+            path.parent,
+            keep_last=self._args.save_keep_last,
+            retain_interval=self._args.save_retain_interval,
+            keep=self._resumed_from,
+        )
+        return {
+            "perf/save_total_time": time.perf_counter() - start_s,
+            "perf/save_bytes": float(sum(seal["bytes"] for seal in seals.values())),
+        }
+
+    def _tell(self, facts: Facts) -> None:
+        if facts:
+            self._tracker.add(facts)
