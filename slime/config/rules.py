@@ -3,6 +3,7 @@ of rewards have modules of their own."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 from slime.config.args import Args
@@ -159,6 +160,38 @@ def only_supported_parallelism(args: Args) -> str | None:
     if experts and (m["tensor_model_parallel_size"] or 1) > 1 and not m["sequence_parallel"]:
         return "got --no-sequence-parallel for experts under tensor parallelism, which need it; drop the flag"
     return None
+
+
+@rule
+def linear_attention_is_cut_by_key_heads(args: Args) -> str | None:
+    """A recurrence runs through whole sequences."""
+    m = args.megatron
+    if m["experimental_attention_variant"] != "gated_delta_net":
+        return None
+    tp, cp, heads = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1, m["linear_num_key_heads"]
+    if heads % tp:
+        return f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor"
+    if cp > 1:
+        return (f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
+                "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size")  # fmt: skip
+    return None
+
+
+@rule
+def kernels_of_linear_attention_can_run(args: Args) -> str | None:
+    """A choice of kernels has a model that uses them, and what they need."""
+    m, backend = args.megatron, args.qwen_gdn_backend
+    if backend != "auto" and m["experimental_attention_variant"] != "gated_delta_net":
+        return f"got qwen_gdn_backend {backend} for a model without gated delta nets; leave it out"
+    if backend != "fla":
+        return None
+    problems = (
+        ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
+        ("the trainer runs on a CPU", args.device == "cpu"),
+        ("the training dtype is float32", not (m["bf16"] or m["fp16"])),
+    )
+    reasons = " and ".join(reason for reason, holds in problems if holds)
+    return f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself" if reasons else None
 
 
 @rule

@@ -25,6 +25,7 @@ from slime.compat.megatron_cpu import activate
 from slime.config.model_shape import num_experts_of, read_hf_config
 from slime.core.batch import TrainBatch
 from slime.data.flops import FlopsModel, tflops_per_gpu
+from slime.training.model import delta_rule
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
 from slime.training.model.frozen import freeze_others, trained_names
@@ -107,6 +108,7 @@ class MegatronBackend:
         self._flops = FlopsModel.from_hf(self.hf_config)
         if num_experts_of(self.hf_config):
             megatron_moe.activate()
+        delta_rule.use_backend(args.qwen_gdn_backend)
         chunks = build_model(megatron, self.hf_config, self.device)
         base = parameters_of(chunks)
         hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))

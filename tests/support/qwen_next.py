@@ -15,6 +15,7 @@ LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 EXPERTS: dict[str, Any] = {

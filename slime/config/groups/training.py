@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config.fields import derived
+from slime.config.fields import derived, opt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,5 +30,8 @@ class TrainingArgs:
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
     seed: int = 1234
     """Seed of initialisation and dropout."""
+    qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
+    """Linear attention of Qwen3-Next and Qwen3.5: kernels of flash-linear-attention (a GPU and half precision), plain
+    PyTorch, or the kernels where they are installed and can run."""
     logprob_gap_limit: float | None = None
     """Largest accepted difference between trainer and engine log-probs; none takes the limit of the dtype."""

@@ -71,6 +71,9 @@ def _common(config: Config) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
+        "layernorm_zero_centered_gamma": False,
+        "attention_output_gate": False,
+        "experimental_attention_variant": None,
     }
 
 

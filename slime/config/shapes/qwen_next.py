@@ -11,10 +11,14 @@ from slime.core.errors import ConfigError
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Of the language models: what lies under `text_config` in a multimodal one."""
 
+SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+"""Of linear attention, after `linear_`, in HF's and in Megatron's configuration."""
+
 
 def qwen_next(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dense or with routed and shared experts. Raises `ConfigError` for what this release does not train."""
-    keys, values = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+    sizes = {f"linear_{name}": int(config[f"linear_{name}"]) for name in SIZES}
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if values % keys:
         raise ConfigError(f"got {keys} key heads for {values} value heads of linear attention; they must divide evenly")
     if config.get("attention_bias"):
@@ -22,6 +26,9 @@ def qwen_next(config: Mapping[str, Any]) -> dict[str, Any]:
     parameters = config.get("rope_parameters") or {}
     rotated = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     shape = {
+        **sizes,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(is_linear(config, layer)) for layer in range(int(config["num_hidden_layers"]))],
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
         "attention_output_gate": True,
