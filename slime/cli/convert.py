@@ -5,6 +5,7 @@ One tensor after the other; no model, no ranks, no engine. OUT gets its name whe
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -50,7 +51,8 @@ def run(source: Path, target: Path, to: str | None = None, hf_checkpoint: Path |
     """
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError(f"got {target} to write to, which is not empty; name a new folder or empty this one")
-    setup_logging()
+    if not logging.getLogger().handlers:
+        setup_logging()
     with ExitStack() as stack:
         found = _of_hf(source, to, stack) if (source / "config.json").is_file() else None
         found = found or _of_checkpoint(source, to, hf_checkpoint, stack)
@@ -106,7 +108,7 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
         for part, weight in fp8.apart(name, tensor) if to == "fp8" else [(name, tensor)]:
-            if to == "fp8" and fp8.is_quantised(part):
+            if to == "fp8" and fp8.quantises(part):
                 codes, scale = fp8.quantise(weight)
                 yield part, codes
                 yield part + fp8.SCALE_SUFFIX, scale
@@ -124,5 +126,5 @@ def _anywhere(name: str) -> str:
 
 def _kept(names: Iterable[str]) -> list[str]:
     """Modules with a matrix that `--to fp8` does not quantise, as engines want them listed."""
-    kept = [name for name in names if not fp8.is_quantised(name)]
+    kept = [name for name in names if not fp8.quantises(name)]
     return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]

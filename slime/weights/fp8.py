@@ -57,7 +57,7 @@ def block_of(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
     return int(block[0]), int(block[1])
 
 
-def is_quantised(hf_name: str) -> bool:
+def quantises(hf_name: str) -> bool:
     """Whether `--to fp8` quantises a tensor: linear weights of attention, MLP and experts, as in the public files.
 
     Embeddings, norms, routers, gates, convolutions and the output layer stay as they are.

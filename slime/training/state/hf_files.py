@@ -30,6 +30,9 @@ from slime.weights.fp8 import SCALE_SUFFIX, block_of, dequantise
 MAX_SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file that `write_hf` makes."""
 
+MAX_HEADER_BYTES = 100 * 1000**2
+"""Of a safetensors file, as its library allows."""
+
 ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 """What belongs to a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
 
@@ -64,6 +67,8 @@ class _TensorFile:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             (size,) = struct.unpack_from("<Q", self._map)
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"its header claims {size} bytes")
             header = json.loads(self._map[8 : 8 + size])
             self._tensors = {
                 name: (_DTYPES[t["dtype"]], [int(n) for n in t["shape"]], 8 + size + int(t["data_offsets"][0]))
@@ -191,7 +196,7 @@ class HfReader:
         index = self._directory / "model.safetensors.index.json"
         if index.exists():
             weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or any(Path(file).name != file for file in weight_map.values()):
+            if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
                 raise CheckpointError(f"got {index} without a weight_map of plain file names; fetch or export it again")
             return weight_map
         files = sorted(self._directory.glob("*.safetensors"))

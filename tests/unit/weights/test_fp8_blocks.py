@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.weights.fp8 import BLOCK, E4M3_MAX, apart, block_of, dequantise, is_quantised, quantise
+from slime.weights.fp8 import BLOCK, E4M3_MAX, apart, block_of, dequantise, quantises, quantise
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (300, 129), (3, 140, 200)]
 
@@ -111,14 +111,14 @@ KEPT = [
 
 
 def test_the_tensors_of_the_public_files_are_quantised() -> None:
-    assert all(map(is_quantised, QUANTISED)) and not any(map(is_quantised, KEPT))
+    assert all(map(quantises, QUANTISED)) and not any(map(quantises, KEPT))
 
 
 def test_stacked_experts_come_apart() -> None:
     gate, up, down = torch.randn(3, 4, 5), torch.randn(3, 4, 5), torch.randn(3, 5, 4)
     prefix = "model.layers.7.mlp.experts."
     found = dict(apart(prefix + "gate_up_proj", torch.cat([gate, up], 1))) | dict(apart(prefix + "down_proj", down))
-    assert all(map(is_quantised, found)) and len(found) == 9
+    assert all(map(quantises, found)) and len(found) == 9
     for name, stack in (("gate", gate), ("up", up), ("down", down)):
         assert all(torch.equal(found[f"{prefix}{i}.{name}_proj.weight"], stack[i]) for i in range(3))
     assert list(apart("model.norm.weight", up)) == [("model.norm.weight", up)]
