@@ -186,6 +186,6 @@ def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
         full = row.megatron.removesuffix("weight") + name
         if row.dim != dim:
             return Row(full, (full,), (shape,), full)
-        return dataclasses.replace(row, megatron=full, hf=(full,), shapes=(shape,), engine=full, stacked=False)
+        return Row(full, (full,), (shape,), full, dim, row.units, row.segments, row.groups)
 
     return part(A, (rank, sizes[1]), 1), part(B, (sizes[0], rank), 0)

@@ -15,6 +15,7 @@ from slime.core.errors import ConfigError
 from slime.training.model.lora import LINEAR
 from slime.weights.convert import load_shard
 from tests.support.adapters import fill_b
+from tests.support.families import FAMILIES, write_family
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 from tests.support.training_ranks import Outcome, run_layouts
@@ -62,12 +63,14 @@ def before_names(table: Any) -> set[str]:
     return set(table.megatron_names)
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "qwen3")]
+)
 def test_gradients_are_those_of_the_merged_weight(
     family: str, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:
     """dL/db = scale * dL/dW a^T and dL/da = scale * b^T dL/dW, with dL/dW of the exported model, trained whole."""
-    model, batch = write_tiny_model(tmp_path / "model", family), random_batch()
+    model, batch = write_family(tmp_path / "model", family), random_batch()
     backend = make_backend(model, **LORA)
     fill_b(backend)
     table = backend.full_table
