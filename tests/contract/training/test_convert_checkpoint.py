@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from slime.training.state import checkpoint
 from tests.support.families import write_family
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
+from tests.support.training_ranks import run_layouts
 
 
 def _save(backend: Any, root: Path, rollout_id: int) -> Path:
@@ -60,3 +62,47 @@ def test_what_training_does_not_hold_comes_from_the_source(
         want = load_file(file)
         assert written.keys() == want.keys()
         assert all(written[n].dtype == want[n].dtype and torch.equal(written[n], want[n]) for n in want)
+
+
+def test_training_from_fp8_is_training_from_what_it_dequantises_to(
+    tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    write_tiny_model(tmp_path / "m", "qwen3", hidden_size=160)
+    for source, to in (("m", "fp8"), ("fp8", "fp32")):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / to), "--to", to]) == 0
+    batch, log_probs = random_batch(), {}
+    for name in ("m", "fp8", "fp32"):
+        backend = make_backend(tmp_path / name)
+        log_probs[name] = torch.cat([torch.from_numpy(x) for x in backend.log_probs(batch)])
+        backend.save_hf(tmp_path / "export" / name)
+    assert torch.equal(log_probs["fp8"], log_probs["fp32"])
+    assert 0 < (log_probs["fp8"] - log_probs["m"]).abs().mean() < 0.05
+    got, want = (load_file(tmp_path / folder / "model.safetensors") for folder in ("export/fp8", "fp32"))
+    assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in want)
+    assert "quantization_config" not in (tmp_path / "export" / "fp8" / "config.json").read_text()
+
+
+@pytest.mark.slow
+def test_under_every_layout(tmp_path: Path) -> None:
+    """Pieces of tensor, pipeline, expert and data ranks make the files that those ranks would export together."""
+    experts = str(write_tiny_model(tmp_path / "m", "qwen3_moe"))
+    dense = str(write_tiny_model(tmp_path / "d", "qwen3", tied=True))
+    tp2, ep2 = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
+    cuts: dict[str, tuple[str, dict[str, Any]]] = {
+        "dp2": (experts, {}),
+        "tp2": (dense, tp2),
+        "pp2": (dense, {"pipeline_model_parallel_size": 2}),
+        "sp2ep2": (experts, {**tp2, **ep2, "sequence_parallel": True}),
+    }
+    layouts = {name: {"checkpoint": m, "megatron": {**cut, "bf16": True}} for name, (m, cut) in cuts.items()}
+    defaults = {"world_size": 2, "rounds": 1, "save_after": 1}
+    for name, outcome in run_layouts(tmp_path / "run", layouts, defaults=defaults).items():
+        root = tmp_path / "save" / name
+        parts = checkpoint.begin(root, 0)
+        shutil.copytree(tmp_path / "run" / name / "after_1", parts, dirs_exist_ok=True)
+        checkpoint.commit(parts, 0)
+        got = _converted(root, tmp_path / "out" / name)
+        assert got.keys() == outcome.weights.keys(), name
+        assert all(torch.equal(got[n], want) for n, want in outcome.weights.items()), name
+        masters = _converted(root, tmp_path / "fp32" / name, "--to", "fp32")
+        assert all(torch.equal(masters[n].bfloat16(), want) for n, want in outcome.weights.items()), name
