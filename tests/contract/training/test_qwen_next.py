@@ -1,8 +1,11 @@
-"""Qwen3-Next and Qwen3.5: the Megatron model is the Hugging Face model, in packed rows and under every cut."""
+"""Multimodal Qwen3.5, trained on text: the language model is transformers', the vision tower is carried along.
+
+What is beyond the matrix of `test_families`: names under `model.language_model`, a tied output layer, experts that the
+files stack in one tensor, tensor parallelism without sequence parallelism, and the norm of the gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,60 +13,87 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
-from slime.core.batch import TrainBatch
-from tests.support.experts import by_checkpoint_name
 from tests.support.qwen_next import write_qwen_next
 from tests.support.training import random_batch
+from tests.support.training_ranks import Outcome, run_layouts
 
 TOLERANCE = 3e-5
 """Of gradients, relative to the largest entry of each tensor, float32."""
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("qwen3_next", {}),
-    "qwen3_5_tied": ("qwen3_5", {"tied": True}),
-    "qwen3_5_moe": ("qwen3_5_moe", {}),
+TP = {"tensor_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {
+    "qwen3_5": {"tp2": (2, TP)},
+    "qwen3_5_moe": {
+        "sp2ep2": (
+            2,
+            {**TP, "sequence_parallel": True, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
+        )
+    },
 }
+BATCH_SEED = 3
 
 
-def _load(checkpoint: Path, family: str) -> Any:
-    kind = transformers.AutoModelForCausalLM if family == "qwen3_next" else transformers.AutoModelForImageTextToText
-    return kind.from_pretrained(checkpoint, dtype=torch.float32)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
+    root = tmp_path_factory.mktemp("qwen_next")
+    specs = {}
+    for family, layouts in LAYOUTS.items():
+        checkpoint = write_qwen_next(root / family, family, tied=family == "qwen3_5")
+        for name, (world_size, megatron) in layouts.items():
+            own = {"world_size": world_size, "megatron": megatron, "checkpoint": str(checkpoint)}
+            specs[f"{family}-{name}"] = own
+    defaults = {
+        "scenarios": {"loss": {}},
+        "args": {"loss_type": "sft_loss", "calculate_per_token_loss": True, "micro_batch_size": 3},
+        "seed": BATCH_SEED,
+        "provoke": False,
+        "export": True,
+        "rounds": 1,
+    }
+    return root, run_layouts(root / "runs", specs, defaults=defaults)
 
 
-def _log_probs(model: Any, batch: TrainBatch) -> list[torch.Tensor]:
-    out = []
-    for sample in batch.samples:
+def _reference(checkpoint: Path) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    """Log-probs of each sample, and gradients, from transformers' class for images and text."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    samples, log_probs = random_batch(seed=BATCH_SEED).samples, []
+    for sample in samples:
         tokens = torch.from_numpy(sample.tokens)
         first = sample.num_tokens - sample.response_length
-        log_probs = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
-        out.append(log_probs[first - 1 : -1].gather(1, tokens[first:, None]).squeeze(1))
-    return out
-
-
-def _gradients(model: Any, family: str) -> dict[str, torch.Tensor]:
-    named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return by_checkpoint_name(named.items()) if family == "qwen3_next" else named
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_log_probs_and_gradient_equal_transformers(name: str, tmp_path: Path, make_backend: Callable[..., Any]) -> None:
-    family, options = MODELS[name]
-    checkpoint = write_qwen_next(tmp_path / name, family, **options)
-    batch = random_batch(seed=3)
-    backend = make_backend(checkpoint, loss_type="sft_loss", calculate_per_token_loss=True, micro_batch_size=3)
-    model = _load(checkpoint, family)
-    want = _log_probs(model, batch)
-    for got, reference in zip(backend.log_probs(batch), want, strict=True):
-        assert np.abs(got - reference.detach().numpy()).max() < 1e-5, "log-probs differ from transformers'"
-
-    masks = [torch.from_numpy(s.loss_mask) for s in batch.samples]
-    loss = -sum((lp * m).sum() for lp, m in zip(want, masks, strict=True)) / sum(m.sum() for m in masks)
+        every = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
+        log_probs.append(every[first - 1 : -1].gather(1, tokens[first:, None]).squeeze(1))
+    masks = [torch.from_numpy(s.loss_mask) for s in samples]
+    loss = -sum((lp * m).sum() for lp, m in zip(log_probs, masks, strict=True)) / sum(m.sum() for m in masks)
     loss.backward()
-    gradients = backend.gradients(batch)
-    named = _gradients(model, family)
-    assert gradients.keys() == named.keys(), gradients.keys() ^ named.keys()
-    for parameter, gradient in gradients.items():
-        exact = named[parameter]
-        error = float((gradient - exact).abs().max() / exact.abs().max().clamp_min(1e-3))
-        assert error < TOLERANCE, f"gradient of {parameter} differs by {error:.1e} of its largest entry"
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [lp.detach().numpy() for lp in log_probs], gradients
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_the_language_model_is_that_of_transformers(runs: tuple[Path, dict[str, Outcome]], family: str) -> None:
+    root, outcomes = runs
+    log_probs, gradients = _reference(root / family)
+    norm = float(torch.sqrt(sum(g.square().sum() for g in gradients.values())))
+    for name in LAYOUTS[family]:
+        outcome = outcomes[f"{family}-{name}"]
+        for got, want in zip(outcome.result["log_probs"], log_probs, strict=True):
+            assert np.abs(np.asarray(got) - want).max() < 1e-5, f"{name}: log-probs differ from transformers'"
+        own = outcome.gradients["loss"]
+        assert own.keys() == gradients.keys(), f"{name}: {own.keys() ^ gradients.keys()}"
+        for tensor, want in gradients.items():
+            error = float((own[tensor] - want).abs().max() / want.abs().max().clamp_min(1e-3))
+            assert error < TOLERANCE, f"{name}: gradient of {tensor} differs by {error:.1e} of its largest entry"
+        assert outcome.result["metrics"][0]["train/grad_norm"] == pytest.approx(norm, rel=1e-5), name
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_files_come_back_bit_for_bit_with_the_vision_tower(runs: tuple[Path, dict[str, Outcome]], family: str) -> None:
+    root, _ = runs
+    source = load_file(root / family / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in source), "nothing to carry along"
+    for name in LAYOUTS[family]:
+        written = load_file(root / "runs" / f"{family}-{name}" / "hf" / "model.safetensors")
+        assert written.keys() == source.keys(), name
+        for tensor, want in source.items():
+            assert torch.equal(written[tensor], want), f"{name}: {tensor}"
