@@ -142,6 +142,8 @@ MORE = {"one": _layout(1), "dp2": _layout(2, overlap_grad_reduce=True), "tp2pp2"
 EXPERTS = {"one": _layout(1), "ep2": _layout(2, **EP), "sp2": _layout(2, **SP), "sp2ep2": _layout(2, **SP, **EP),
            "pp2ep2": _layout(4, **PP, **EP)}  # fmt: skip
 
+SHARDS = {name: EXPERTS[name] for name in ("one", "sp2", "sp2ep2")}
+
 
 def _check(one: Outcome, other: Outcome, layout: str) -> None:
     want, got = one.gradients["packed"], other.gradients["packed"]
@@ -161,11 +163,16 @@ def _check(one: Outcome, other: Outcome, layout: str) -> None:
         ("qwen3", DENSE),
         pytest.param("llama", MORE, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", EXPERTS, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", SHARDS, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", SHARDS, marks=pytest.mark.slow),
     ],
-    ids=["dense", "more", "experts"],
+    ids=["dense", "more", "experts", "delta", "latent"],
 )
 def test_no_adapter_feels_the_partition(family: str, layouts: dict[str, Any], tmp_path: Path) -> None:
-    checkpoint = write_tiny_model(tmp_path / "model", family, vocab_size=131, num_hidden_layers=2)
+    if layouts is SHARDS:
+        checkpoint = write_family(tmp_path / "model", family)
+    else:
+        checkpoint = write_tiny_model(tmp_path / "model", family, vocab_size=131, num_hidden_layers=2)
     scenario = {"packed": {"args": {"micro_batch_size": 4}}}
     defaults = {"checkpoint": str(checkpoint), "scenarios": scenario, "rounds": 2, "args": LORA}
     outcomes = run_layouts(tmp_path / "out", layouts, defaults=defaults)
