@@ -79,7 +79,7 @@ def test_resume_equals_not_stopping(tiny_qwen3: Path, tmp_path: Path, make_backe
     assert resumed.weight_version == 17
     assert [resumed.train(b) for b in batches[2:]] == metrics[2:]
     resumed.save(tmp_path / "again")
-    for file in (tmp_path / "end").iterdir():
+    for file in (tmp_path / "end").glob("rank_*"):
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
     assert len({m["train/lr-pg_0"] for m in metrics}) == 4
 
@@ -123,7 +123,7 @@ def test_draws_of_a_library_do_not_reach_the_checkpoint(
     backend.save(tmp_path / "a")
     random.random()
     backend.save(tmp_path / "b")
-    for file in (tmp_path / "a").iterdir():
+    for file in (tmp_path / "a").glob("rank_*"):
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
 
@@ -255,17 +255,6 @@ def test_supervised_training_learns(tiny_llama: Path, make_backend: Callable[...
     batch = with_samples(random_batch(), plain)
     losses = [backend.train(batch)["train/loss"] for _ in range(15)]
     assert losses[-1] < 0.9 * losses[0]
-
-
-def test_a_checkpoint_of_another_model_is_refused(
-    tiny_qwen3: Path, tiny_llama: Path, tmp_path: Path, make_backend: Callable[..., Any]
-) -> None:
-    make_backend(tiny_qwen3).save(tmp_path / "q")
-    backend = make_backend(tiny_llama)
-    with pytest.raises(CheckpointError, match="other model/ tensors"):
-        backend.load(tmp_path / "q")
-    with pytest.raises(CheckpointError, match="damaged"):
-        backend.load(tmp_path / "absent")
 
 
 def test_settings_that_cannot_work_are_refused(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
