@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, EngineError
+from slime.serving.fresh_router import forward_hooks
 from slime.serving.launch import API_KEY_ENV
 from slime.serving.plain_http import request
 from slime.serving.ports import PortLease, lease_ports
@@ -129,7 +130,10 @@ class ServerSpec:
             args["random_seed"] = self.random_seed
         if self.memory_saver and self.device == "cuda":
             args["enable_memory_saver"] = True
+        # Weight tables name shared experts apart; on some GPUs SGLang would stack them with the routed ones.
+        args["disable_shared_experts_fusion"] = True
         args |= self.extra
+        args["forward_hooks"] = forward_hooks(self.model_path, args.get("forward_hooks"))
         args |= {
             "model_path": self.model_path,
             "host": host,
@@ -154,6 +158,9 @@ class ServerSpec:
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
         env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads)}
+        # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. And a server that
+        # is killed meanwhile can leave an empty library in the user's cache, on which all later ones fail.
+        env["TORCHDYNAMO_DISABLE"] = "1"
         if self.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless told their cores
             cores = self.cpu_ids or tuple((rank,) for rank in range(self.tp_size))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores)

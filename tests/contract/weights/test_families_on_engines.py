@@ -3,20 +3,25 @@ log-probs of sampled tokens to 1e-5 (worst token, float32)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from slime.config.model_shape import read_hf_config
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.publish import publish
+from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import TensorTransport
 from tests.support.engine_parity import one_rank, sampled
-from tests.support.families import write_family
+from tests.support.families import YARN, write_family
 from tests.support.training import random_batch
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -27,10 +32,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "glm4": {},
     "glm4_moe": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "deepseek_v3": {
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "max_position_embeddings": 1024,
+        "rope_parameters": {**YARN, "type": "yarn", "original_max_position_embeddings": 256},
+    },
+    "glm4_moe_lite": {"rms_norm_eps": 1e-6},
 }
 """Name -> config beyond that of the tiny checkpoints."""
 IN_EVERY_RUN = "glm4_moe"
 LIMIT = 1e-5
+
+
+def publish_state(
+    control: HttpEngineControl, table: FamilyTable, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+) -> None:
+    publish(
+        iter(tensors),
+        table=table,
+        targets=[EngineTarget(control)],
+        transport=TensorTransport(serialize_bucket, Peers()),
+        digest=digest,
+        version=version,
+        buffer_bytes=64 * 1024,
+    )
 
 
 def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any) -> float:
@@ -45,15 +72,7 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
         control = HttpEngineControl(server.url, tp_size, timeout_s=60)
         with one_rank(trained, global_batch_size=24, micro_batch_size=6) as backend:
             backend.train(random_batch())
-            publish(
-                backend.iter_hf_tensors(),
-                table=backend.table,
-                targets=[EngineTarget(control)],
-                transport=TensorTransport(serialize_bucket, Peers()),
-                digest=digest,
-                version=2,
-                buffer_bytes=64 * 1024,
-            )
+            publish_state(control, backend.table, backend.iter_hf_tensors(), version=2)
             batch = sampled(server.url)
             got = np.concatenate(backend.log_probs(batch))
         control.close()
@@ -67,7 +86,9 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
 @pytest.mark.parametrize(
     "family", [f if f == IN_EVERY_RUN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 )
-def test_trainer_and_engine_agree_after_a_sync(family: str, tmp_path: Path, record_property: pytest.Function) -> None:
+def test_trainer_and_engine_agree_after_a_sync(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     gap = engine_parity(family, tmp_path)
     record_property("worst_gap", gap)
     assert gap <= LIMIT
@@ -77,3 +98,29 @@ def test_trainer_and_engine_agree_after_a_sync(family: str, tmp_path: Path, reco
 def test_two_ranks_of_an_engine_pad_what_does_not_divide(tmp_path: Path) -> None:
     """One KV head for two ranks, and MLPs, experts and shared experts that are no multiple of 64 features."""
     assert engine_parity("glm4_moe", tmp_path, tp_size=2, num_key_value_heads=1) <= LIMIT
+
+
+@pytest.mark.slow
+def test_an_engine_in_half_precision_chooses_experts_with_the_routers_that_it_was_sent(tmp_path: Path) -> None:
+    """SGLang keeps a float32 copy of these routers, which digests do not show."""
+    path = write_family(tmp_path / "model", "glm4_moe")
+    table = table_for(read_hf_config(str(path)))
+    state = load_file(path / "model.safetensors")
+    state = {n: t if table.is_wide(n) else t.bfloat16() for n, t in state.items()}
+    state = {n: state[n] for n in table.hf_names}
+    other = {n: -t if n.endswith("mlp.gate.weight") else t for n, t in state.items()}
+    server = SGLangServer(ServerSpec(str(path), dtype="bfloat16"), log_path=tmp_path / "engine.log")
+    server.start()
+    try:
+        server.wait_ready(timeout_s=240)
+        control = HttpEngineControl(server.url, 1, timeout_s=60)
+        scores = []
+        for version, sent in enumerate((state, other, state), 1):
+            publish_state(control, table, sent.items(), version)
+            scores.append(
+                np.concatenate([s.rollout_log_probs for s in sampled(server.url, num=4, temperature=0.0).samples])
+            )
+        control.close()
+    finally:
+        server.stop()
+    assert np.array_equal(scores[0], scores[2]) and not np.array_equal(scores[0], scores[1])
