@@ -158,8 +158,8 @@ class ServerSpec:
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
         env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads)}
-        # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. And a server that
-        # is killed meanwhile can leave an empty library in the user's cache, on which all later ones fail.
+        # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. A server that
+        # dies meanwhile can leave an empty library in the user's cache, on which all later ones fail.
         env["TORCHDYNAMO_DISABLE"] = "1"
         if self.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless told their cores
             cores = self.cpu_ids or tuple((rank,) for rank in range(self.tp_size))
