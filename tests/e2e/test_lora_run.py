@@ -6,11 +6,13 @@ the merged weights of each version; the log-prob gap says that adapters beside f
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.test_loops import MAX_GAP, MIN_RISE
 from tests.support.e2e import NUM_STEPS, Flags, started_and_finished
@@ -20,12 +22,22 @@ LORA: Flags = ["--lora-rank", "8", "--lr", "2e-2", "--lr-decay-style", "constant
 pytestmark = pytest.mark.slow
 
 
+def with_a_loud_head(model: Path, directory: Path) -> Path:
+    """A copy whose output layer is 15 times larger: a random one that is frozen cannot make a token likely."""
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 15
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def test_adapters_learn_and_engines_serve_them_merged(
-    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path, tmp_path: Path
 ) -> None:
+    model = with_a_loud_head(tiny_qwen3, tmp_path / "model")
     where = ["--colocate", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
     run = started_and_finished(
-        runs / "lora", [*digits(tiny_qwen3), *LORA, *where, "--rollout-num-gpus", "1", "--use-kl-loss"]
+        runs / "lora", [*digits(model), *LORA, *where, "--rollout-num-gpus", "1", "--use-kl-loss"]
     )
     rewards = run.series("rollout", "rollout/raw_reward")
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + MIN_RISE, rewards
