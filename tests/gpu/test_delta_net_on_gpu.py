@@ -1,0 +1,73 @@
+"""Gated delta nets on a GPU: the plain recurrence and the kernels of flash-linear-attention against a CPU's float32.
+
+python -m pytest tests/gpu/test_delta_net_on_gpu.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slime.training.model.delta_rule import DeltaRule, chunked, fla_kernels
+from tests.support.qwen_next import write_qwen_next
+from tests.support.training_ranks import run_layouts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_kernels = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")
+
+LENGTHS = (300, 7, 64, 1, 129)
+HEADS, DIM = 4, 64
+
+
+def _value_and_gradients(rule: DeltaRule, inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32).to(leaves[0].device)
+    out = rule(*leaves, LENGTHS, cu_seqlens)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    return [x.detach().float().cpu() for x in (out, *torch.autograd.grad((out.float() * weights).sum(), leaves))]
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "limit"),
+    [
+        (chunked, torch.float32, 1e-4),
+        pytest.param(fla_kernels, torch.bfloat16, 3e-2, marks=needs_kernels),
+    ],
+)
+def test_the_recurrence_equals_that_of_a_cpu(rule: DeltaRule, dtype: torch.dtype, limit: float) -> None:
+    torch.manual_seed(0)
+    num_tokens = sum(LENGTHS)
+    q, k, v = (torch.randn(num_tokens, HEADS, DIM).to(dtype) for _ in range(3))
+    g, beta = -torch.rand(num_tokens, HEADS), torch.rand(num_tokens, HEADS).to(dtype)
+    want = _value_and_gradients(chunked, [x.float() for x in (q, k, v, g, beta)])
+    got = _value_and_gradients(rule, [x.cuda() for x in (q, k, v, g, beta)])
+    for name, a, b in zip(("out", "q", "k", "v", "g", "beta"), want, got, strict=True):
+        error = float((a - b).norm() / a.norm())
+        assert error < limit, f"{name} differs by {error:.1e} of its norm"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str) -> None:
+    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 64}
+    checkpoint = write_qwen_next(tmp_path / "model", family, **wide)
+    devices: dict[str, dict] = {
+        "cpu": {"args": {"device": "cpu"}},
+        "gpu": {"args": {"device": "cuda"}},
+        "half_torch": {"args": {"device": "cuda", "qwen_gdn_backend": "torch"}, "megatron": {"bf16": True}},
+        "half_auto": {"args": {"device": "cuda"}, "megatron": {"bf16": True}},
+    }
+    layouts = {name: {"world_size": 1, "megatron": {}, **own} for name, own in devices.items()}
+    defaults = {"checkpoint": str(checkpoint), "scenarios": {"four": {}}, "rounds": 1, "provoke": False}
+    outcomes = run_layouts(tmp_path / "out", layouts, defaults=defaults)
+    for tensor, want in outcomes["cpu"].gradients["four"].items():
+        error = float((outcomes["gpu"].gradients["four"][tensor] - want).abs().max() / want.abs().max().clamp_min(1e-6))
+        assert error < 1e-3, f"gradient of {tensor} differs by {error:.1e} of its largest entry"
+    log_probs = {name: np.concatenate(outcome.result["log_probs"]) for name, outcome in outcomes.items()}
+    assert np.abs(log_probs["gpu"] - log_probs["cpu"]).max() < 1e-4, "float32 log-probs of GPU and CPU differ"
+    plain, kernels = (np.abs(log_probs[name] - log_probs["cpu"]).mean() for name in ("half_torch", "half_auto"))
+    assert kernels < 2 * plain + 1e-3, f"kernels are off by {kernels:.1e} on average, plain PyTorch by {plain:.1e}"
