@@ -21,8 +21,11 @@ def qwen_next(config: Mapping[str, Any]) -> dict[str, Any]:
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if values % keys:
         raise ConfigError(f"got {keys} key heads for {values} value heads of linear attention; they must divide evenly")
-    if config.get("attention_bias"):
-        raise ConfigError("got a checkpoint with attention_bias, which this release does not train in this family")
+    gates = (None, "silu", "swish")
+    trained = {"attention_bias": (None, False), "attn_output_gate": (None, True), "output_gate_type": gates}
+    for name, values in trained.items():
+        if config.get(name) not in values:
+            raise ConfigError(f"got a checkpoint with {name} {config[name]}, which this release does not train")
     parameters = config.get("rope_parameters") or {}
     rotated = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     shape = {

@@ -50,7 +50,16 @@ def test_a_choice_of_kernels_without_linear_attention_is_refused(base: list[str]
     assert "--layernorm-zero-centered-gamma" in refused([*base, "--layernorm-zero-centered-gamma"])
 
 
-@pytest.mark.parametrize("wrong", [{"linear_num_value_heads": 5}, {"attention_bias": True}, {"hidden_act": "gelu"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"linear_num_value_heads": 5},
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"output_gate_type": "sigmoid"},
+        {"attn_output_gate": False},
+    ],
+)
 def test_what_is_not_trained_is_refused(wrong: dict) -> None:
     with pytest.raises(ConfigError):
         megatron_shape({**NEXT, **wrong})
