@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,15 +111,9 @@ class LatentAttention(MegatronModule):
         self.chooser = max((i for i in range(layer + 1) if kinds[i] == "full"), default=None) if kinds else None
         self.shares = bool(kinds) and "shared" in kinds[layer + 1 : layer + 2]
         self.indexer = SparseIndexer(self.config, hf_config) if self.chooser == layer else None
-        for pp_rank in range(self.config.pipeline_model_parallel_size):
-            for vp_stage in range(self.config.virtual_pipeline_model_parallel_size or 1):
-                first = get_transformer_layer_offset(self.config, vp_stage, pp_rank)
-                if kinds and kinds[first] == "shared":
-                    raise ConfigError(
-                        f"got a pipeline stage that begins with layer {first}, which shares the indexer of a layer "
-                        "before it; choose --pipeline-model-parallel-size so that stages begin with layers of "
-                        "indexer type full"
-                    )
+        stages = range(self.config.virtual_pipeline_model_parallel_size or 1)
+        ranks = range(self.config.pipeline_model_parallel_size)
+        check_stages(kinds, [get_transformer_layer_offset(self.config, vp, pp) for pp in ranks for vp in stages])
 
     def forward(
         self, hidden_states: Tensor, *_args: Any, packed_seq_params: PackedSequences, **_unused: Any
@@ -182,3 +176,13 @@ class LatentAttention(MegatronModule):
             return masks_of(chosen)
         kept = packed.chosen_keys.get(self.chooser)
         return None if kept is None else masks_of(kept)
+
+
+def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:
+    """Raises `ConfigError` if one of the layers that begin a pipeline stage uses the choice of a layer before it."""
+    for layer in first_layers:
+        if kinds and kinds[layer] == "shared":
+            raise ConfigError(
+                f"got a pipeline stage that begins with layer {layer}, which shares the indexer of a layer before it; "
+                "choose --pipeline-model-parallel-size so that stages begin with layers of indexer type full"
+            )
