@@ -23,8 +23,8 @@ def qwen_next(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"got {keys} key heads for {values} value heads of linear attention; they must divide evenly")
     gates = (None, "silu", "swish")
     trained = {"attention_bias": (None, False), "attn_output_gate": (None, True), "output_gate_type": gates}
-    for name, values in trained.items():
-        if config.get(name) not in values:
+    for name, allowed in trained.items():
+        if config.get(name) not in allowed:
             raise ConfigError(f"got a checkpoint with {name} {config[name]}, which this release does not train")
     parameters = config.get("rope_parameters") or {}
     rotated = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
