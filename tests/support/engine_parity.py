@@ -21,20 +21,23 @@ def one_rank(checkpoint: Path, **settings: Any) -> Iterator[Any]:
     from slime.training.backend import MegatronBackend
     from slime.training.parallel import destroy_process_groups
 
-    backend = MegatronBackend(
-        training_args(checkpoint, **settings),
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        master_address="127.0.0.1",
-        master_port=free_port(),
-    )
-    backend.weight_version = 1
+    def made() -> MegatronBackend:
+        return MegatronBackend(
+            training_args(checkpoint, **settings),
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            master_address="127.0.0.1",
+            master_port=free_port(),
+        )
+
     try:
-        yield backend
+        with contextlib.closing(made()) as backend:
+            backend.weight_version = 1
+            yield backend
+            del backend
     finally:
-        backend.close()
-        destroy_process_groups()
+        destroy_process_groups()  # also of one that was refused half built
         gc.collect()  # threads of its groups end with it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import free_port, training_args
+from tests.support.engine_parity import one_rank
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,28 +21,10 @@ def _two_threads() -> None:
 @pytest.fixture
 def make_backend() -> Iterator[Callable[..., Any]]:
     """`make_backend(checkpoint, **settings)`; making another one closes the one before."""
-    import gc
+    with contextlib.ExitStack() as current:
 
-    from slime.training.backend import MegatronBackend
-    from slime.training.parallel import destroy_process_groups
+        def make(checkpoint: Path, **settings: Any) -> Any:
+            current.close()
+            return current.enter_context(one_rank(checkpoint, **settings))
 
-    open_ones: list[MegatronBackend] = []
-
-    def close() -> None:
-        while open_ones:
-            open_ones.pop().close()
-        destroy_process_groups()  # of one that was refused half built
-        gc.collect()  # threads of its groups end with it
-
-    def make(checkpoint: Path, **settings: Any) -> MegatronBackend:
-        close()
-        args = training_args(checkpoint, **settings)
-        backend = MegatronBackend(
-            args, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
-        )
-        open_ones.append(backend)
-        backend.weight_version = 1
-        return backend
-
-    yield make
-    close()
+        yield make
