@@ -301,10 +301,12 @@ def _check(pieces: PieceReader, meta: Mapping[str, Any], kept: Kept, with_optimi
             "with --no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from "
             "step 0)"
         )
-    if not any(".lora_" in name for name in kept.parameters) and any(".lora_" in n for n in pieces.names(MODEL)):
+    held, own = ({n for n in names if ".lora_" in n} for names in (pieces.names(MODEL), kept.table.megatron_names))
+    if held != own or meta["adapter_scale"] != kept.adapter_scale:
         raise CheckpointError(
-            f"got {pieces.folder} with adapters for a run without; give the LoRA settings of the first run, or merge "
-            "them with slime convert and start from the result with --hf-checkpoint"
+            f"got {pieces.folder} with {len(held)} adapters of scale {meta['adapter_scale']} for a run with "
+            f"{len(own)} of scale {kept.adapter_scale}; give the LoRA settings of the first run, or merge them with "
+            "slime convert and start from the result with --hf-checkpoint"
         )
 
 

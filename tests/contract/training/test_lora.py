@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.core.errors import ConfigError
+from slime.core.errors import CheckpointError, ConfigError
 from slime.training.model.lora import LINEAR
 from slime.weights.convert import load_shard
 from tests.support.adapters import fill_b
@@ -113,6 +113,20 @@ def test_resume_equals_not_stopping(tmp_path: Path, tiny_qwen3: Path, make_backe
     again.load(tmp_path / "mid")
     assert [again.train(batch) for batch in batches[2:]] == metrics
     assert all(torch.equal(tensor, end[name]) for name, tensor in _local(again).items())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{}, {**LORA, "lora_alpha": 8.0}, {**LORA, "lora_target_modules": ("qkv",)}, {**LORA, "lora_rank": 2}],
+    ids=str,
+)
+@pytest.mark.slow
+def test_other_adapters_are_refused(
+    other: dict[str, Any], tmp_path: Path, tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    make_backend(tiny_qwen3, **LORA).save(tmp_path / "mid")
+    with pytest.raises(CheckpointError, match="settings of the first run"):
+        make_backend(tiny_qwen3, **other).load(tmp_path / "mid")
 
 
 def test_a_reference_of_the_base_costs_a_copy_of_the_adapters(
