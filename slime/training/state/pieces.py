@@ -17,9 +17,8 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ def write_meta(path: Path, meta: Mapping[str, Any]) -> Seal:
 
 
 class PieceReader:
-    """Reads one model's folder of pieces: `with PieceReader(folder) as pieces: pieces.shard("model", name, 0)`."""
+    """Reads one model's folder of pieces: `PieceReader(folder).shard("model", name, 0)`. Files are open while it is."""
 
     def __init__(self, folder: Path) -> None:
         """Reads every rank's description. Raises `CheckpointError` for a missing or damaged one, by its name."""
@@ -139,7 +138,6 @@ class PieceReader:
         for role, name in self._pieces:
             self._names.setdefault(role, set()).add(name)
         self._open: dict[Path, Any] = {}
-        self._stack = ExitStack()
 
     @property
     def roles(self) -> Collection[str]:
@@ -191,19 +189,10 @@ class PieceReader:
         """A tensor of a file that is sliced before it is read."""
         try:
             if file not in self._open:
-                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                self._open[file] = safe_open(file, framework="pt", device="cpu")
             return self._open[file].get_slice(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"got {error} from {file}; the checkpoint is damaged, load another one") from error
-
-    def __enter__(self) -> PieceReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.clear()
-        self._stack.close()
 
 
 def is_cut(table: FamilyTable, name: str) -> bool:
@@ -269,21 +258,14 @@ class OpenCheckpoint:
         products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
         return [p.mul_(scale).add_(w).to(w.dtype) for p, w in zip(products, weights, strict=True)]
 
-    def __enter__(self) -> OpenCheckpoint:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.pieces.__exit__(kind, error, trace)
-
-
-def open_checkpoint(path: Path) -> OpenCheckpoint:
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
     """A `--save` folder (its latest checkpoint) or one checkpoint of it. Raises `CheckpointError` if it is none."""
     found = latest(path)
     if found is None:
         raise CheckpointError(f"got {path}, which holds no checkpoint; name a --save folder or a step_* folder of one")
-    return OpenCheckpoint(found.path)
+    yield OpenCheckpoint(found.path)
 
 
 def _read_meta(file: Path) -> dict[str, Any]:

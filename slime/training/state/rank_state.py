@@ -47,7 +47,7 @@ from slime.training.state.pieces import (
     is_cut,
     write_meta,
     write_tensors,
-)
+)  # fmt: skip
 from slime.training.step.optimizer import Trainable
 from slime.weights.tables import FamilyTable
 
@@ -194,44 +194,44 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     What `kept.copies` names is filled, too.
     Raises `CheckpointError` if the checkpoint does not fit, before anything is changed.
     """
-    with PieceReader(directory) as pieces:
-        meta = pieces.metas[min(kept.info.rank, len(pieces.metas) - 1)]
-        targets = list(_targets(kept, pieces, with_optimizer))
-        _check(pieces, meta, kept, with_optimizer)
-        for role, name, parameter, target, _, _ in targets:
-            _check_cut(pieces.any(role, name), kept.shard(name)[1], parameter, target, directory)
-        for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
-            optimizer.state.clear()
-        for role, name, _, target, start, optimizer in targets:
-            tp_rank, tp_size = kept.shard(name)
-            if pieces.any(role, name).tp_size == tp_size:
-                source = pieces.flat(role, name, tp_rank, start, start + target.numel())
-            else:
-                whole = cut_again(pieces, kept.table, role, name, tp_rank=tp_rank, tp_size=tp_size)
-                source = whole.reshape(-1)[start : start + target.numel()]
-            if optimizer is None:
-                target.copy_(source.reshape(target.shape))
-            else:
-                optimizer.state[target][role] = source.reshape(target.shape).to(target.device, copy=True)
-        if with_optimizer:
-            _set_computed(kept.trainable, meta["optimizer"])
-            kept.trainable.scheduler.num_steps = 0
-            kept.trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
+    pieces = PieceReader(directory)
+    meta = pieces.metas[min(kept.info.rank, len(pieces.metas) - 1)]
+    targets = list(_targets(kept, pieces, with_optimizer))
+    _check(pieces, meta, kept, with_optimizer)
+    for role, name, parameter, target, _, _ in targets:
+        _check_cut(pieces.any(role, name), kept.shard(name)[1], parameter, target, directory)
+    for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
+        optimizer.state.clear()
+    for role, name, _, target, start, optimizer in targets:
+        tp_rank, tp_size = kept.shard(name)
+        if pieces.any(role, name).tp_size == tp_size:
+            source = pieces.flat(role, name, tp_rank, start, start + target.numel())
         else:
-            kept.trainable.optimizer.reload_model_params()
-        version = int(meta["weight_version"])
-        if with_rng and meta["with_optimizer"]:
-            if meta["layout"] == _layout(kept.info):
-                _set_rng_state(pieces, kept.info.rank, meta["rng"])
-            else:
-                if kept.info.rank == 0:
-                    logger.info(
-                        "the checkpoint %s was written under another layout (%s): weights and optimizer are its own, "
-                        "generators are seeded anew from --seed and weight version %d",
-                        directory, meta["layout"], version,
-                    )  # fmt: skip
-                seed_everything((seed + 1_000_003 * version) % 2**31, kept.info.dp_rank)
-        return version
+            whole = cut_again(pieces, kept.table, role, name, tp_rank=tp_rank, tp_size=tp_size)
+            source = whole.reshape(-1)[start : start + target.numel()]
+        if optimizer is None:
+            target.copy_(source.reshape(target.shape))
+        else:
+            optimizer.state[target][role] = source.reshape(target.shape).to(target.device, copy=True)
+    if with_optimizer:
+        _set_computed(kept.trainable, meta["optimizer"])
+        kept.trainable.scheduler.num_steps = 0
+        kept.trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
+    else:
+        kept.trainable.optimizer.reload_model_params()
+    version = int(meta["weight_version"])
+    if with_rng and meta["with_optimizer"]:
+        if meta["layout"] == _layout(kept.info):
+            _set_rng_state(pieces, kept.info.rank, meta["rng"])
+        else:
+            if kept.info.rank == 0:
+                logger.info(
+                    "the checkpoint %s was written under another layout (%s): weights and optimizer are its own, "
+                    "generators are seeded anew from --seed and weight version %d",
+                    directory, meta["layout"], version,
+                )  # fmt: skip
+            seed_everything((seed + 1_000_003 * version) % 2**31, kept.info.dp_rank)
+    return version
 
 
 def _layout(info: ParallelInfo) -> dict[str, int]:

@@ -62,8 +62,8 @@ def test_tensor_parallel_to_data_parallel(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["dp2", "vp2", "cp2"])
 def test_any_layout_to_any_other(source: str, tmp_path: Path) -> None:
-    """Law: with a tied embedding, which the last pipeline stage has a copy of; biases; layers on other stages."""
-    model = write_tiny_model(tmp_path / "model", "qwen2", tied=True, num_hidden_layers=4)
+    """Law: with a tied embedding, which the last pipeline stage has a copy of; layers on other stages."""
+    model = write_tiny_model(tmp_path / "model", "qwen3", tied=True, num_hidden_layers=4)
     outcomes = resumed(tmp_path / "run", model, source, ["tp2", "pp2", "vp2", "dp2", source])
     assert_same_step(outcomes, source)
 
