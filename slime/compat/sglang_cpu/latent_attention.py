@@ -11,7 +11,6 @@ import importlib.abc
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 from slime.compat.report import PatchReport
@@ -22,19 +21,17 @@ DECIDES = "sglang.srt.models.deepseek_common.attention_backend_handler"
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Registers as soon as the module is imported, once."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         if fullname != DECIDES:
             return None
         sys.meta_path.remove(self)
-        self.real = importlib.util.find_spec(fullname)
-        assert self.real is not None and self.real.loader is not None, f"{fullname} of SGLang is gone"
-        return importlib.util.spec_from_loader(fullname, self, origin=self.real.origin)
+        real = importlib.util.find_spec(fullname)
+        assert real is not None and real.loader is not None, f"{fullname} of SGLang is gone"
+        self.loader = real.loader
+        return importlib.util.spec_from_loader(fullname, self, origin=real.origin)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        assert self.real is not None and self.real.loader is not None, "found before it is run"
-        self.real.loader.exec_module(module)
+        self.loader.exec_module(module)
         _register(module)
 
 

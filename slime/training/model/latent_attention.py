@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ from slime.training.model.rope import attention_factor, cos_sin, inverse_frequen
 from slime.training.model.sparse_indexer import SparseIndexer, masks_of
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms on latents, whatever `rms_norm_eps` says, as in transformers."""
+"""Of the norms on latents, as in transformers. SGLang takes `rms_norm_eps`, which is the same in DeepSeek-V3, but 1e-5
+in GLM-4.7-Flash and GLM-5: there the two differ by 4.5e-6 over the variance of a latent."""
 
 
 class LatentAttention(MegatronModule):
@@ -59,27 +61,20 @@ class LatentAttention(MegatronModule):
         self.factor = attention_factor(hf_config)
         frequencies = inverse_frequencies(hf_config, self.rope).to(current_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
-        query_size = hidden
-        if q_rank := hf_config.get("q_lora_rank"):
-            query_size = int(q_rank)
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False,
+                                  "skip_bias_add": False, "is_expert": False}  # fmt: skip
+        column = functools.partial(ColumnParallelLinear, gather_output=False, **linear)
+        query_size = int(hf_config.get("q_lora_rank") or 0)
+        if query_size:
             self.linear_q_down_proj = self._whole(hidden, query_size)
             self.q_layernorm = RMSNorm(config, query_size, eps=LATENT_NORM_EPS)
-            self.linear_q_up_proj = self._column(query_size, heads * head_dim)
+            self.linear_q_up_proj = column(query_size, heads * head_dim)
         else:
-            self.linear_q_proj = self._column(hidden, heads * head_dim)
+            self.linear_q_proj = column(hidden, heads * head_dim)
         self.linear_kv_down_proj = self._whole(hidden, self.kv_rank + self.rope)
         self.kv_layernorm = RMSNorm(config, self.kv_rank, eps=LATENT_NORM_EPS)
-        self.linear_kv_up_proj = self._column(self.kv_rank, heads * (self.nope + self.value))
-        self.linear_proj = RowParallelLinear(
-            heads * self.value,
-            hidden,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-        )
+        self.linear_kv_up_proj = column(self.kv_rank, heads * (self.nope + self.value))
+        self.linear_proj = RowParallelLinear(heads * self.value, hidden, input_is_parallel=True, **linear)
         self.core_attention = PackedAttention(
             config, layer_number, AttnMaskType.causal, "self", softmax_scale=softmax_scale(hf_config, head_dim)
         )
@@ -92,18 +87,6 @@ class LatentAttention(MegatronModule):
         linear = skip_init(torch.nn.Linear, size, out, bias=False, device=current_device(), dtype=config.params_dtype)
         linear.weight.sequence_parallel = config.sequence_parallel
         return linear
-
-    def _column(self, size: int, out: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            size,
-            out,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=False,
-            gather_output=False,
-            skip_bias_add=False,
-            is_expert=False,
-        )
 
     def _choose_indexer(self, hf_config: Mapping[str, Any]) -> None:
         """Sets `indexer`, whose choice is used (`chooser`) and whether other layers use this one's (`shares`)."""
