@@ -129,7 +129,9 @@ class ExpectedDigests:
         whole = all(e.row.dim is None for e in held)
         for tp_size, ranks in self._digests.items():
             same = self._digest(_stack(self._table, held, state, tp_rank=0, tp_size=1, on_cpu=on_cpu)) if whole else ""
+            sums = {e.plus_one: self._digest([state[e.hf[0]] + 1.0]) for e in held if e.plus_one}
             for rank, digests in enumerate(ranks):
+                digests.update(sums)
                 digests[held[0].engine] = same or self._digest(
                     _stack(self._table, held, state, tp_rank=rank, tp_size=tp_size, on_cpu=on_cpu)
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (prefix of the classes in transformers, config beyond `DEEP`)."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "Glm4MoeLite": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "GlmMoeDsa": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+"""Prefix of classes -> what published checkpoints say besides, which engines read and transformers does not write."""
 WITH_EXPERTS = tuple(name for name, (_, own) in FAMILIES.items() if {"num_experts", "n_routed_experts"} & own.keys())
 
 
@@ -133,6 +140,11 @@ def write_family(directory: Path, name: str, seed: int = 0, **overrides: Any) ->
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     write_tokenizer(directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    if "layer_types" in config and name.startswith("qwen"):
+        config["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+    path.write_text(json.dumps({**config, **PUBLISHED.get(FAMILIES[name][0], {})}, indent=2))
     return directory
 
 

@@ -91,4 +91,7 @@ def _as_served(row: Row) -> Row:
     def resident(name: str) -> str:
         return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
 
-    return dataclasses.replace(row, engine=resident(row.engine), engines=tuple(map(resident, row.engines)))
+    engine = resident(row.engine)
+    # Its zero-centred norms keep what they multiply with, weight plus one, beside the weight.
+    plus_one = engine.replace("norm.weight", "norm.gemma_weight") if row.megatron.endswith("layernorm.weight") else ""
+    return dataclasses.replace(row, engine=engine, engines=tuple(map(resident, row.engines)), plus_one=plus_one)

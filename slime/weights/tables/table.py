@@ -73,6 +73,8 @@ class Row:
     """A parameter; else a buffer, which is loaded, exported and synced but never trained."""
     engines: tuple[str, ...] = ()
     """In place of `engine`, a resident tensor for each HF tensor: an engine may keep apart what the trainer fuses."""
+    plus_one: str = ""
+    """Resident tensor that an engine keeps beside this one: the weight of a zero-centred norm with its one added."""
 
     def __post_init__(self) -> None:
         if self.dim is None:
@@ -164,6 +166,8 @@ class Entry:
     """Number of the routed expert in its layer; None for everything else."""
     apart: tuple[Entry, ...] = ()
     """This entry by resident tensors, where an engine has several for it."""
+    plus_one: str = ""
+    """As in the row."""
 
     @classmethod
     def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
@@ -171,7 +175,8 @@ class Entry:
             return pattern.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
         apart = tuple(cls.of(part, layer, expert) for part in row.apart())
-        return cls(fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine), row, expert, apart)
+        names = fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine)
+        return cls(*names, row, expert, apart, fill(row.plus_one))
 
 
 @dataclass(frozen=True)
