@@ -62,7 +62,7 @@ def files_exist(args: Args) -> str | None:
 def load_holds_a_checkpoint(args: Args) -> str | None:
     """A run that is meant to continue does not start anew. (--load that is --save and empty was dropped before.)"""
     if args.ckpt_step is not None and args.load is None:
-        return f"got ckpt_step {args.ckpt_step} without --load; say which folder holds it, or drop it"
+        return f"got ckpt_step {args.ckpt_step} without a checkpoint to load; name the folder with --load, or drop it"
     if args.load is None or not Path(args.load).is_dir() or has_checkpoint(args.load):
         return None
     return (f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*); give the --save folder of "
