@@ -122,6 +122,7 @@ NEEDS: tuple[Need, ...] = (
     Need("lora_alpha lora_target_modules", lambda a: a.lora_rank is not None, "--lora-rank"),
     Need("keep_old_actor", lambda a: a.loss_type != "sft_loss" and not a.use_rollout_logprobs,
          "old log-probs of the trainer: loss_type policy_loss or custom_loss, without --use-rollout-logprobs"),
+    Need("keep_old_actor", _is("debug_train_only", False), "engines, to which weights are published"),
     # Corrections.
     Need("custom_tis_function_path", _is("use_tis", True), "--use-tis"),
     Need("tis_clip tis_clip_low tis_mode tis_level",

@@ -93,6 +93,7 @@ IDLE = [
     ("--lora-alpha 8", "which needs --lora-rank"),
     ("--lora-target-modules linear_qkv", "which needs --lora-rank"),
     ("--keep-old-actor --use-rollout-logprobs", "which needs old log-probs of the trainer"),
+    ("--keep-old-actor --debug-train-only", "which needs engines"),
     ("--loss-constant-length 9", "which needs loss_aggregation constant_length"),
     ("--calculate-per-token-loss --drop-masked-executions", "which token_mean does not"),
 ]  # fmt: skip
