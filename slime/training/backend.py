@@ -256,6 +256,8 @@ class MegatronBackend:
         `on_host`: a copy, which training may go on from; else it has to be written before anything changes.
         """
         self._require_awake("save")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # another thread reads what is not copied
         with_optimizer = not self.args.no_save_optim
         states = {
             folder: rank_state(kept, weight_version=self.weight_version, with_optimizer=with_optimizer)

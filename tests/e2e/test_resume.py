@@ -72,8 +72,9 @@ def replayed(runs: Path, recorded: Recorded) -> Path:
 
 @pytest.fixture(scope="module")
 def replayed_in_two(runs: Path, recorded: Recorded) -> Resumed:
-    """A run fed with the recorded rollouts, killed and resumed."""
-    return Resumed(runs / "replayed-in-two", [*recorded.flags, "--load-debug-rollout-data", recorded.rollouts])
+    """A run fed with the recorded rollouts, killed and resumed, that saves in the background and keeps two."""
+    flags = [*recorded.flags, "--load-debug-rollout-data", recorded.rollouts]
+    return Resumed(runs / "replayed-in-two", [*flags, "--async-save", "--save-keep-last", "2"])
 
 
 def test_replay_gives_the_same_bits(recorded: Recorded, replayed: Path) -> None:
@@ -84,6 +85,21 @@ def test_replay_gives_the_same_bits(recorded: Recorded, replayed: Path) -> None:
 def test_killed_and_resumed_gives_the_same_bits(replayed: Path, replayed_in_two: Resumed) -> None:
     """Law: three steps, SIGKILL and the rest end with the bits of all steps in one go."""
     assert_same_state(replayed_in_two.save, replayed)
+
+
+def test_old_checkpoints_are_removed(replayed_in_two: Resumed) -> None:
+    """Law: the two newest are left, the one that the run was resumed from, and nothing of a crash."""
+    kept = {NUM_STEPS - 1, NUM_STEPS - 2, replayed_in_two.killed_after}
+    names = {"latest.json", *(f"step_{step:06d}" for step in kept)}
+    assert {p.name for p in replayed_in_two.save.iterdir()} == names
+
+
+def test_a_save_in_the_background_is_measured(replayed_in_two: Resumed) -> None:
+    """Law: the loop stands still for less than a save takes; the last step waits for the last save."""
+    rows = replayed_in_two.run.metrics("perf")
+    assert rows[NUM_STEPS - 1]["perf/save_total_time"] > 0.0
+    assert rows[NUM_STEPS - 1]["perf/save_bytes"] > 1e5
+    assert all("perf/save_wait_time" in row for row in rows.values())
 
 
 def test_killed_training_leaves_nothing(replayed_in_two: Resumed) -> None:

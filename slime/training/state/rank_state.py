@@ -198,8 +198,9 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     meta = pieces.metas[min(kept.info.rank, len(pieces.metas) - 1)]
     targets = list(_targets(kept, pieces, with_optimizer))
     _check(pieces, meta, kept, with_optimizer)
-    for role, name, parameter, target, _, _ in targets:
-        _check_cut(pieces.any(role, name), kept.shard(name)[1], parameter, target, directory)
+    for role, name, parameter, target, _, optimizer in targets:
+        dtype = target.dtype if optimizer is None else None
+        _check_cut(pieces.any(role, name), kept.shard(name)[1], parameter, dtype, directory)
     for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
         optimizer.state.clear()
     for role, name, _, target, start, optimizer in targets:
@@ -310,12 +311,13 @@ def _check(pieces: PieceReader, meta: Mapping[str, Any], kept: Kept, with_optimi
         )
 
 
-def _check_cut(there: Piece, tp_size: int, parameter: Tensor, target: Tensor, directory: Path) -> None:
+def _check_cut(there: Piece, tp_size: int, parameter: Tensor, dtype: torch.dtype | None, directory: Path) -> None:
+    """`dtype`: None for an optimizer's state, which has its own."""
     is_other = there.tp_size == tp_size and there.shape != tuple(parameter.shape)
-    if is_other or there.dtype != str(target.dtype):
+    if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(
             f"got {there.role} of {there.name} as {there.dtype} {list(there.shape)} in {directory}; the model has "
-            f"{target.dtype} {list(parameter.shape)}; resume with the settings of the first run"
+            f"{dtype or there.dtype} {list(parameter.shape)}; resume with the settings of the first run"
         )
 
 
