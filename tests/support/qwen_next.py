@@ -17,6 +17,7 @@ LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 2,  # what SGLang reads
 }
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
