@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.families import FAMILIES, write_family
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import Outcome, run_layouts
 
@@ -30,7 +31,12 @@ CLOSE = {"abs": 1e-6, "rel": 1e-5}
 def resumed(folder: Path, model: Path, source: str, targets: list[str], **args: Any) -> dict[str, Outcome]:
     """Two steps under `source`, saved in between; then the second one under each of `targets`, from there."""
     # Against the engine's log-probs the ratio is not one, so that the loss says something.
-    defaults = {"checkpoint": str(model), "world_size": 2, "args": {"use_rollout_logprobs": True, **args}}
+    defaults = {
+        "checkpoint": str(model),
+        "world_size": 2,
+        "provoke": False,
+        "args": {"use_rollout_logprobs": True, **args},
+    }
     layouts = {source: {"megatron": LAYOUTS[source], "rounds": 2, "save_after": 1}}
     for target in targets:
         load = str(folder / source / "after_1")
@@ -86,3 +92,22 @@ def test_what_the_table_does_not_know(settings: dict[str, Any], tmp_path: Path) 
         settings = {**settings, "critic_load": str(model), "critic_lr": 1e-3}
     outcomes = resumed(tmp_path / "run", model, "tp2", ["dp2", "pp2"], **settings)
     assert_same_step(outcomes, "tp2")
+
+
+@pytest.mark.slow
+def test_every_kind_of_row(tmp_path: Path) -> None:
+    """Law: for every family: fused and interleaved rows, stacked experts, buffers, rows that stay float32."""
+    layouts: dict[str, dict[str, Any]] = {}
+    for family in FAMILIES:
+        model = str(write_family(tmp_path / "models" / family, family))
+        first = {"checkpoint": model, "megatron": LAYOUTS["sp2"], "rounds": 2, "save_after": 1}
+        layouts[family] = first
+        for target in ("sp2", "dp2", "pp2"):
+            load = str(tmp_path / "run" / family / "after_1")
+            megatron = LAYOUTS[target]
+            layouts[f"{family}-{target}"] = {"checkpoint": model, "megatron": megatron, "rounds": 1, "load": load}
+    defaults = {"world_size": 2, "provoke": False, "args": {"use_rollout_logprobs": True}}
+    outcomes = run_layouts(tmp_path / "run", layouts, defaults=defaults)
+    for family in FAMILIES:
+        assert_same_step({n: o for n, o in outcomes.items() if n == family or n.startswith(family + "-")}, family)
+        assert outcomes[f"{family}-sp2"].result["metrics"] == outcomes[family].result["metrics"][1:], family
