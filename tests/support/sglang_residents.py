@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 KERNELS = (
     "fused_sigmoid_mul_cpu",
@@ -20,13 +21,12 @@ KERNELS = (
 """What SGLang's Qwen3.5 looks up on a CPU when it is imported, and only a build of its kernels has."""
 
 
-def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[str]]:
-    """Names by what is wrong with them."""
+def load(checkpoint: Path, rank: int, size: int, port: int) -> Any:
+    """SGLang's model with the weights of the checkpoint."""
     from slime.compat.sglang_cpu import activate
 
     activate("cpu")
     import torch
-    from safetensors.torch import load_file
 
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     for kernel in KERNELS:
@@ -39,10 +39,6 @@ def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[st
     from sglang.srt.model_loader import get_model
     from sglang.srt.models import qwen3_5, qwen3_next
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-
-    from slime.config.model_shape import read_hf_config
-    from slime.weights.engine_layout import engine_tensors
-    from slime.weights.tables import table_for
 
     qwen3_5._is_cpu = qwen3_next._is_cpu = False
     args = ServerArgs(
@@ -67,8 +63,18 @@ def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[st
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     initialize_dp_attention(args, config)
-    model = get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
-    held = {name: p.detach() for name, p in model.named_parameters()}
+    return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+
+
+def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[str]]:
+    """Names by what is wrong with them."""
+    held = {name: p.detach() for name, p in load(checkpoint, rank, size, port).named_parameters()}
+    import torch
+    from safetensors.torch import load_file
+
+    from slime.config.model_shape import read_hf_config
+    from slime.weights.engine_layout import engine_tensors
+    from slime.weights.tables import table_for
 
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
