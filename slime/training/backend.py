@@ -25,9 +25,9 @@ from slime.compat.megatron_cpu import activate
 from slime.config.model_shape import num_experts_of, read_hf_config
 from slime.core.batch import TrainBatch
 from slime.data.flops import FlopsModel, tflops_per_gpu
-from slime.training.model import delta_rule
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
+from slime.training.model.families import delta_rule
 from slime.training.model.frozen import freeze_others, trained_names
 from slime.training.model.lora import Adapters, MergedParameters
 from slime.training.model.names import parameters_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.training.model.delta_rule import DeltaRule, chunked, fla_kernels
+from slime.training.model.families.delta_rule import DeltaRule, chunked, fla_kernels
 from tests.support.qwen_next import write_qwen_next
 from tests.support.training_ranks import run_layouts
 

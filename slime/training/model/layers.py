@@ -14,12 +14,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.config.model_shape import is_sparse
 from slime.config.shapes.qwen_next import is_linear
 from slime.training.model.attention import PackedAttention, PackedSequences
-from slime.training.model.gated_attention import GatedAttention
-from slime.training.model.gated_delta import GatedDeltaNet
-from slime.training.model.latent_attention import LatentAttention
+from slime.training.model.families.gated_attention import GatedAttention
+from slime.training.model.families.gated_delta import GatedDeltaNet
+from slime.training.model.families.latent_attention import LatentAttention
+from slime.training.model.families.sandwich import NormedAttention, NormedMLP
 from slime.training.model.moe import ExpertLayer
 from slime.training.model.norm import RMSNorm
-from slime.training.model.sandwich import NormedAttention, NormedMLP
 
 __all__ = ["PackedSequences", "RMSNorm", "decoder_spec"]
 

@@ -44,7 +44,7 @@ def qwen_next_table(hf_config: Mapping[str, Any]) -> FamilyTable:
 
 
 def delta_net(hf_config: Mapping[str, Any], hidden: int) -> Rows:
-    """A gated delta net; see `slime.training.model.gated_delta` for the order within a key head."""
+    """A gated delta net; see `slime.training.model.families.gated_delta` for the order within a key head."""
     key_heads, value_heads = int(hf_config["linear_num_key_heads"]), int(hf_config["linear_num_value_heads"])
     keys, value_dim = key_heads * int(hf_config["linear_key_head_dim"]), int(hf_config["linear_value_head_dim"])
     values, taps = value_heads * value_dim, int(hf_config["linear_conv_kernel_dim"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError
-from slime.training.model.delta_rule import chunked, delta_rule, use_backend
+from slime.training.model.families.delta_rule import chunked, delta_rule, use_backend
 
 HEADS, KEY_DIM, VALUE_DIM = 3, 5, 7
 

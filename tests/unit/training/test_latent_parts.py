@@ -13,9 +13,9 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from slime.config.shapes.deepseek import indexer_kinds
 from slime.core.errors import ConfigError
-from slime.training.model import sparse_indexer
+from slime.training.model.families import sparse_indexer
+from slime.training.model.families.sparse_indexer import SparseIndexer, masks_of
 from slime.training.model.rope import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
-from slime.training.model.sparse_indexer import SparseIndexer, masks_of
 
 DEEPSEEK_V3 = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
                "original_max_position_embeddings": 4096}  # fmt: skip

@@ -33,9 +33,9 @@ from torch.nn.utils import skip_init
 from slime.config.shapes.deepseek import indexer_kinds
 from slime.core.errors import ConfigError
 from slime.training.model.attention import PackedAttention, PackedSequences
+from slime.training.model.families.sparse_indexer import SparseIndexer, masks_of
 from slime.training.model.norm import RMSNorm, current_device
 from slime.training.model.rope import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
-from slime.training.model.sparse_indexer import SparseIndexer, masks_of
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms on latents, as in transformers. SGLang takes `rms_norm_eps`, which is the same in DeepSeek-V3, but 1e-5

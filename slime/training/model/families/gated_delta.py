@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from slime.core.errors import ConfigError
 from slime.training.model.attention import PackedSequences
-from slime.training.model.delta_rule import delta_rule
+from slime.training.model.families.delta_rule import delta_rule
 
 
 class GatedDeltaNet(torch.nn.Module):
