@@ -5,7 +5,6 @@ python -m pytest tests/gpu/test_delta_net_on_gpu.py
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.training.model.families.delta_rule import DeltaRule, chunked, fla_kernels
+from slime.training.model.families.delta_rule import DeltaRule, chunked, fla_kernels, kernel_problems
 from tests.support.qwen_next import write_qwen_next
 from tests.support.training_ranks import run_layouts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_kernels = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")
+PROBLEMS = kernel_problems(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else ["no GPU"]
+needs_kernels = pytest.mark.skipif(bool(PROBLEMS), reason=" and ".join(PROBLEMS))
 
 LENGTHS = (300, 7, 64, 1, 129)
 HEADS, DIM = 4, 64

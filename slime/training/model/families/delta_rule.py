@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,15 +52,28 @@ def delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
 
     They need a GPU and half precision. Raises `ConfigError` where "fla" is asked for and cannot run.
     """
-    problems = (
-        ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
-        ("its kernels need a GPU", device.type != "cuda"),
-        (f"its kernels do not compute in {dtype}", dtype not in (torch.bfloat16, torch.float16)),
-    )
-    reasons = [reason for reason, holds in problems if holds]
+    reasons = kernel_problems(device, dtype)
     if _backend == "fla" and reasons:
         raise ConfigError(f"got --qwen-gdn-backend fla, but {' and '.join(reasons)}; use torch or auto")
     return chunked if _backend == "torch" or reasons else fla_kernels
+
+
+def kernel_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Why the kernels cannot run here; empty if they can. Source of the last: flash-linear-attention, issue 640."""
+    on_gpu = device.type == "cuda"
+    hopper = on_gpu and torch.cuda.get_device_capability(device)[0] == 9
+    problems = (
+        ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
+        ("its kernels need a GPU", not on_gpu),
+        (f"its kernels do not compute in {dtype}", dtype not in (torch.bfloat16, torch.float16)),
+        ("Triton before 3.7.1 gets their gradients wrong on Hopper GPUs", hopper and _triton() < (3, 7, 1)),
+    )
+    return [reason for reason, holds in problems if holds]
+
+
+def _triton() -> tuple[int, ...]:
+    numbers = importlib.metadata.version("triton").split("+")[0].split(".")[:3]
+    return tuple(int(n) for n in numbers if n.isdecimal())
 
 
 def fla_kernels(
