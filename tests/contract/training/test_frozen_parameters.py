@@ -53,11 +53,8 @@ def test_frozen_bits_stay(choice: str, tiny_qwen3: Path, tmp_path: Path, make_ba
     backend.wake()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"lora_rank": 2}, pytest.param({"freeze_params_name_list": ("embedding",)}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"lora_rank": 2}, {"freeze_params_name_list": ("embedding",)}], ids=str)
 def test_recomputation_loses_no_gradient(
     settings: dict[str, Any], tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:

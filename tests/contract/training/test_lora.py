@@ -33,7 +33,8 @@ def _local(backend: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in backend._parameters.items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_an_untrained_adapter_changes_no_bit_and_a_trained_one_only_itself(
     family: str, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:
@@ -130,6 +131,7 @@ def test_other_adapters_are_refused(
         make_backend(tiny_qwen3, **other).load(tmp_path / "mid")
 
 
+@pytest.mark.slow
 def test_a_reference_of_the_base_costs_a_copy_of_the_adapters(
     tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
