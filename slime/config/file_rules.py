@@ -1,6 +1,6 @@
 """The rules of files and folders: what a run reads is there, and nothing that it needs is overwritten.
 
-Files are looked at, never opened: these checks cost microseconds.
+Files are looked at, none but config.json is opened: these checks cost microseconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from slime.config.args import Args
 from slime.config.data_files import split_slice
 from slime.config.derive import SFT_ROLLOUT, has_checkpoint
+from slime.config.model_shape import read_hf_config
 from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule
 
 
@@ -57,6 +58,14 @@ def files_exist(args: Args) -> str | None:
         if folder is not None and not Path(folder).is_dir():
             return f"got {name} {folder}, which is no folder; give an existing one"
     return None
+
+
+def engines_serve_plain_weights(args: Args) -> str | None:
+    """Engines load --hf-checkpoint as it is, and the trainer sends them weights without block scales."""
+    if args.debug_train_only or not read_hf_config(args.hf_checkpoint).get("quantization_config"):
+        return None
+    return (f"got hf_checkpoint {args.hf_checkpoint}, which is quantised: engines would serve it so, and cannot take "
+            "the trainer's weights; do: slime convert IN OUT --to bf16, and give OUT")  # fmt: skip
 
 
 def load_holds_a_checkpoint(args: Args) -> str | None:
@@ -118,6 +127,6 @@ def _in_use(args: Args) -> list[tuple[str, str]]:
 
 
 FILE_RULES: tuple[Rule, ...] = (
-    saving_has_a_place, retention_makes_sense, prompts_exist, files_exist, load_holds_a_checkpoint, one_first_step,
-    export_replaces_nothing_else,
+    saving_has_a_place, retention_makes_sense, prompts_exist, files_exist, engines_serve_plain_weights,
+    load_holds_a_checkpoint, one_first_step, export_replaces_nothing_else,
 )  # fmt: skip

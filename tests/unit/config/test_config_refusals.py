@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from slime.config import parse_args
@@ -100,3 +103,10 @@ def test_all_contradictions_are_reported_together(base: list[str]) -> None:
 def test_required_settings_are_named() -> None:
     message = refused([])
     assert all(name in message for name in ("--hf-checkpoint", "--rollout-batch-size", "--num-rollout"))
+
+
+def test_engines_are_not_started_on_quantised_weights(base: list[str]) -> None:
+    path = Path(base[base.index("--hf-checkpoint") + 1]) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    assert "slime convert" in refused(base)
+    assert parse_args([*base, "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}"]).debug_train_only
