@@ -22,9 +22,13 @@ TOLERANCE = 1e-4
 TP = {"tensor_model_parallel_size": 2}
 SP = {**TP, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 BATCH_SEED = 3
+
+WITHOUT_CONTEXT_PARALLEL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa")
+"""Their delta nets want whole sequences; the sparse indexer takes short ones only, and these are longer."""
 
 Layouts = dict[str, tuple[int, dict[str, Any]]]
 QUICK: Layouts = {"one": (1, {}), "sp2": (2, SP), "pp2": (2, PP)}
@@ -35,9 +39,10 @@ SLOW_EXPERTS: Layouts = {"sp2": (2, SP), "ep2": (2, {**EP}), "pp2ep2": (4, {**PP
 
 def layouts_of(family: str, *, slow: bool) -> Layouts:
     """Name -> (ranks, Megatron's settings)."""
-    if family in WITH_EXPERTS:
-        return SLOW_EXPERTS if slow else QUICK_EXPERTS
-    return SLOW if slow else QUICK
+    kinds = (QUICK_EXPERTS, SLOW_EXPERTS) if family in WITH_EXPERTS else (QUICK, SLOW)
+    if slow and family not in WITHOUT_CONTEXT_PARALLEL:
+        return {**kinds[1], "cp2": (2, CP)}
+    return kinds[slow]
 
 
 def selected(request: pytest.FixtureRequest) -> list[str]:
