@@ -1,7 +1,9 @@
-"""One-step-off asynchronous training: step k+1 is generated while step k is trained.
+"""Asynchronous training: the same verbs as `train.py` in another order.
 
-The same verbs as `train.py` in another order. Weights change only between two generations, so every sample has one
-weight version, exactly one behind the trainer (`--update-weights-interval` more when it is larger than one).
+One step off, the default: step k+1 is generated while step k is trained. Weights change only between two generations,
+so every sample has one weight version, exactly one behind the trainer (`--update-weights-interval` more when it is
+larger than one). With `--fully-async` a worker generates all the time, also while weights are published, and a step
+trains the oldest groups that are finished and not older than `--max-weight-staleness`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ def train_async(args: Args) -> None:
             run.evaluate(start - 1)
         following = run.start_generation(start) if start < args.num_rollout else None
         for rollout_id in range(start, args.num_rollout):
-            assert following is not None, f"no generation under way for step {rollout_id}"
+            following = following or run.start_generation(rollout_id)
             batch = run.finish_generation(following)
-            following = run.start_generation(rollout_id + 1) if rollout_id + 1 < args.num_rollout else None
+            ahead = rollout_id + 1 < args.num_rollout and not args.fully_async
+            following = run.start_generation(rollout_id + 1) if ahead else None
             run.train(rollout_id, batch)
             if run.saves_after(rollout_id):
                 run.save(rollout_id)
-            if (rollout_id + 1) % args.update_weights_interval == 0 or following is None:
+            if (rollout_id + 1) % args.update_weights_interval == 0 or rollout_id + 1 == args.num_rollout:
                 if following is not None:
                     run.wait_for_generation(following)
                 run.publish_weights()

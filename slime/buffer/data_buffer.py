@@ -1,10 +1,12 @@
 """The Data Buffer: issues prompt groups, takes them back with their partial work, accounts for each.
 
 The rollout loop consumes (`get_groups`), returns (`put_back`) and drops (`mark_filtered`, `mark_failed`); the driver
-confirms (`mark_trained`) after the optimizer step and saves. Nobody waits here. One lock guards the state, so a user's
-rollout function may call from a thread of its own.
+confirms (`mark_trained`) after the optimizer step and saves. The worker of `--fully-async` leaves finished groups here
+(`put_finished`) for the step that trains them (`take_finished`). Nobody waits here. One lock guards the state, so a
+user's rollout function may call from a thread of its own.
 
-Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered -> in flight again.
+Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered (to be worked on, or finished)
+-> in flight again.
 
 Invariants
 1. Each group is in exactly one of those states: `ledger().check()` holds after every call.
@@ -12,6 +14,8 @@ Invariants
 3. Returned groups are served before new prompts, first in, first out.
 4. `load(save())` continues as if never stopped. What was in flight at the save is issued again first, as it was when
    it was last issued: no prompt is skipped, and none is trained twice because training is confirmed before saving.
+5. With `max_staleness`, no group that leaves the buffer holds a token of weights more than so many versions before
+   `weight_version`; an older one starts over from its prompt, counted as returned for the reason "stale".
 """
 
 from __future__ import annotations
@@ -22,44 +26,22 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.groups import BufferFilter, apply_filter, flatten, group_index_of, reset_group, to_json
+from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json
 from slime.buffer.ledger import Ledger
+from slime.buffer.origin import BLANK, Issued, Origin
 from slime.buffer.prompts import Prompts, PromptWalk
 from slime.buffer.storage import read_json, write_json
 from slime.core.errors import CheckpointError, DataError, LedgerError
-from slime.core.prompt import PromptRow
 from slime.core.sample import Group, Sample
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the saved state."""
-
-BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
-"""The prompt of every group when there is no dataset: the rollout function makes its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """What a group is made from; enough to make it anew."""
-
-    row: int | None
-    """Dataset row; None without a dataset."""
-    first_index: int
-    num_executions: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    """A group in flight, as it was when issued. JSON text, because the rollout works on the samples in place."""
-
-    attempts: int
-    snapshot: str | None
-    """None: it was new, and its origin says it all."""
 
 
 class DataBuffer:
@@ -80,10 +62,14 @@ class DataBuffer:
         self._walk = None if prompts is None else PromptWalk(prompts, shuffle=shuffle, seed=seed)
         self._n_samples_per_prompt = n_samples_per_prompt
         self._buffer_filter = buffer_filter
+        self.max_staleness: int | None = None
+        self.weight_version = 1
+        """Version of the weights that the next batch is trained on; each trained step makes the next one."""
         self._lock = threading.RLock()
         self._queue: list[Group] = []
-        self._in_flight: dict[int, _Issued] = {}
-        self._origins: dict[int, _Origin] = {}
+        self._finished: list[Group] = []
+        self._in_flight: dict[int, Issued] = {}
+        self._origins: dict[int, Origin] = {}
         self._next_group_index = 0
         self._next_index = 0
         self._num_issued = 0
@@ -102,10 +88,10 @@ class DataBuffer:
             taken = self._take_buffered(n)
             for group in taken:
                 self._issue(group)
-            return taken + self._new_groups(n - len(taken))
+            return [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
 
     def _issue(self, group: Group) -> None:
-        self._in_flight[group.group_index] = _Issued(group.attempts, to_json(group))
+        self._in_flight[group.group_index] = Issued(group.attempts, to_json(group))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """`get_groups` under its public name, for user rollout functions: a list of samples per prompt."""
@@ -116,16 +102,16 @@ class DataBuffer:
         for _ in range(n):
             group_index, count = self._next_group_index, self._n_samples_per_prompt
             row = None if self._walk is None else self._walk.next_row()
-            origin = _Origin(row, self._next_index, count)
+            origin = Origin(row, self._next_index, count)
             self._next_group_index += 1
             self._next_index += count
             self._num_issued += 1
             self._origins[group_index] = origin
-            self._in_flight[group_index] = _Issued(0, None)
+            self._in_flight[group_index] = Issued(0, None)
             groups.append(self._make(group_index, origin, 0))
         return groups
 
-    def _make(self, group_index: int, origin: _Origin, attempts: int) -> Group:
+    def _make(self, group_index: int, origin: Origin, attempts: int) -> Group:
         """A group as it starts; every sample owns its containers."""
         row = BLANK if self._walk is None or origin.row is None else self._walk.prompts[origin.row]
         samples = [
@@ -166,6 +152,16 @@ class DataBuffer:
             self._issue(fresh)
             return fresh
 
+    def is_stale(self, group: Group) -> bool:
+        """Whether a token of the group is older than training now allows."""
+        return self.max_staleness is not None and age(group, self.weight_version) > self.max_staleness
+
+    def _not_stale(self, group: Group) -> Group:
+        if not self.is_stale(group):
+            return group
+        self._returned["stale"] += 1
+        return self.start_over(group)
+
     def _fresh(self, group: Group, attempts: int) -> Group:
         """From its dataset row; a group made outside loses its responses only."""
         origin = self._origins.get(group.group_index)
@@ -195,6 +191,31 @@ class DataBuffer:
             self._returned[reason] += len(back)
             self._keep(back)
 
+    def put_finished(self, group: Group) -> None:
+        """Takes a finished group in flight, which waits to be trained. Raises as `put_back` does."""
+        with self._lock:
+            self._require_in_flight([group.group_index], "kept as finished")
+            to_json(group)
+            del self._in_flight[group.group_index]
+            self._finished.append(group)
+
+    def take_finished(self, n: int) -> list[Group]:
+        """`n` finished groups, those of the oldest weights first, in flight from now on; none while there are fewer.
+
+        Finished groups that are stale go back to be worked on from their prompt.
+        """
+        with self._lock:
+            stale = [self._fresh(g, g.attempts + 1) for g in self._finished if self.is_stale(g)]
+            self._keep(stale)
+            self._returned.update(["stale"] * len(stale))
+            fresh = [g for g in self._finished if not self.is_stale(g)]
+            fresh.sort(key=lambda g: -age(g, self.weight_version))
+            num = n if len(fresh) >= n else 0
+            self._finished = fresh[num:]
+            for group in fresh[:num]:
+                self._issue(group)
+            return fresh[:num]
+
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
         """`put_back` under its public name: lists of samples per prompt, fan-out nests flattened.
 
@@ -204,20 +225,21 @@ class DataBuffer:
             samples = flatten(nest)
             if {s.group_index for s in samples} == {None}:
                 with self._lock:
-                    self._keep([self._adopt(samples)])
+                    self._keep([self._adopt(nest)])
             else:
                 index = group_index_of(samples)
                 self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
 
-    def _adopt(self, samples: Sequence[Sample]) -> Group:
-        """Gives ids to samples made outside; counts the group as issued."""
+    def _adopt(self, nest: Sequence[Any]) -> Group:
+        """Gives ids to samples made outside, one per execution (a sample or a list of siblings); counts the group."""
         group_index = self._next_group_index
-        for i, sample in enumerate(samples):
-            sample.group_index, sample.index = group_index, self._next_index + i
-        group = Group(group_index=group_index, samples=tuple(samples))
+        for i, execution in enumerate(nest):
+            for sample in flatten([execution]):
+                sample.group_index, sample.index = group_index, self._next_index + i
+        group = Group(group_index=group_index, samples=tuple(flatten(nest)))
         to_json(group)
         self._next_group_index += 1
-        self._next_index += len(samples)
+        self._next_index += len(nest)
         self._num_issued += 1
         return group
 
@@ -260,7 +282,7 @@ class DataBuffer:
         )
 
     def _state_of(self, group_index: int) -> str:
-        if any(group.group_index == group_index for group in self._queue):
+        if any(group.group_index == group_index for group in self._queue + self._finished):
             return "buffered"
         return "settled before" if 0 <= group_index < self._next_group_index else "never issued"
 
@@ -283,8 +305,13 @@ class DataBuffer:
 
     @property
     def num_buffered(self) -> int:
-        """Groups waiting to be issued again."""
-        return len(self._queue)
+        """Groups waiting to be issued again, finished ones included."""
+        return len(self._queue) + len(self._finished)
+
+    @property
+    def num_finished(self) -> int:
+        """Groups waiting to be trained."""
+        return len(self._finished)
 
     def ledger(self) -> Ledger:
         """The account at this moment."""
@@ -302,7 +329,8 @@ class DataBuffer:
     def metrics(self) -> dict[str, float]:
         """Ledger, epoch and dataset figures for the log."""
         own = getattr(self._walk.prompts, "metrics", dict) if self._walk else dict
-        return {**self.ledger().metrics(), "data/epoch": float(self.epoch), **own()}
+        figures = {"data/epoch": float(self.epoch), "data/finished": float(self.num_finished)}
+        return {**self.ledger().metrics(), **figures, **own()}
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -327,6 +355,8 @@ class DataBuffer:
                 "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
                 "in_flight": in_flight,
                 "buffered": [group.to_dict() for group in self._queue],
+                "finished": [group.to_dict() for group in self._finished],
+                "weight_version": self.weight_version,
             }
             return dict(json.loads(json.dumps(state)))
 
@@ -339,7 +369,7 @@ class DataBuffer:
         with self._lock:
             if self._walk is not None:
                 self._walk.load_state_dict(state["walk"])
-            self._origins = {i: _Origin(row, first, count) for i, row, first, count in state["origins"]}
+            self._origins = {i: Origin(row, first, count) for i, row, first, count in state["origins"]}
             self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
             self._num_issued, self._num_trained = state["issued"], state["trained"]
             self._filtered, self._failed = Counter(state["filtered"]), Counter(state["failed"])
@@ -351,6 +381,8 @@ class DataBuffer:
                 for g in state["in_flight"]
             ]
             self._queue = again + [Group.from_dict(g) for g in state["buffered"]]
+            self._finished = [Group.from_dict(g) for g in state.get("finished", ())]
+            self.weight_version = state.get("weight_version", self.weight_version)
             self._in_flight = {}
             self.ledger().check()
         if again:

@@ -64,14 +64,15 @@ class DataSourceBuffer(DataBuffer):
             raise DataError(
                 f"got {len(nests)} of {n} groups from {type(self._source).__name__}.get_samples; it must give all"
             )
-        groups = [self._receive(flatten(nest)) for nest in nests]
+        groups = [self._receive(nest) for nest in nests]
         for group in groups:
             self._issue(group)
         return groups
 
-    def _receive(self, samples: Sequence[Sample]) -> Group:
+    def _receive(self, nest: Sequence[Any]) -> Group:
+        samples = flatten(nest)
         if {s.group_index for s in samples} == {None}:
-            return self._adopt(samples)
+            return self._adopt(nest)
         index = group_index_of(samples)
         if index in self._lent:
             return Group(group_index=index, samples=tuple(samples), attempts=self._lent.pop(index))
@@ -103,7 +104,7 @@ class DataSourceBuffer(DataBuffer):
 
     @property
     def num_buffered(self) -> int:
-        return len(self._queue) + len(self._lent)
+        return super().num_buffered + len(self._lent)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "lent": [list(item) for item in self._lent.items()], "saved_at": self._saved_at}

@@ -62,6 +62,11 @@ def reset_group(group: Group) -> Group:
     return group.with_samples([reset(s) for s in reversed(first.values())])
 
 
+def age(group: Group, version: int) -> int:
+    """How many versions before `version` its oldest token was sampled; 0 without a sampled token."""
+    return version - min((v for s in group.samples for v in s.weight_versions), default=version)
+
+
 def to_json(group: Group) -> str:
     """The group as JSON text. Raises `DataError` if a user put something else into it."""
     try:

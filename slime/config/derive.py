@@ -55,6 +55,21 @@ def _dtype(draft: Draft) -> None:
         draft.origins["sglang.dtype"] = "derived: training dtype (auto would serve float32 as float16)"
 
 
+def _debug(draft: Draft) -> None:
+    v = draft.values
+    if v["num_rollout"] == 0:
+        draft.derive("rollout_batch_size", 1, "--num-rollout 0 generates no step")
+    if v["load_debug_rollout_data"]:
+        draft.derive("debug_train_only", True, "--load-debug-rollout-data replays rollouts")
+    if v["load_debug_rollout_data_subsample"] is not None:
+        why = "--load-debug-rollout-data-subsample changes the number of samples"
+        draft.derive("use_dynamic_global_batch_size", True, why)
+    if v["dump_details"]:
+        for kind, ending in (("rollout", "jsonl.zst"), ("train", "npz")):
+            path = Path(v["dump_details"]) / f"{kind}_data" / f"{{rollout_id}}.{ending}"
+            draft.derive(f"save_debug_{kind}_data", str(path), "--dump-details")
+
+
 def _placement(draft: Draft) -> None:
     v = draft.values
     num_train = v["actor_num_nodes"] * v["actor_num_gpus_per_node"]
@@ -88,8 +103,6 @@ def _batches(draft: Draft) -> None:
     if v["custom_reward_post_process_path"]:
         why = "--custom-reward-post-process-path returns the rewards to train on"
         draft.derive("rewards_normalization", False, why)
-    if v["load_debug_rollout_data"]:
-        draft.derive("debug_train_only", True, "--load-debug-rollout-data replays rollouts")
 
 
 BY_GROUP_STD = ("grpo", "gspo", "cispo", "sapo")
@@ -119,6 +132,22 @@ def _algorithm(draft: Draft) -> None:
         draft.derive("critic_load", v["hf_checkpoint"], "the critic starts from the policy's weights")
 
 
+def _fully_async(draft: Draft) -> None:
+    v = draft.values
+    if not v["fully_async"]:
+        return
+    draft.derive("max_weight_staleness", 2, "--fully-async")
+    bound, why = v["max_weight_staleness"], "--fully-async publishes while groups are half done"
+    draft.derive("partial_rollout", True, why)
+    most = ((bound or 0) + 1) * (v["rollout_batch_size"] or 0)
+    draft.derive("max_groups_in_flight", most, f"(max_weight_staleness {bound} + 1) * rollout_batch_size")
+    corrected = v["use_rollout_logprobs"] or v["rejection_level"] or v["custom_loss_function_path"]
+    if not corrected and v["loss_type"] == "policy_loss" and v["compute_advantages_and_returns"]:
+        draft.derive("use_tis", True, "--fully-async trains on tokens of older weights")
+
+
+TEACHER_HOOK = "slime.rollout.workflows.teacher.judge"
+"""Sample hook that asks the server of `--opd-teacher-url`."""
 SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
 """Rollout function of supervised fine-tuning: rows become samples, no engine."""
 
@@ -130,8 +159,17 @@ def _sft(draft: Draft) -> None:
     why = "--loss-type sft_loss learns from the data, not from rewards"
     draft.derive("rollout_function_path", SFT_ROLLOUT, why)
     draft.derive("compute_advantages_and_returns", False, why)
-    if v["eval_prompt_data"] is None:
+    evaluates = v["eval_prompt_data"] is not None or v["eval_config"] is not None
+    if v["rollout_function_path"] == SFT_ROLLOUT and not evaluates:
         draft.derive("debug_train_only", True, "supervised fine-tuning without evaluation needs no engine")
+
+
+def _teacher(draft: Draft) -> None:
+    v = draft.values
+    if v["opd_teacher_url"] is not None:
+        hooks = tuple(path for path in v["rollout_sample_hook_path"] if path != TEACHER_HOOK)
+        v["rollout_sample_hook_path"] = (*hooks, TEACHER_HOOK)
+        draft.origins["rollout_sample_hook_path"] = "derived: --opd-teacher-url asks the teacher about each sample"
 
 
 def _length(draft: Draft) -> None:
@@ -212,7 +250,8 @@ def has_checkpoint(folder: str) -> bool:
 
 
 DERIVATIONS: tuple[Callable[[Draft], None], ...] = (
-    _device, _dtype, _sft, _placement, _batches, _algorithm, _experts, _length, _evaluation, _weight_sync, _checkpoint
+    _device, _dtype, _debug, _sft, _placement, _batches, _fully_async, _algorithm, _experts, _teacher, _length,
+    _evaluation, _weight_sync, _checkpoint,
 )  # fmt: skip
 """In order: later ones read what earlier ones set."""
 

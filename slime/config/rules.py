@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from slime.config.args import Args
 from slime.config.derive import SFT_ROLLOUT
+from slime.config.eval_config import eval_datasets
 from slime.config.megatron_defaults import FIXED
 
 Rule = Callable[[Args], "str | None"]
@@ -212,9 +213,13 @@ def fixed_settings_are_left_alone(args: Args) -> str | None:
 
 
 @rule
-def eval_temperature_is_not_negative(args: Args) -> str | None:
+def evaluation_can_be_sampled(args: Args) -> str | None:
     """Zero is greedy, less is nothing."""
-    return None if args.eval_temperature >= 0 else f"got eval_temperature {args.eval_temperature}; 0 is greedy"
+    least = {"temperature": 0, "n_samples_per_eval_prompt": 1, "max_response_len": 1}
+    wrong = [] if args.eval_temperature >= 0 else [f"eval_temperature {args.eval_temperature}"]
+    wrong += [f"{n} {getattr(d, n)} for evaluation on {d.name}" for d in eval_datasets(args)
+              for n, low in least.items() if getattr(d, n) < low]  # fmt: skip
+    return f"got {'; '.join(wrong)}: a temperature is 0 (greedy) or more, a count 1 or more" if wrong else None
 
 
 @rule
@@ -309,12 +314,15 @@ def evaluation_has_data(args: Args) -> str | None:
     data = args.eval_prompt_data
     if data is not None and (len(data) < 2 or len(data) % 2):
         return f"got eval_prompt_data {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
-    if args.eval_interval is not None and data is None and args.eval_function_path is None:
+    if data is not None and args.eval_config is not None:
+        return "got --eval-prompt-data with --eval-config, which names the datasets; give one of them"
+    named = data is not None or args.eval_config is not None
+    if args.eval_interval is not None and not named and args.eval_function_path is None:
         return f"got eval_interval {args.eval_interval} without --eval-prompt-data; give NAME FILE pairs"
-    if args.num_rollout == 0 and data is None and args.eval_function_path is None:
+    if args.num_rollout == 0 and not named and args.eval_function_path is None and not args.debug_rollout_only:
         return "got num_rollout 0, which only evaluates, without --eval-prompt-data; give NAME FILE pairs"
-    if data is not None and args.eval_interval is None and args.num_rollout != 0:
-        return "got --eval-prompt-data without --eval-interval, so it would never be evaluated; give an interval"
+    if named and args.eval_interval is None and args.num_rollout != 0:
+        return "got evaluation data without --eval-interval, so it would never be evaluated; give an interval"
     return None
 
 
@@ -323,6 +331,9 @@ def halves_are_compatible(args: Args) -> str | None:
     """Half a loop is one half."""
     if args.debug_rollout_only and args.debug_train_only:
         return "got rollout-only and train-only together, so nothing would run; give one of them"
+    part = args.load_debug_rollout_data_subsample
+    if part is not None and not (0 < part <= 1 and args.load_debug_rollout_data):
+        return f"got load_debug_rollout_data_subsample {part}; give 0 < part <= 1 with --load-debug-rollout-data"
     return None
 
 
@@ -343,36 +354,3 @@ def partial_mask_needs_partial_rollout(args: Args) -> str | None:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         return "got --mask-offpolicy-in-partial-rollout without --partial-rollout, so it does nothing; add the switch"
     return None
-
-
-def sync_rules() -> tuple[Rule, ...]:
-    """What train.py refuses on top."""
-    return (_sync_publishes_every_step, _sync_trains_what_sampled)
-
-
-def _sync_publishes_every_step(args: Args) -> str | None:
-    if args.update_weights_interval == 1:
-        return None
-    return (
-        f"got update_weights_interval {args.update_weights_interval} with train.py, which publishes after every step; "
-        "drop it or use train_async.py"
-    )
-
-
-def _sync_trains_what_sampled(args: Args) -> str | None:
-    if not args.keep_old_actor:
-        return None
-    return ("got --keep-old-actor with train.py, which trains every batch on the weights that sampled it; "
-            "drop it or use train_async.py")  # fmt: skip
-
-
-def async_rules() -> tuple[Rule, ...]:
-    """What train_async.py refuses on top."""
-    return (_async_is_not_colocated,)
-
-
-def _async_is_not_colocated(args: Args) -> str | None:
-    if not args.colocate:
-        return None
-    return ("got --colocate with train_async.py, which generates while it trains; both need the GPU: "
-            "drop --colocate or use train.py")  # fmt: skip

@@ -12,9 +12,10 @@ from typing import Any
 from slime.config.algorithm_rules import ALGORITHM_RULES
 from slime.config.args import Args
 from slime.config.file_rules import FILE_RULES
+from slime.config.loop_rules import async_rules, sync_rules
 from slime.config.parameter_rules import PARAMETER_RULES
 from slime.config.reward_rules import REWARD_RULES
-from slime.config.rules import RULES, async_rules, sync_rules
+from slime.config.rules import RULES
 from slime.core.errors import ConfigError
 
 Rule = Callable[[Args], "str | None"]
@@ -27,7 +28,8 @@ REQUIRED = {
 
 def check_required(values: Mapping[str, Any]) -> None:
     """Raises `ConfigError` naming every required setting that is missing."""
-    missing = [text for name, text in REQUIRED.items() if values[name] in (None, "")]
+    missing = [text for name, text in REQUIRED.items() if values[name] in (None, "")
+               and (name != "rollout_batch_size" or values["num_rollout"] != 0)]  # fmt: skip
     if values["num_rollout"] is None and values["num_epoch"] is None:
         missing.append("--num-rollout N (or --num-epoch N) is the length of the run")
     if missing:

@@ -10,8 +10,11 @@ Invariants
    dropped as failed: an infrastructure failure never becomes a reward. What the loop itself aborted does not count.
 3. The loop ends: filters, failures and time are bounded, and the error says which bound was met.
 4. When it returns, no request of this rollout is left in an engine.
-5. Without `--partial-rollout` a group holds work of this step only: what an earlier step left in it, finished or not,
-   was sampled by weights that may be older, and is dropped when the group is issued.
+5. A group whose request found no answer in time is quarantined: it is put back at the end of the step, so no try of it
+   comes before the next one. After `MAX_TRIES` issues it is dropped as failed.
+6. Without `--partial-rollout` a group holds work of this step only: what an earlier step left in it, finished or not,
+   was sampled by weights that may be older, and is dropped when the group is issued. `--max-weight-staleness` keeps
+   what is finished and not older than it says (the buffer looks).
 User functions run in threads, so that the event loop answers while they compute.
 """
 
@@ -29,7 +32,7 @@ from slime.core.errors import DataError, DeadlineExceeded, EngineError, HookErro
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, current
-from slime.rollout.execute import GroupResult, Outcome, failure_kind, run_group
+from slime.rollout.execute import GroupResult, Outcome, failure_kind, is_finished, run_group
 from slime.rollout.hooks import RolloutHooks, in_thread, keep_group
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
@@ -65,21 +68,27 @@ class StepLoop:
     def __init__(self, context: RolloutContext, hooks: RolloutHooks, rollout_id: int, source: GroupSource) -> None:
         args = context.args
         self.args, self.context, self.hooks, self.source = args, context, hooks, source
-        self.rollout_id = rollout_id
         self.target: int = args.rollout_batch_size
         self.round: int = max(args.over_sampling_batch_size or self.target, 1)
         self.params = rollout_sampling_params(args)
         self.scope = RequestScope()
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
         self.accepted: list[Group] = []
+        self.quarantined: list[Group] = []
+        """Kept from the buffer until the step ends."""
+        self.issued: set[int] = set()
+        self.begin_step(rollout_id)
+
+    def begin_step(self, rollout_id: int) -> None:
+        """Counts from zero."""
+        self.rollout_id = rollout_id
         self.dropped: list[Group] = []
         """What the dynamic filter dropped; kept for `--rollout-all-samples-process-path` only."""
         self.filtered: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.retried: Counter[str] = Counter()
         self.tries: Counter[int] = Counter()
-        self.issued: set[int] = set()
-        self.num_surplus = self.num_aborted = self.num_reset = 0
+        self.num_surplus = self.num_aborted = self.num_reset = self.num_quarantined = 0
         self.started = time.monotonic()
 
     async def run(self) -> list[Group]:
@@ -119,6 +128,7 @@ class StepLoop:
             "rollout/num_filtered_groups": sum(self.filtered.values()),
             "rollout/num_failed_groups": sum(self.failed.values()),
             "rollout/num_retried_groups": sum(self.retried.values()),
+            "rollout/num_quarantined_groups": self.num_quarantined,
             "rollout/num_unscored_groups": sum(n for r, n in self.retried.items() if r.startswith("unscored")),
             "rollout/num_surplus_groups": self.num_surplus,
             "rollout/num_aborted_groups": self.num_aborted,
@@ -129,22 +139,32 @@ class StepLoop:
 
     def _refill(self) -> None:
         """Issues rounds of groups while those under way cannot reach the target."""
-        while len(self.accepted) + len(self.running) < self.target:
+        while self.has_room():
             groups = self.source.get_groups(self.round)
             if not groups:
                 raise DataError("got no group from the data source; it must issue groups as long as the run needs them")
-            for group in map(self._first_of_step, groups):
-                task = asyncio.create_task(
-                    run_group(self.context, group, self.params, self.hooks.generate), name=f"group-{group.group_index}"
-                )
-                self.running[task] = group
+            for group in map(self.first_of_step, groups):
+                self.start(group)
 
-    def _first_of_step(self, group: Group) -> Group:
-        """The group as this step may train it: without the work of an earlier step, unless `--partial-rollout`."""
+    def has_room(self) -> bool:
+        """Whether another group is to be started."""
+        return len(self.accepted) + len(self.running) < self.target
+
+    def start(self, group: Group) -> asyncio.Task[GroupResult]:
+        """Sets one group to work."""
+        task = asyncio.create_task(
+            run_group(self.context, group, self.params, self.hooks.generate), name=f"group-{group.group_index}"
+        )
+        self.running[task] = group
+        return task
+
+    def first_of_step(self, group: Group) -> Group:
+        """The group as this step may train it: without the work of an earlier step, unless that is allowed."""
         first = group.group_index not in self.issued
         self.issued.add(group.group_index)
         worked_on = group.attempts > 0 and any(s.response_length for s in group.samples)
-        if not first or self.args.partial_rollout or not worked_on:
+        may_be_older = self.args.max_weight_staleness is not None and is_finished(group.samples, scored=True)
+        if not first or self.args.partial_rollout or may_be_older or not worked_on:
             return group
         self.num_reset += 1
         return self.source.start_over(group)
@@ -158,11 +178,20 @@ class StepLoop:
             raise
         if result.outcome is Outcome.FINISHED:
             await self._filter(result.group)
-        elif result.outcome is Outcome.ABORTED and self.scope.aborted:
+        elif result.outcome is Outcome.ABORTED and self.aborts(group):
             self.num_aborted += 1
             self.source.put_back([result.group], "aborted")
         else:
             self._retry_or_drop(result)
+
+    def aborts(self, group: Group) -> bool:
+        """Whether an interruption of the group was meant, and is no failure."""
+        return self.scope.aborted
+
+    def accept(self, group: Group) -> None:
+        """Keeps a finished group for the batch."""
+        self.accepted.append(group)
+        self.context.progress.done = len(self.accepted)
 
     async def _filter(self, group: Group) -> None:
         """Accepts a finished group unless the user's filter drops it; a surplus one waits in the buffer."""
@@ -176,7 +205,8 @@ class StepLoop:
             except BaseException:
                 self.source.put_back([group], "error")
                 raise
-            if not verdict.keep:
+            fills = len(self.accepted) + len(self.running) >= self.target  # others are enough for the step
+            if not verdict.keep and (fills or not verdict.keep_when_insufficient):
                 reason = verdict.reason or "filter"
                 self.filtered[reason] += 1
                 self.source.mark_filtered([group.group_index], reason)
@@ -184,33 +214,42 @@ class StepLoop:
                     self.dropped.append(group)
                 self._check_filtered()
                 return
-        self.accepted.append(group)
-        self.context.progress.done = len(self.accepted)
+        self.accept(group)
 
     def _check_filtered(self) -> None:
         dropped = sum(self.filtered.values())
         if dropped >= MAX_FILTERED_FACTOR * self.target:
             raise DataError(
-                f"got {dropped} groups dropped by the dynamic filter and {len(self.accepted)} of {self.target} kept "
-                f"in step {self.rollout_id}, because of {dict(self.filtered.most_common(3))}; the task is too easy or "
-                "too hard, or its grader is broken: look at the rewards, or change the data or the filter"
+                f"got {dropped} groups dropped by the dynamic filter and {self.context.progress.done} of {self.target} "
+                f"kept in step {self.rollout_id}, because of {dict(self.filtered.most_common(3))}; the task is too "
+                "easy or too hard, or its grader is broken: look at the rewards, or change the data or the filter"
             )
 
     def _retry_or_drop(self, result: GroupResult) -> None:
         """A failure: again, unless it was tried often enough or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
-        if result.outcome is not Outcome.REJECTED and self.tries[index] < MAX_TRIES:
+        if result.outcome is Outcome.EXPIRED and result.group.attempts + 1 < MAX_TRIES:
+            logger.warning("group %d is quarantined until the next step: %s", index, result.reason)
+            self.quarantined.append(result.group)
+            self.num_quarantined += 1
+            self._check_failed(result.reason)
+            return
+        if result.outcome not in (Outcome.REJECTED, Outcome.EXPIRED) and self.tries[index] < MAX_TRIES:
             self.retried[kind] += 1
             self.source.put_back([result.group], kind)
             return
         logger.warning("group %d is given up: %s: %s", index, result.outcome.value, result.reason)
         self.failed[kind] += 1
         self.source.mark_failed([index], kind)
-        if sum(self.failed.values()) > max(MIN_FAILED_GROUPS, self.target):
+        self._check_failed(result.reason)
+
+    def _check_failed(self, reason: str) -> None:
+        lost = sum(self.failed.values()) + self.num_quarantined
+        if lost > max(MIN_FAILED_GROUPS, self.target):
             raise EngineError(
-                f"got {sum(self.failed.values())} failed groups in step {self.rollout_id} and {len(self.accepted)} of "
-                f"{self.target} finished; the last one failed because: {result.reason}"
+                f"got {lost} failed groups in step {self.rollout_id} and {self.context.progress.done} of "
+                f"{self.target} finished; the last one failed because: {reason}"
             )
 
     def _time_left_s(self) -> float | None:
@@ -244,6 +283,9 @@ class StepLoop:
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
+        held, self.quarantined = self.quarantined, []
+        if held:
+            self.source.put_back(held, "quarantined")
         again = [reset_group(group) for group in self.running.values()]
         self.num_aborted += len(again)
         self.running.clear()
@@ -256,13 +298,17 @@ class StepLoop:
 
 async def generate_step(context: RolloutContext, rollout_id: int, source: GroupSource) -> RolloutFnTrainOutput:
     """The default rollout of one step."""
-    args, hooks = context.args, RolloutHooks.load(context.args)
-    loop = StepLoop(context, hooks, rollout_id, source)
-    groups = [list(group.samples) for group in await loop.run()]
+    loop = StepLoop(context, RolloutHooks.load(context.args), rollout_id, source)
+    return await finish_step(loop, await loop.run())
+
+
+async def finish_step(loop: StepLoop, batch: list[Group]) -> RolloutFnTrainOutput:
+    """Shows the groups of a batch to the hooks, and counts."""
+    args, hooks, groups = loop.args, loop.hooks, [list(group.samples) for group in batch]
     if hooks.sample_filter is not None:
         await in_thread(hooks.sample_filter, args, groups)
     if hooks.all_samples is not None:
-        await in_thread(hooks.all_samples, args, groups + [list(group.samples) for group in loop.dropped], source)
+        await in_thread(hooks.all_samples, args, groups + [list(group.samples) for group in loop.dropped], loop.source)
     return RolloutFnTrainOutput(groups, {**loop.metrics(), **sample_metrics(args, groups)})
 
 

@@ -14,29 +14,32 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import json
 import logging
+import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 from slime.buffer.groups import flatten
+from slime.config.hooks import is_async
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import HookError, LedgerError
-from slime.core.sample import Sample
+from slime.core.sample import NOT_SAMPLED, Sample
 from slime.rewards.pool import GraderPool
 from slime.rollout import debug_data
 from slime.rollout.client import EngineClient
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import evaluate
+from slime.rollout.fully_async import RolloutWorker
 from slime.rollout.hooks import in_thread, load
 from slime.rollout.loop import generate_rollout, generate_step
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.types import Progress, RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.workflows.teacher import TeacherClient
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +61,17 @@ class RolloutManager:
         self._tokenizer = load_tokenizer(args)
         self._source: Any = load_data_source(args, self._tokenizer)
         self._eval_datasets = load_eval_datasets(args, self._tokenizer)
-        self._client = None
+        if args.dump_details and self._tokenizer is not None:
+            self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
+        self._client, self._teacher = None, None
+        if args.opd_teacher_url is not None:
+            self._teacher = TeacherClient(
+                args.opd_teacher_url,
+                request_timeout_s=args.request_timeout_s,
+                max_concurrency=args.sglang_server_concurrency,
+                vocab_size=_vocab_size(args.hf_checkpoint),
+                api_key=args.opd_teacher_api_key,
+            )
         if router_url is not None:
             self._client = EngineClient(
                 router_url,
@@ -76,6 +89,9 @@ class RolloutManager:
             custom_rm_path=args.custom_rm_path,
             args=args,
         )
+        self._source.max_staleness = args.max_weight_staleness
+        self._source.weight_version = int(not args.debug_rollout_only)
+        self._worker: RolloutWorker | None = None
         self._handed_out: dict[int, list[int]] = {}
         self._progress: list[Progress] = []
         self._last_step: int | None = None
@@ -99,10 +115,14 @@ class RolloutManager:
             before = self._in_flight()
             output = await self._rollout(rollout_id)
             self._account(rollout_id, output.samples, before)
+            output.metrics |= self._staleness(output.samples)
         if self._args.save_debug_rollout_data is not None:
             path = debug_data.path_of(self._args.save_debug_rollout_data, rollout_id)
             await asyncio.to_thread(debug_data.save_rollout, path, rollout_id, output.samples)
         batch: TrainBatch = await in_thread(to_train_batch, self._args, rollout_id, output.samples)
+        if self._args.save_debug_train_data is not None:
+            path = debug_data.path_of(self._args.save_debug_train_data, rollout_id)
+            await asyncio.to_thread(debug_data.save_train_batch, path, batch)
         self._probe_prompts = [group[0].tokens[: group[0].prompt_length] for group in output.samples][:PROBE_PROMPTS]
         metrics = self._with_speed(output, time.monotonic() - started)
         log = load(self._args.custom_rollout_log_function_path, "rollout_log")
@@ -116,7 +136,7 @@ class RolloutManager:
         """Scores the held-out data with the weights that the engines hold now."""
         started = time.monotonic()
         path = self._args.eval_function_path
-        with self._context() as context, use(context):
+        with self._context(rollout_id) as context, use(context):
             output = await (
                 evaluate(context, rollout_id) if path is None else self._call(path, "eval", rollout_id, evaluation=True)
             )
@@ -125,6 +145,9 @@ class RolloutManager:
                 f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput"
             )
         metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
+        for name, data in output.data.items() if self._args.save_debug_rollout_data else ():
+            file = debug_data.path_of(self._args.save_debug_rollout_data, f"eval_{rollout_id}_{name}")
+            await asyncio.to_thread(debug_data.save_rollout, file, rollout_id, [[s] for s in data.get("samples", ())])
         log = load(self._args.custom_eval_rollout_log_function_path, "eval_log")
         if log is not None and await in_thread(log, rollout_id, self._args, output.data, metrics):
             return {}
@@ -159,6 +182,7 @@ class RolloutManager:
             raise LedgerError(f"got a commit of step {rollout_id}, which was not generated or is committed already")
         self._source.mark_trained(self._handed_out.pop(rollout_id))
         self._last_step = rollout_id
+        self._source.weight_version += not self._args.debug_rollout_only
         self._source.ledger().check()
         metrics: dict[str, float] = self._source.metrics()
         return metrics
@@ -173,25 +197,32 @@ class RolloutManager:
         self._handed_out.clear()
 
     async def close(self) -> None:
-        """Ends graders and connections."""
+        """Ends the worker, graders and connections."""
+        if self._worker is not None:
+            await self._worker.close()
         await self._graders.close()
-        if self._client is not None:
-            await self._client.close()
+        for client in (self._client, self._teacher):
+            if client is not None:
+                await client.close()
 
     # ---- parts ---------------------------------------------------------------------------------------------------
 
-    def _context(self) -> _ContextBlock:
+    def _context(self, rollout_id: int) -> _ContextBlock:
         return _ContextBlock(
             self._progress,
             RolloutContext(
                 args=self._args, client=self._client, tokenizer=self._tokenizer, graders=self._graders,
-                progress=Progress(), loop=asyncio.get_running_loop(), eval_datasets=self._eval_datasets,
+                progress=Progress(), loop=asyncio.get_running_loop(), rollout_id=rollout_id,
+                teacher=self._teacher, eval_datasets=self._eval_datasets,
             ),
         )  # fmt: skip
 
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         path = self._args.rollout_function_path
-        with self._context() as context, use(context):
+        with self._context(rollout_id) as context, use(context):
+            if self._args.fully_async:
+                self._worker = self._worker or RolloutWorker(context, self._source)
+                return await self._worker.step(context, rollout_id)
             if path.replace(":", ".") == DEFAULT_ROLLOUT:
                 return await generate_step(context, rollout_id, self._source)
             output = await self._call(path, "rollout", rollout_id, evaluation=False)
@@ -208,7 +239,7 @@ class RolloutManager:
         """A user's rollout or evaluation function: awaited if async, otherwise in a thread."""
         function = load(path, kind)
         assert function is not None, f"no function behind {path}"
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             return await function(self._args, rollout_id, self._source, evaluation=evaluation)
         return await in_thread(function, self._args, rollout_id, self._source, evaluation=evaluation)
 
@@ -219,15 +250,29 @@ class RolloutManager:
         """Remembers the groups of the batch; what a user's function took and did not give back is filtered."""
         indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
         dropped = sorted(self._in_flight() - before - set(indices))
-        if dropped:
+        if dropped and self._worker is None:
             logger.info("%d groups were issued to the rollout function and not returned by it", len(dropped))
             self._source.mark_filtered(dropped, "not_returned")
         self._handed_out[rollout_id] = indices
         self._source.ledger().check()
 
+    def _staleness(self, groups: list[list[Sample]]) -> dict[str, float]:
+        """How many versions older than the trainer each sampled token is. Raises `LedgerError` beyond the bound."""
+        now, limit = self._source.weight_version, self._args.max_weight_staleness
+        ages = [now - v for group in groups for s in group for v in s.token_versions or () if v != NOT_SAMPLED]
+        if not ages:
+            return {}
+        if limit is not None and max(ages) > limit:
+            raise LedgerError(
+                f"got a token {max(ages)} versions older than the weights to be trained, because the rollout function "
+                f"returned it; do: leave out what is older than --max-weight-staleness {limit}, or raise it"
+            )
+        return {"rollout/staleness/mean": statistics.fmean(ages), "rollout/staleness/max": float(max(ages))}
+
     def _replay(self, rollout_id: int) -> RolloutFnTrainOutput:
         path = debug_data.path_of(self._args.load_debug_rollout_data, rollout_id)
         _, groups = debug_data.load_rollout(path)
+        groups = debug_data.head_and_tail(groups, self._args.load_debug_rollout_data_subsample)
         return RolloutFnTrainOutput(groups, sample_metrics(self._args, groups))
 
     def _with_speed(self, output: RolloutFnTrainOutput, seconds: float) -> dict[str, float]:

@@ -34,7 +34,7 @@ def write_checkpoint_stub(directory: Path) -> Path:
     return directory
 
 
-def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40) -> Any:
+def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40, synchronous: bool = True) -> Any:
     """Parsed settings: 4 prompts of 2 samples per step, 8 tokens each, a reward that differs within a group."""
     model = tmp_path / "model"
     if not model.exists():
@@ -46,7 +46,8 @@ def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40) -> Any:
         "--rm-type": "random", "--run-dir": str(tmp_path / "run"), "--reward-num-workers": "1",
     }  # fmt: skip
     given = [f for f in flags if f.startswith("--")]
-    return parse_args([part for name, value in base.items() if name not in given for part in (name, value)] + [*flags])
+    words = [part for name, value in base.items() if name not in given for part in (name, value)]
+    return parse_args([*words, *flags], synchronous=synchronous)
 
 
 async def with_manager(args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]]) -> Any:

@@ -53,5 +53,15 @@ class RolloutArgs:
     """Train only the tokens that the newest weights sampled in a continued sample."""
     update_weights_interval: int = 1
     """Steps between weight syncs (train_async.py only)."""
+    fully_async: bool = False
+    """Generate without pause, also while weights are published: a worker keeps groups running, and each step trains the
+    oldest finished ones (train_async.py only)."""
+    max_groups_in_flight: int | None = derived()
+    """Groups that the worker of fully_async has running or finished and waiting, at most. Default:
+    (max_weight_staleness + 1) * rollout_batch_size."""
+    max_weight_staleness: int | None = derived()
+    """No trained sample holds a token sampled by weights more than so many versions (trained steps) before those that
+    are trained; groups with older ones start over. Finished groups beyond a batch are then kept. Default: 2 with
+    fully_async; otherwise a step trains what was sampled in it, but for what partial_rollout continues."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""

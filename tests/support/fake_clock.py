@@ -1,0 +1,122 @@
+"""Time that passes at once, and an engine inside the process: thousands of schedules of the rollout in seconds.
+
+`FakeClockLoop` jumps to the next timer when nothing is left to do, and says so when there is none: a deadlock. It runs
+what is meant for a thread in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.rollout.client import NEVER_SENT, REQUEST_SCOPE, Generation, RequestScope
+
+T = TypeVar("T")
+
+
+class FakeClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock only its timers move."""
+
+    _now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        if not self._ready and not self._stopping:  # type: ignore[attr-defined]
+            timers = [t for t in self._scheduled if not t.cancelled()]  # type: ignore[attr-defined]
+            if not timers:
+                raise AssertionError(f"nothing will ever happen again: {asyncio.all_tasks(self)}")
+            self._now = max(self._now, min(t.when() for t in timers))
+        super()._run_once()  # type: ignore[misc]
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Any:  # type: ignore[override]
+        """Runs `func` here and now."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def run_on_fake_clock(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` in no time."""
+    with asyncio.Runner(loop_factory=FakeClockLoop) as runner:
+        return runner.run(work)
+
+
+@dataclass
+class InProcessEngine:
+    """Stands for client, router and engines: keeps the protocol of SGLang 0.5.16 as the client shows it.
+
+    The id of each token is `1000 * version + position in the request`, so that its label can be checked. A publication
+    with `abort` ends what runs with its partial tokens and holds what is sent until the new weights serve.
+    """
+
+    rng: random.Random
+    fault_rate: float = 0.0
+    """Part of the requests that fail, are refused or expire."""
+    version: int = 1
+    num_running: int = 0
+    most_running: int = 0
+    _serving: asyncio.Event = field(default_factory=asyncio.Event)
+    _aborts: set[asyncio.Event] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._serving.set()
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+    ) -> Generation:
+        scope = REQUEST_SCOPE.get()
+        await asyncio.sleep(self.rng.choice([0.0, 0.01]))
+        await self._serving.wait()
+        if scope is not None and scope.aborted:
+            return NEVER_SENT
+        if self.rng.random() < self.fault_rate:
+            await asyncio.sleep(self.rng.random())
+            raise self.rng.choice([EngineError("503"), RequestRejected("400"), DeadlineExceeded("no answer")])
+        abort = asyncio.Event()
+        self._aborts.add(abort)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            return await self._sample(sampling_params["max_new_tokens"], abort)
+        finally:
+            self.num_running -= 1
+            self._aborts.discard(abort)
+
+    async def _sample(self, limit: int, abort: asyncio.Event) -> Generation:
+        length = min(limit, int(self.rng.paretovariate(1.0)))
+        tokens: list[int] = []
+        while len(tokens) < length:
+            await asyncio.sleep(0.1)
+            if abort.is_set():
+                break
+            tokens.append(1000 * self.version + len(tokens))
+        reason = "abort" if abort.is_set() else "length" if len(tokens) == limit else "stop"
+        return Generation(tuple(tokens), (-0.5,) * len(tokens), reason, self.version, "")
+
+    async def publish(self, version: int) -> None:
+        """Abort, drain, send, serve."""
+        self._serving.clear()
+        for abort in self._aborts:
+            abort.set()
+        while self.num_running:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(self.rng.random())
+        self.version = version
+        self._serving.set()
+
+    async def abort_scope(self, scope: RequestScope) -> None:
+        scope.aborted = True
+        for abort in self._aborts:
+            abort.set()
+
+    async def drain(self) -> None:
+        """Nothing is left to deliver."""
