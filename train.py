@@ -17,6 +17,8 @@ def train(args: Args) -> None:
         run.publish_weights()
         if run.evaluates_before(start):
             run.evaluate(start - 1)
+        if run.only_serves():
+            run.serve()
         for rollout_id in range(start, args.num_rollout):
             batch = run.generate(rollout_id)
             run.hand_over_to_training()

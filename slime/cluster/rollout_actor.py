@@ -44,6 +44,14 @@ class RolloutActor:
             for url in urls:
                 await asyncio.to_thread(self._router.add_worker, url)
 
+    async def url(self) -> str | None:
+        """The router; None without engines."""
+        return None if self._router is None else self._router.url
+
+    async def serve(self) -> None:
+        """Lasts as long as this actor."""
+        await asyncio.Event().wait()
+
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
         return await self._manager.generate(rollout_id)
 

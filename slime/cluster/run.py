@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from slime.cluster.saving import Saver
 from slime.cluster.waiting import peek, wait_for
 from slime.observability.spans import collect, span
 from slime.observability.tracker import Tracker
+
+logger = logging.getLogger(__name__)
 
 NO_LIMIT_S = 30 * 24 * 3600.0
 """Limit of a generation when the user set none; its requests and graders have limits of their own."""
@@ -114,6 +117,12 @@ class Run:
             )[0]
         self._tracker.log("eval", rollout_id, metrics)
 
+    def serve(self) -> None:
+        """Engines and router answer whoever asks, until Ctrl-C (`--debug-rollout-only --num-rollout 0`)."""
+        url = wait_for([self._rollout.url.remote()], for_what="the router", limit_s=60)[0]
+        logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C", url)
+        wait_for([self._rollout.serve.remote()], for_what="Ctrl-C", limit_s=NO_LIMIT_S)
+
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, batch: Any) -> None:
@@ -205,10 +214,14 @@ class Run:
         """Every `--eval-interval` steps and after the last one."""
         return self.args.eval_interval is not None and self._is_due(rollout_id, self.args.eval_interval)
 
+    def only_serves(self) -> bool:
+        """Nothing to train, nothing to evaluate, but engines."""
+        return self.args.num_rollout == 0 and self.args.debug_rollout_only and not self.evaluates_before(0)
+
     def evaluates_before(self, start: int) -> bool:
         """Before the first step of a run that was not resumed; always if `--num-rollout 0` asks for nothing else."""
         if self.args.num_rollout == 0:
-            return bool(self.args.eval_prompt_data)
+            return bool(self.args.eval_prompt_data or self.args.eval_config or self.args.eval_function_path)
         return self.args.eval_interval is not None and not self.args.skip_eval_before_train and start == 0
 
     def _is_due(self, rollout_id: int, interval: int | None) -> bool:

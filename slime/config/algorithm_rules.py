@@ -71,7 +71,7 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
         return None
     if not args.rewards_normalization or args.advantage_estimator in ("ppo", "reinforce_plus_plus"):
         return None
-    if args.use_opd or args.custom_advantage_function_path:
+    if args.use_opd or args.custom_advantage_function_path or args.rollout_data_postprocess_path:
         return None
     return ("got n_samples_per_prompt 1 with rewards_normalization: the group's mean is the reward itself, every "
             "advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
@@ -145,6 +145,9 @@ def distillation_has_a_teacher(args: Args) -> str | None:
     if (args.opd_type == "megatron") != bool(args.opd_teacher_load):
         return (f"got opd_type {args.opd_type} with opd_teacher_load {args.opd_teacher_load}; the folder goes with "
                 "megatron, and only with it")  # fmt: skip
+    if args.opd_teacher_url and (args.opd_type != "sglang" or args.rollout_temperature != 1.0):
+        return (f"got opd_teacher_url with opd_type {args.opd_type}, rollout_temperature {args.rollout_temperature}; "
+                "it goes with sglang, whose log-probs of given tokens are those at temperature 1")  # fmt: skip
     return None
 
 

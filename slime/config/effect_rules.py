@@ -81,6 +81,7 @@ NEEDS: tuple[Need, ...] = (
          "loss_type policy_loss"),
     Need("advantage_estimator kl_coef normalize_advantages rewards_normalization grpo_std_normalization "
          "advantage_scale advantage_epsilon gamma lambd observation_returns custom_advantage_function_path "
+         "rollout_data_postprocess_path "
          "use_opd opd_type opd_kl_coef opd_teacher_load critic_load critic_lr num_critic_only_steps value_clip",
          _advantages, _ADVANTAGES),
     Need("policy_loss eps_clip eps_clip_high eps_clip_c cispo_clip_low cispo_clip_high sapo_tau_positive "
@@ -104,7 +105,8 @@ NEEDS: tuple[Need, ...] = (
     Need("grpo_std_normalization advantage_scale advantage_epsilon", _scaled,
          "advantage_estimator grpo, gspo, cispo or sapo, with rewards_normalization"),
     Need("advantage_epsilon", lambda a: a.advantage_scale != "none", "advantage_scale group or batch"),
-    Need("opd_type opd_kl_coef opd_teacher_load", _is("use_opd", True), "--use-opd"),
+    Need("opd_type opd_kl_coef opd_teacher_load opd_teacher_url", _is("use_opd", True), "--use-opd"),
+    Need("opd_teacher_api_key", lambda a: a.opd_teacher_url is not None, "--opd-teacher-url"),
     # The policy loss and its aggregation.
     Need("eps_clip", reads_eps_clip, _OWN_BOUNDS),
     Need("eps_clip_high", reads_eps_clip_high, _OWN_BOUNDS),

@@ -12,6 +12,7 @@ from pathlib import Path
 from slime.config.args import Args
 from slime.config.data_files import split_slice
 from slime.config.derive import SFT_ROLLOUT, has_checkpoint
+from slime.config.eval_config import eval_datasets
 from slime.config.model_shape import read_hf_config
 from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule
 
@@ -48,7 +49,7 @@ def prompts_exist(args: Args) -> str | None:
 def files_exist(args: Args) -> str | None:
     """Files are there, and readable formats."""
     files = [] if args.prompt_data is None else [("prompt_data", args.prompt_data)]
-    files += [("eval_prompt_data", f) for f in (args.eval_prompt_data or ())[1::2]]
+    files += [(f"evaluation data {d.name}", d.path) for d in eval_datasets(args)]
     for name, spec in files:
         path, _ = split_slice(spec)
         if not path.is_file():
@@ -121,7 +122,7 @@ def _in_use(args: Args) -> list[tuple[str, str]]:
     names = ("hf_checkpoint", "ref_load", "load", "save", "run_dir", "update_weight_disk_dir")
     found = [(name, getattr(args, name)) for name in names if getattr(args, name)]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
-    data = [*([args.prompt_data] if args.prompt_data else []), *(args.eval_prompt_data or ())[1::2]]
+    data = [*([args.prompt_data] if args.prompt_data else []), *(d.path for d in eval_datasets(args))]
     found += [("the data", str(split_slice(spec)[0])) for spec in data]
     return [*found, ("the working folder", os.getcwd())]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from slime.config.args import Args
 from slime.config.data_files import split_slice
-from slime.config.graders import base_type
+from slime.config.eval_config import eval_datasets
+from slime.config.graders import BOXED_PREFIX, SCORE_KEYS, base_type
 from slime.config.rules import RULE_DEFAULT_ROLLOUT, Rule
 from slime.core.errors import ConfigError
 
@@ -12,7 +13,8 @@ from slime.core.errors import ConfigError
 def grader_is_known(args: Args) -> str | None:
     """A misspelt grader is found before any process starts."""
     try:
-        base_type(args.rm_type or "random")
+        for rm_type in (args.rm_type, *(d.rm_type for d in eval_datasets(args))):
+            base_type(rm_type or "random")
     except ConfigError as error:
         return str(error)
     return None
@@ -34,6 +36,16 @@ def rewards_are_defined(args: Args) -> str | None:
     )
 
 
+def rewards_are_used_as_asked(args: Args) -> str | None:
+    """Several numbers need a key; batches need a service to go to."""
+    keys = SCORE_KEYS.get((args.rm_type or "").removeprefix(BOXED_PREFIX))
+    if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
+        return f"got --rm-type {args.rm_type} without --reward-key; it returns several numbers, pick one of {keys}"
+    if args.rm_batch_size < 1 or (args.rm_batch_size > 1 and not args.rm_url):
+        return f"got --rm-batch-size {args.rm_batch_size}; give 1 or more, above 1 with the --rm-url that gets batches"
+    return None
+
+
 def _rows_may_name_graders(args: Args) -> bool:
     """A row's metadata may carry its own rm_type; the first row tells."""
     path, _ = split_slice(args.prompt_data or "")
@@ -43,4 +55,4 @@ def _rows_may_name_graders(args: Args) -> bool:
         return '"rm_type"' in lines.readline()
 
 
-REWARD_RULES: tuple[Rule, ...] = (grader_is_known, rewards_are_defined)
+REWARD_RULES: tuple[Rule, ...] = (grader_is_known, rewards_are_defined, rewards_are_used_as_asked)

@@ -13,12 +13,15 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import HookError
 from slime.rewards.pool import GraderPool
 from slime.rollout.client import EngineClient
 from slime.rollout.types import Progress
+
+if TYPE_CHECKING:
+    from slime.rollout.workflows.teacher import TeacherClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,10 @@ class RolloutContext:
     """What the driver shows while it waits."""
     loop: asyncio.AbstractEventLoop
     """The manager's event loop; a user function in a thread schedules coroutines on it."""
+    teacher: TeacherClient | None = None
+    """The server of `--opd-teacher-url`."""
+    rollout_id: int | None = None
+    """The step that is generated or evaluated."""
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
 

@@ -6,13 +6,18 @@ shortest text that reads back as the same float. A file appears whole or not at 
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import zstandard
 
+from slime.core.batch import TrainBatch
 from slime.core.errors import DataError
 from slime.core.sample import Group, Sample
 
@@ -20,8 +25,8 @@ FORMAT = "slime-rollout"
 VERSION = 1
 
 
-def path_of(template: str, rollout_id: int) -> Path:
-    """The file of one step: `{rollout_id}` in the template replaced."""
+def path_of(template: str, rollout_id: int | str) -> Path:
+    """The file of one step or evaluation: `{rollout_id}` in the template replaced."""
     return Path(template.replace("{rollout_id}", str(rollout_id)))
 
 
@@ -37,10 +42,33 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
         raise DataError(
             f"got a sample that cannot be recorded ({problem}); keep metadata, label and reward plain JSON"
         ) from problem
+    _write_whole(path, zstandard.ZstdCompressor(level=6).compress(("\n".join(lines) + "\n").encode()))
+
+
+def save_train_batch(path: Path, batch: TrainBatch) -> None:
+    """Writes a batch as .npz: `<position>/<field of TrainSample>`, fields that are None left out; `rollout_id`."""
+    arrays = {"rollout_id": np.asarray(batch.rollout_id)}
+    for position, sample in enumerate(batch.samples):
+        values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+        arrays |= {f"{position}/{name}": np.asarray(value) for name, value in values.items() if value is not None}
+    other = sorted(name for name, array in arrays.items() if array.dtype.kind not in "biuf")
+    assert not other, f"no number can be written of {other[:5]}; it would be a pickle"
+    content = io.BytesIO()
+    np.savez_compressed(content, **cast(Any, arrays))
+    _write_whole(path, content.getvalue())
+
+
+def head_and_tail(groups: list[list[Sample]], part: float | None) -> list[list[Sample]]:
+    """The given part of the groups, at least one, half from each end; all without a part."""
+    num = len(groups) if part is None else max(1, round(part * len(groups)))
+    return groups[: (num + 1) // 2] + groups[len(groups) - num // 2 :]
+
+
+def _write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
-        file.write(zstandard.ZstdCompressor(level=6).compress(("\n".join(lines) + "\n").encode()))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -4,6 +4,7 @@ Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
 2. All samples of an evaluation come from one weight version; anything else is an error, not an average.
 3. A failing engine fails the evaluation. An answer that no grader can score leaves the mean and is counted.
+4. Fan-out siblings are one execution: mean and pass rate count the mean of their rewards once.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import copy
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slime.config.eval_config import EvalDatasetConfig
 from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
+from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import spread
+from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.types import RolloutFnEvalOutput
 
 MAX_TRIES = 3
@@ -42,34 +46,27 @@ class Row(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvalDataset:
-    """One held-out dataset and how it is sampled."""
+    """One held-out dataset."""
 
-    name: str
+    config: EvalDatasetConfig
+    """Its name, its graders and how it is sampled."""
     rows: Sequence[Row]
-    num_samples: int
-    """Executions per prompt."""
-    sampling_params: Mapping[str, Any]
-    rm_type: str | None = None
-    """Overrides `--rm-type` for rows that name none."""
-    custom_rm_path: str | None = None
-    generate_function_path: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Added to every sample's metadata."""
 
 
 def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
-    """Fresh samples, `num_samples` per row side by side; indices are negative so that no ledger knows them."""
+    """Fresh samples, those of a row side by side; indices are negative so that no ledger knows them."""
+    config = dataset.config
     samples: list[Sample] = []
     for number, row in enumerate(dataset.rows):
-        metadata = {**copy.deepcopy(dict(row.metadata)), **dataset.metadata}
-        if dataset.rm_type is not None:
-            metadata.setdefault("rm_type", dataset.rm_type)
-        for _ in range(dataset.num_samples):
+        metadata = {**copy.deepcopy(dict(row.metadata)), **copy.deepcopy(config.metadata_overrides or {})}
+        if config.rm_type is not None:
+            metadata.setdefault("rm_type", config.rm_type)
+        for _ in range(config.n_samples_per_eval_prompt):
             samples.append(
                 Sample(
                     group_index=-1 - number, index=-1 - first_index - len(samples), prompt=copy.deepcopy(row.prompt),
                     tokens=list(row.prompt_tokens or ()), label=row.label, metadata=copy.deepcopy(metadata),
-                    generate_function_path=dataset.generate_function_path, custom_rm_path=dataset.custom_rm_path,
+                    generate_function_path=config.custom_generate_function_path, custom_rm_path=config.custom_rm_path,
                 )
             )  # fmt: skip
     return samples
@@ -111,27 +108,26 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
     """`eval/<name>...` metrics. Raises `DataError` if nothing could be scored."""
-    name = f"eval/{dataset.name}"
-    scored = [(s, s.get_reward_value(reward_key)) for s in samples]
-    rewards = [r for _, r in scored if r is not None]
+    name = f"eval/{dataset.config.name}"
+    finished = [s for s in samples if s.get_reward_value(reward_key) is not None]
+    rewards = rewards_by_execution(finished, reward_key)
     if not rewards:
         reason = next((str(s.metadata.get("unscored")) for s in samples), "the dataset is empty")
-        raise DataError(f"got no score for any of {len(samples)} samples of {dataset.name}: {reason}")
-    finished = [s for s, r in scored if r is not None]
+        raise DataError(f"got no score for any of {len(samples)} samples of {dataset.config.name}: {reason}")
     metrics = {
         name: statistics.fmean(rewards),
         f"{name}-truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in finished),
         f"{name}-num_prompts": float(len(dataset.rows)),
-        f"{name}-num_unscored": float(len(samples) - len(rewards)),
+        f"{name}-num_unscored": float(len(samples) - len(finished)),
         **spread(f"{name}/response_len", [s.effective_response_length for s in finished]),
     }
-    by_prompt: dict[int | None, list[bool]] = {}
-    for sample, reward in scored:
-        if reward is not None:
-            by_prompt.setdefault(sample.group_index, []).append(reward == 1.0)
-    k = 1
-    while dataset.num_samples > 1 and k <= dataset.num_samples:
-        tried = [hits for hits in by_prompt.values() if len(hits) >= k]
+    by_prompt: dict[int | None, list[Sample]] = {}
+    for sample in finished:
+        by_prompt.setdefault(sample.group_index, []).append(sample)
+    hits_of = [[r == 1.0 for r in rewards_by_execution(group, reward_key)] for group in by_prompt.values()]
+    k, num_samples = 1, dataset.config.n_samples_per_eval_prompt
+    while num_samples > 1 and k <= num_samples:
+        tried = [hits for hits in hits_of if len(hits) >= k]
         if tried:
             metrics[f"{name}-pass@{k}"] = statistics.fmean(pass_at_k(len(h), sum(h), k) for h in tried)
         k *= 2
@@ -143,8 +139,10 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     args, hooks = context.args, RolloutHooks.load(context.args)
     datasets = context.eval_datasets
     if not datasets:
-        raise DataError("got an evaluation without data; set --eval-prompt-data NAME FILE")
-    context.progress.begin(f"eval at step {rollout_id}", sum(len(d.rows) * d.num_samples for d in datasets))
+        raise DataError("got an evaluation without data; set --eval-prompt-data NAME FILE or --eval-config")
+    context.progress.begin(
+        f"eval at step {rollout_id}", sum(len(d.rows) * d.config.n_samples_per_eval_prompt for d in datasets)
+    )
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     first_index = 0
@@ -152,12 +150,13 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     for dataset in datasets:
         samples = make_samples(dataset, first_index)
         first_index += len(samples)
-        work.append(all_or_first_error([_evaluate_one(context, s, dataset.sampling_params, hooks) for s in samples]))
+        params = eval_sampling_params(dataset.config)
+        work.append(all_or_first_error([_evaluate_one(context, s, params, hooks) for s in samples]))
     results = await all_or_first_error(work)
     for dataset, executions in zip(datasets, results, strict=True):
         samples = [s for execution in executions for s in execution]
         metrics |= dataset_metrics(dataset, samples, args.eval_reward_key)
-        data[dataset.name] = {
+        data[dataset.config.name] = {
             "rewards": [s.get_reward_value(args.eval_reward_key) for s in samples],
             "truncated": [s.status is Status.TRUNCATED for s in samples],
             "samples": samples,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.config.eval_config import EvalDatasetConfig
+
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:
     """Parameters of training rollouts."""
@@ -25,18 +27,13 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
     return params
 
 
-def eval_sampling_params(args: Any) -> dict[str, Any]:
-    """Parameters of evaluation: the rollout's, with every `--eval-*` setting that is given. Temperature 0 is greedy."""
-    params = rollout_sampling_params(args)
-    own = {
-        "temperature": args.eval_temperature,
-        "top_p": args.eval_top_p,
-        "top_k": args.eval_top_k,
-        "max_new_tokens": args.eval_max_response_len,
-        "min_new_tokens": args.eval_min_new_tokens,
-    }
-    params.update({key: value for key, value in own.items() if value is not None})
-    return params
+def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
+    """Parameters of one evaluation dataset. Temperature 0 is greedy."""
+    names = ("temperature", "top_p", "top_k", "min_new_tokens", "repetition_penalty", "skip_special_tokens", "stop",
+             "stop_token_ids")  # fmt: skip
+    given = {name: getattr(dataset, name) for name in names}
+    params = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if v is not None}
+    return {**params, "max_new_tokens": dataset.max_response_len}
 
 
 def seeded(args: Any, params: dict[str, Any], index: int) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.data_source import build_data_buffer
+from slime.config.eval_config import EvalDatasetConfig, eval_datasets
 from slime.data.dataset import PromptDataset, load_prompts
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.hooks import load
-from slime.rollout.sampling import eval_sampling_params
 
 
 def load_tokenizer(args: Any) -> Any:
@@ -33,29 +33,24 @@ def load_data_source(args: Any, tokenizer: Any) -> DataBuffer:
 
 
 def load_eval_datasets(args: Any, tokenizer: Any) -> tuple[EvalDataset, ...]:
-    """The datasets of `--eval-prompt-data NAME FILE ...`."""
-    pairs = list(args.eval_prompt_data or ())
-    return tuple(
-        EvalDataset(
-            name=name,
-            rows=_rows(args, file, tokenizer),
-            num_samples=args.n_samples_per_eval_prompt,
-            sampling_params=eval_sampling_params(args),
-        )
-        for name, file in zip(pairs[0::2], pairs[1::2], strict=True)
-    )
+    """The datasets of `--eval-prompt-data` or `--eval-config`, read; their functions are checked here."""
+    datasets = eval_datasets(args)
+    for one in datasets:
+        load(one.custom_generate_function_path, "generate")
+        load(one.custom_rm_path, "custom_rm")
+    return tuple(EvalDataset(one, _rows(one, tokenizer)) for one in datasets)
 
 
-def _rows(args: Any, file: str, tokenizer: Any) -> Any:
+def _rows(one: EvalDatasetConfig, tokenizer: Any) -> Any:
     dataset = PromptDataset.load(
-        file,
+        one.path,
         tokenizer=tokenizer,
-        input_key=args.eval_input_key,
-        label_key=args.eval_label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.eval_tool_key,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-        max_prompt_tokens=args.eval_max_prompt_len,
+        input_key=one.input_key,
+        label_key=one.label_key,
+        metadata_key=one.metadata_key,
+        tool_key=one.tool_key,
+        apply_chat_template=one.apply_chat_template,
+        apply_chat_template_kwargs=one.apply_chat_template_kwargs,
+        max_prompt_tokens=one.max_prompt_len,
     )
     return [dataset[i] for i in range(len(dataset))]

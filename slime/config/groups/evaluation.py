@@ -17,6 +17,8 @@ class EvalArgs:
     """Do not evaluate before the first step."""
     eval_prompt_data: tuple[str, ...] | None = None
     """Data sets as pairs: NAME FILE [NAME FILE ...]."""
+    eval_config: str | None = None
+    """YAML file with datasets that have settings of their own, in place of --eval-prompt-data."""
     eval_input_key: str = derived()
     """Column with the prompt. Default: input_key."""
     eval_label_key: str | None = derived()

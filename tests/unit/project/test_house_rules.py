@@ -18,10 +18,11 @@ BESIDE_THE_CORE = (
     "slime/compat/",
     "slime/config/shapes/",
     "slime/rewards/graders/",
+    "slime/rollout/workflows/",
     "slime/training/model/families/",
     "slime/weights/tables/",
 )
-"""One file for each family, grader, command and upstream that needs help: read those that concern you."""
+"""One file for each family, grader, workflow, command and upstream that needs help: read those that concern you."""
 IN_THE_CORE = ("/__init__.py", "tables/table.py", "tables/decoder.py")
 FOLDERS = ("slime", "recipes", "examples", "tests", "benchmarks")
 LOOPS = ("train.py", "train_async.py")

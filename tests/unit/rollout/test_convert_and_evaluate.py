@@ -19,6 +19,8 @@ from slime.rollout.types import Progress
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
+HOOKS = Path(__file__).with_name("workflow_hooks.py")
+
 
 def finished(group_index: int, index: int, reward: Any = 1.0) -> Sample:
     sample = Sample(group_index=group_index, index=index, tokens=[5, 6], reward=reward)
@@ -105,6 +107,26 @@ def test_evaluation_uses_its_own_sampling(tmp_path: Path) -> None:
     assert metrics["eval/held"] == 0.0 and metrics["eval/held-num_prompts"] == 5
     assert metrics["eval/more-pass@2"] == 0.0 and metrics["eval/held-truncated_ratio"] == 1.0
     assert metrics["eval/held/response_len/max"] == 3 and metrics["eval/weight_version"] == 1
+
+
+def test_each_dataset_has_settings_of_its_own(tmp_path: Path) -> None:
+    held, more = (write_prompts(tmp_path / f"{name}.jsonl", 3) for name in ("held", "more"))
+    file = tmp_path / "eval.yaml"
+    file.write_text(
+        f"eval:\n  defaults: {{rm_type: exact_match, n_samples_per_eval_prompt: 3}}\n  datasets:\n"
+        f"    held: {{path: {held}, max_response_len: 2, custom_rm_path: '{HOOKS}:one'}}\n"
+        f"    more: {{path: {more}, n_samples_per_eval_prompt: 1, metadata_overrides: {{split: test}}}}\n"
+    )
+    args, engine = rollout_args(tmp_path, "--eval-interval", "1", "--eval-config", str(file)), FakeEngine()
+
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.evaluate(0)
+
+    metrics = asyncio.run(with_manager(args, engine, work))
+    limits = [r["sampling_params"]["max_new_tokens"] for r in engine.requests]
+    assert sorted(limits) == [2] * 9 + [8] * 3
+    assert metrics["eval/held"] == 1.0 and metrics["eval/held-pass@2"] == 1.0 and "eval/held-pass@4" not in metrics
+    assert metrics["eval/more"] == 0.0 and "eval/more-pass@1" not in metrics
 
 
 def test_an_evaluation_over_two_weight_versions_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Rejection sampling: engines sample `n` answers, the good ones are learned by heart (`--loss-type sft_loss`).
+
+    --loss-type sft_loss --rollout-function-path slime.rollout.loop.generate_rollout --n-samples-per-prompt 8
+    --dynamic-sampling-filter-path slime.rollout.workflows.rejection.has_right      # drops prompts without any
+    --rollout-sample-filter-path slime.rollout.workflows.rejection.keep_right       # or keep_best
+    --drop-masked-executions                                 # the mean is over what is learned (loss_aggregation)
+
+What is not kept stays in the batch and in its metrics, masked. Bounds are the user's own settings, from the key
+`custom` of `--custom-config-path`: `min_reward` (1.0) is what counts as right, `num_kept` (1) how many `keep_best` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slime.core.sample import Sample
+from slime.rollout.filters import execution_rewards
+from slime.rollout.types import DynamicFilterOutput
+
+
+def _rewards(args: Any, samples: list[Sample]) -> dict[int, float]:
+    """Execution -> mean reward of its fan-out siblings, in the order of first appearance."""
+    rewards: dict[int, list[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.index or 0, []).append(sample.get_reward_value(args.reward_key) or 0.0)
+    return {index: sum(values) / len(values) for index, values in rewards.items()}
+
+
+def _keep(args: Any, groups: list[list[Sample]], chosen: Callable[[dict[int, float]], set[int]]) -> None:
+    for group in groups:
+        kept = chosen(_rewards(args, group))
+        for sample in group:
+            sample.remove_sample = sample.remove_sample or (sample.index or 0) not in kept
+
+
+def _min_reward(args: Any) -> float:
+    return float(args.custom.get("min_reward", 1.0))
+
+
+def keep_right(args: Any, groups: list[list[Sample]]) -> None:
+    """Sample filter: only executions with at least `min_reward` are learned."""
+    _keep(args, groups, lambda rewards: {i for i, reward in rewards.items() if reward >= _min_reward(args)})
+
+
+def keep_best(args: Any, groups: list[list[Sample]]) -> None:
+    """Sample filter: of each prompt only the `num_kept` executions with the highest rewards are learned.
+
+    None of a prompt whose answers are all worth the same; of equal ones the first.
+    """
+
+    def best(rewards: dict[int, float]) -> set[int]:
+        ranked = sorted(rewards, key=lambda i: -rewards[i])
+        return set(ranked[: int(args.custom.get("num_kept", 1))]) if len(set(rewards.values())) > 1 else set()
+
+    _keep(args, groups, best)
+
+
+def has_right(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
+    """Dynamic filter: drops a prompt without an execution that `keep_right` keeps."""
+    keep = max(execution_rewards(args, samples), default=0.0) >= _min_reward(args)
+    return DynamicFilterOutput(keep=keep, reason=None if keep else "none_right")

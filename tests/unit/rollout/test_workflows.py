@@ -1,0 +1,144 @@
+"""Workflows on the path of every rollout: rejection sampling, a teacher's log-probs, dumps of what was made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime.core.errors import ConfigError, EngineError
+from slime.core.sample import Sample
+from slime.rollout.debug_data import head_and_tail, load_rollout
+from slime.rollout.manager import RolloutManager
+from slime.rollout.workflows.rejection import has_right, keep_best, keep_right
+from slime.rollout.workflows.teacher import parse_log_probs
+from tests.support.fake_engine import FakeEngine, serve
+from tests.support.rollout import rollout_args, with_manager, write_prompts
+
+HOOKS = Path(__file__).with_name("workflow_hooks.py")
+OPD = ("--use-opd", "--opd-type", "sglang")
+
+
+class FakeTeacher(FakeEngine):
+    """Says -index/100 about each token, as SGLang 0.5.16 answers to `logprob_start_len`."""
+
+    async def _sample(self, body: Any, stop: Any) -> Any:
+        ids, start = body["input_ids"], body["logprob_start_len"]
+        pairs = [[None if i == start else -i / 100, ids[i], None] for i in range(start, len(ids))]
+        return {"meta_info": {"input_token_logprobs": pairs, "weight_version": "default"}}
+
+
+def distil(tmp_path: Path, teacher: FakeTeacher, *flags: str) -> Any:
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.generate(0)
+
+    async def main() -> Any:
+        async with serve(teacher):
+            args = rollout_args(tmp_path, *OPD, "--opd-teacher-url", teacher.url, *flags).replace(rm_type=None)
+            return await with_manager(args, FakeEngine(), work)
+
+    return asyncio.run(main())
+
+
+def test_the_teacher_judges_the_sampled_tokens(tmp_path: Path) -> None:
+    teacher = FakeTeacher(faults=deque([503, "drop"]))
+    batch, _ = distil(tmp_path, teacher)
+    assert len(batch.samples) == 8 and len(teacher.requests) == 10, "503 and a lost connection are asked again"
+    for sample in batch.samples:
+        first = sample.num_tokens - sample.response_length
+        expected = -np.arange(first, sample.num_tokens, dtype=np.float32) / 100
+        np.testing.assert_allclose(sample.teacher_log_probs, expected, rtol=1e-6)
+        assert sample.reward == 0.0, "without a grader the teacher is all there is"
+    assert all(r["sampling_params"]["max_new_tokens"] == 0 for r in teacher.requests)
+
+
+def test_what_a_teacher_refuses_is_given_up_and_not_asked_again(tmp_path: Path) -> None:
+    teacher = FakeTeacher(faults=deque([400] * 999))
+    with pytest.raises(EngineError, match="failed groups"):
+        distil(tmp_path, teacher)
+    assert len(teacher.requests) == len({tuple(r["input_ids"][:8]) for r in teacher.requests}) * 2
+
+
+@pytest.mark.parametrize("pairs", [[[None, 5, None]], [[-0.1, 6, None], [None, 7, None]], [[-1, 7, None]]])
+def test_log_probs_of_other_tokens_are_refused(pairs: Any) -> None:
+    with pytest.raises(EngineError, match="teacher log-prob"):
+        parse_log_probs({"meta_info": {"input_token_logprobs": pairs}}, [6, 7])
+
+
+def test_a_teacher_at_another_temperature_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at temperature 1"):
+        rollout_args(tmp_path, *OPD, "--opd-teacher-url", "http://t", "--rollout-temperature", "0.5")
+    with pytest.raises(ConfigError, match="opd_teacher_url"):
+        rollout_args(tmp_path, "--opd-teacher-url", "http://t")
+
+
+def group(*rewards: float) -> list[Sample]:
+    return [Sample(group_index=0, index=i, reward=reward) for i, reward in enumerate(rewards)]
+
+
+def test_only_what_is_kept_is_learned(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path)
+    groups = [group(0.0, 1.0, 1.0), group(0.2, 0.9, 0.9), group(0.5, 0.5)]
+    kept = []
+    for choose in (keep_right, keep_best):
+        copies = [[Sample.from_dict(s.to_dict()) for s in g] for g in groups]
+        choose(args, copies)
+        kept.append([[not s.remove_sample for s in g] for g in copies])
+    assert kept[0] == [[False, True, True], [False] * 3, [False] * 2]
+    assert kept[1] == [[False, True, False], [False, True, False], [False] * 2]
+    assert [has_right(args, g).keep for g in groups] == [True, False, False]
+
+
+def test_fine_tuning_on_sampled_answers_has_engines_and_masks(tmp_path: Path) -> None:
+    workflow = "slime.rollout.workflows.rejection"
+    args = rollout_args(
+        tmp_path, "--loss-type", "sft_loss", "--rollout-function-path", "slime.rollout.loop.generate_rollout",
+        "--rollout-sample-filter-path", f"{workflow}.keep_right", "--drop-masked-executions",
+        "--custom-rm-path", f"{HOOKS}:odd_is_right",
+    )  # fmt: skip
+    assert not args.debug_train_only, "the answers are sampled by engines"
+
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.generate(0)
+
+    batch, metrics = asyncio.run(with_manager(args, FakeEngine(), work))
+    assert [bool(s.loss_mask.any()) for s in batch.samples] == [False, True] * 4
+    assert metrics["rollout/raw_reward"] == 0.5
+
+
+def test_a_dump_holds_rollouts_batches_evaluations_and_the_tokenizer(tmp_path: Path) -> None:
+    held, dump = write_prompts(tmp_path / "held.jsonl", 2), tmp_path / "dump"
+    args = rollout_args(tmp_path, "--dump-details", str(dump), "--eval-interval", "1", "--eval-prompt-data", "held",
+                        str(held))  # fmt: skip
+
+    async def work(manager: RolloutManager) -> Any:
+        await manager.evaluate(0)
+        return await manager.generate(0)
+
+    batch, _ = asyncio.run(with_manager(args, FakeEngine(), work))
+    assert len(load_rollout(dump / "rollout_data" / "0.jsonl.zst")[1]) == 4
+    assert len(load_rollout(dump / "rollout_data" / "eval_0_held.jsonl.zst")[1]) == 2
+    assert (dump / "tokenizer" / "tokenizer.json").is_file()
+    with np.load(dump / "train_data" / "0.npz", allow_pickle=False) as arrays:
+        assert int(arrays["rollout_id"]) == 0 and "0/teacher_log_probs" not in arrays
+        for i, sample in enumerate(batch.samples):
+            np.testing.assert_array_equal(arrays[f"{i}/tokens"], sample.tokens)
+            np.testing.assert_array_equal(arrays[f"{i}/rollout_log_probs"], sample.rollout_log_probs)
+
+
+def test_a_part_of_a_rollout_is_its_head_and_its_tail(tmp_path: Path) -> None:
+    groups = [group(float(i)) for i in range(7)]
+
+    def kept(part: float | None) -> list[Any]:
+        return [g[0].reward for g in head_and_tail(groups, part)]
+
+    assert kept(None) == kept(1.0) == [0, 1, 2, 3, 4, 5, 6]
+    assert kept(0.5) == [0, 1, 5, 6] and kept(0.01) == [0] and kept(0.4) == [0, 1, 6]
+    args = rollout_args(tmp_path, "--load-debug-rollout-data", "x", "--load-debug-rollout-data-subsample", "0.5")
+    assert args.use_dynamic_global_batch_size and args.debug_train_only
+    with pytest.raises(ConfigError, match="0 < part"):
+        rollout_args(tmp_path, "--load-debug-rollout-data-subsample", "0.5")
