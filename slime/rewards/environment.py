@@ -42,15 +42,16 @@ def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, s
     return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def leave_network() -> bool:
+def leave_network(and_also: int = 0) -> bool:
     """Moves this process, which must have one thread, into an empty network namespace; False where not permitted.
 
     A user namespace of its own makes that possible without privileges, on kernels and in containers that allow it.
+    `and_also`: flags of further namespaces, left at the same time or not at all.
     """
     uid, gid = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
-        return bool(libc.unshare(CLONE_NEWNET) == 0)
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | and_also) != 0:
+        return bool(libc.unshare(CLONE_NEWNET | and_also) == 0)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with contextlib.suppress(OSError):  # without its names the process still has its rights
             Path("/proc/self", name).write_text(text)

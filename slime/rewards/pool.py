@@ -15,16 +15,17 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.graders import base_type
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
-from slime.rewards.graders import ASYNC_TYPES, GraderOptions
+from slime.rewards.graders import ASYNC_TYPES, SLOW_TYPES, GraderOptions
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom
@@ -39,8 +40,10 @@ ASYNC_GRACE_S = 5.0
 BUILT_IN_LIMIT_S = 10.0
 """Longest grading by a built-in that only computes: such a grader needs milliseconds, or it hangs."""
 START_POLL_S = 0.02
-MAX_RESPONSE_CHARS = 16_000_000
-"""A longer response is not sent to a grader."""
+MAX_CHARS = 16_000_000
+"""Samples with more text (prompt, response, label, metadata) are not sent: encoding them would hold the interpreter."""
+SLOW_S, SLOW_PER_PROCESS = 2.0, 3
+"""A request that takes longer lets another take its slot; so many may, for each process of the lane."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,32 @@ class _Lane:
     """Its processes have no network, where the kernel permits, and no settings of the run."""
     processes: list[GraderProcess] = field(default_factory=list)
     num_starting: int = 0
+    num_slow: int = 0
+    """Requests that gave up their slots and still run, each in a process beyond `max_processes`."""
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """A place among the requests that run; hung ones must not keep it from the others until their limit."""
+        await self.slots.acquire()
+        slow = False
+
+        def give_way() -> None:
+            nonlocal slow
+            slow = self.num_slow < SLOW_PER_PROCESS * self.max_processes
+            if slow:
+                self.num_slow += 1
+                self.slots.release()
+
+        timer = asyncio.get_running_loop().call_later(SLOW_S, give_way) if self.per_process == 1 else None
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if slow:
+                self.num_slow -= 1
+            else:
+                self.slots.release()
 
 
 class GraderPool:
@@ -74,7 +103,7 @@ class GraderPool:
         if rm_type is not None:
             base_type(rm_type)
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
-        options = GraderOptions(rm_url=rm_url, timeout_s=timeout_s)
+        options = GraderOptions(rm_url=rm_url, timeout_s=timeout_s, rm_batch_size=getattr(args, "rm_batch_size", 1))
         self._settings = ProcessSettings(options=options, memory_limit_bytes=memory_limit_bytes, args=args)
         num_async = min(2, num_workers)
         self._offline = _Lane(num_workers, 1, asyncio.Semaphore(num_workers), offline=True)
@@ -124,20 +153,20 @@ class GraderPool:
         if self._closed:
             raise SlimeError("the grader pool is closed; nothing can be scored any more")
         grader, custom, is_async = self._choose(samples[0])
-        longest = max(len(s.response) for s in samples)
-        if longest > MAX_RESPONSE_CHARS:
-            return [Unscored(f"the response has {longest} characters, more than {MAX_RESPONSE_CHARS}")] * len(samples)
+        longest = max(_num_chars((s.response, s.prompt, s.label, s.metadata)) for s in samples)
+        if longest > MAX_CHARS:
+            return [Unscored(f"too long to be graded: {longest} characters, more than {MAX_CHARS}")] * len(samples)
         message = {"grader": grader, "custom": custom, "group": group, "concurrent": is_async}
         message["samples"] = [_wire(s, whole=custom is not None) for s in samples]
         lane = self._concurrent if is_async else self._serial if custom else self._offline
         limit_s = self._timeout_s
         if is_async:
             limit_s += ASYNC_GRACE_S  # the worker's own limit comes first
-        elif not custom:
+        elif not custom and base_type(grader) not in SLOW_TYPES:
             limit_s = min(limit_s, BUILT_IN_LIMIT_S)
         reason = "never asked"
         for _ in range(MAX_TRIES):
-            async with lane.slots:
+            async with lane.slot():
                 reply = await self._ask(lane, message, limit_s)
             if not isinstance(reply, str):
                 return _scores(reply, len(samples))
@@ -180,7 +209,7 @@ class GraderPool:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
             process = min(lane.processes, key=lambda p: p.num_reserved, default=None)
-            full = len(lane.processes) + lane.num_starting >= lane.max_processes
+            full = len(lane.processes) + lane.num_starting >= lane.max_processes + lane.num_slow
             if process is not None and (
                 process.num_reserved == 0 or (full and process.num_reserved < lane.per_process)
             ):
@@ -199,6 +228,15 @@ class GraderPool:
         if process in lane.processes:
             lane.processes.remove(process)
         await process.kill()
+
+
+def _num_chars(value: Any) -> int:
+    """Characters of the text inside a nest of lists and dicts."""
+    if isinstance(value, dict):
+        return sum(_num_chars(k) + _num_chars(v) for k, v in value.items())
+    return (
+        sum(map(_num_chars, value)) if isinstance(value, list | tuple) else len(value) if isinstance(value, str) else 1
+    )
 
 
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Invariants
 1. The order is (group_index, index, position within the execution): no scheduling changes it.
-2. Every sample is scored; an unscored one is an error here, never a zero.
+2. Every sample is scored, or says in `metadata["unscored"]` why not: then its reward is NaN, it enters no statistics
+   and trains nothing. Any other without a reward is an error here, never a zero.
 3. Rewards are raw: advantages are computed by the trainer over `group_index`, never by position.
 """
 
@@ -33,10 +34,11 @@ def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 def sample_rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
-    """[S] scalar rewards: of the user's post-processing if given, else `--reward-key` of the sample's.
+    """[S] scalar rewards: of the user's post-processing if given, else `--reward-key` of the sample's; NaN if unscored.
 
     Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
     """
+    every, samples = samples, [s for s in samples if s.reward is not None or "unscored" not in s.metadata]
     post_process = load(args.custom_reward_post_process_path, "reward_post_process")
     if post_process is None:
         rewards = [s.get_reward_value(args.reward_key) for s in samples]
@@ -54,7 +56,8 @@ def sample_rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
                 f"got reward {reward} for sample {sample.index} of group {sample.group_index}; every trained "
                 "sample needs a finite one: a failure is put back or dropped, never scored"
             )
-    return [float(r) for r in rewards if r is not None]
+    values = {id(s): float(r) for s, r in zip(samples, rewards, strict=True) if r is not None}
+    return [values.get(id(s), math.nan) for s in every]
 
 
 def to_train_batch(args: Any, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:

@@ -6,8 +6,9 @@ Outcomes of an execution, and what it leaves behind for a later try
   before the try.
 - failed: engine, grader or user code failed; it is as before the try, and `reason` says why. Never a reward of zero.
 
-A group is finished when all its executions are. A later try in the same step runs only the executions that are not, so
-what is done is not done twice.
+A group is finished when all its executions are, or when so few are unscored that the others can be compared without
+them (`can_be_compared`): those stay, without a reward, and count in no statistics. A later try in the same step runs
+only the executions that are not, so what is done is not done twice.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
 def _set_score(sample: Sample, score: Score) -> str:
     """Writes a score into the sample; returns the reason if there is none."""
     if isinstance(score, Unscored):
-        sample.metadata["unscored"] = score.reason
+        sample.reward, sample.metadata["unscored"] = None, score.reason
         return score.reason
     sample.reward = score.value
     sample.metadata.pop("unscored", None)
@@ -152,7 +153,7 @@ async def run_execution(
             return Execution(result, Outcome.FINISHED)
         as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
         reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
-        return Execution([reset(before)], Outcome.UNSCORED, reason) if reason else Execution(result, Outcome.FINISHED)
+        return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
     except FATAL:
         raise
     except RequestRejected as refusal:
@@ -181,18 +182,36 @@ def by_execution(group: Group) -> list[list[Sample]]:
     return list(executions.values())
 
 
+def can_be_compared(group: Group) -> bool:
+    """Whether the group stands without its unscored executions: half of them, and two where there are two, are scored.
+
+    An execution with an unscored sibling is unscored altogether.
+    """
+    executions = by_execution(group)
+    unscored = [siblings for siblings in executions if any(s.reward is None for s in siblings)]
+    for sample in (s for siblings in unscored for s in siblings):
+        sample.reward = None
+        sample.metadata.setdefault("unscored", "a sibling is unscored")
+    return len(executions) - len(unscored) >= min(len(executions), max(2, (len(executions) + 1) // 2))
+
+
 async def run_group(context: RolloutContext, group: Group, params: dict[str, Any], hook: Hook) -> GroupResult:
     """Runs what is left of a group. Raises `FATAL` errors only; the other executions are then cancelled."""
     executions = await all_or_first_error([run_execution(context, e, params, hook) for e in by_execution(group)])
     worst = max(executions, key=lambda e: SEVERITY.index(e.outcome))
     finished = group.with_samples([s for e in executions for s in e.samples])
+    if worst.outcome is Outcome.UNSCORED:
+        if can_be_compared(finished):
+            return GroupResult(finished, Outcome.FINISHED)
+        left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
+        return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
     if worst.outcome is not Outcome.FINISHED or not context.args.group_rm:
         return GroupResult(finished, worst.outcome, worst.reason)
     try:
         reason = await score_samples(context, finished.samples, group=True)
     except DataError as problem:
         return GroupResult(finished, Outcome.FAILED, str(problem))
-    if not reason:
+    if not reason or can_be_compared(finished):
         return GroupResult(finished, Outcome.FINISHED)
     for sample in finished.samples:
         sample.reward = None  # one call graded them all: all are graded again

@@ -13,6 +13,8 @@ class RewardArgs:
     """Built-in grader; metadata["rm_type"] of a row overrides it."""
     rm_url: str | None = None
     """Address of the grader of --rm-type remote_rm."""
+    rm_batch_size: int = 1
+    """Most samples in one request to --rm-url: 1 sends an object for each, more a list of objects."""
     reward_key: str | None = None
     """Which entry of a dict reward is the number to train on."""
     group_rm: bool = False

@@ -25,11 +25,17 @@ REGISTRY: dict[str, str] = {
     "f1": "slime.rewards.graders.f1",
     "deepscaler": "slime.rewards.graders.deepscaler",
     "dapo": "slime.rewards.graders.dapo",
+    "gpqa": "slime.rewards.graders.gpqa",
+    "ifbench": "slime.rewards.graders.ifbench",
+    "code": "slime.rewards.graders.program_tests",
 }
 """`--rm-type` -> module that defines `grade`; the names are those of `slime.config.graders.GRADERS`."""
 
 ASYNC_TYPES = frozenset({"remote_rm"})
 """Graders that wait more than they compute: one worker runs many at a time."""
+
+SLOW_TYPES = frozenset({"code"})
+"""Graders that compute for longer than a formula takes, within limits of their own; they may take the pool's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class GraderOptions:
 
     rm_url: str | None = None
     """Address of the remote reward service."""
+    rm_batch_size: int = 1
+    """Samples in one request to it; 1: an object for each, more: a list of objects."""
     timeout_s: float = 30.0
     """Seconds after which the pool gives up on one sample."""
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
 
+def after_thinking(text: str) -> str:
+    """What follows the last `</think>`; the whole text without one."""
+    return text.rpartition("</think>")[2]
+
+
 def last_boxed(text: str) -> str | None:
     """The content of the last complete `\\boxed{...}` (or `\\fbox{...}`), braces balanced; None if there is none.
 

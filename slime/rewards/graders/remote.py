@@ -1,20 +1,34 @@
 """Remote reward: POSTs prompt, response, label and metadata as JSON to `--rm-url`; the answer is the reward.
 
 The service answers a number, or an object: with `reward` or `score` alone that number, otherwise the whole object.
-Connection errors and 429 or 5xx are tried again with a growing pause until the pool's limit; other 4xx are not.
+With `--rm-batch-size` N > 1 samples that wait at the same time travel together, as a list of at most N such objects,
+and the answer is a list of as many rewards.
+
+Broken connections, 429 and 5xx are tried again with a growing pause (or the service's `Retry-After`), until the pool's
+limit for each sample. Other statuses never are; a batch that is refused with a 4xx is taken apart once, so that one
+sample that the service does not like costs no other its reward.
+
+Who wakes whom: `grade` puts a sample on the batcher's open list; the first of a list starts the task that sends it
+after `GATHER_S` and wakes all who wait for it. All of it runs on the worker's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import weakref
 from typing import Any
 
-from slime.core.errors import ConfigError, EngineError
+from slime.core.errors import ConfigError, DataError, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.rewards.graders import GraderOptions
 
-RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+GATHER_S = 0.02
+"""How long the first sample of a batch waits for others."""
+Batch = list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 def reward_of(answer: Any) -> Any:
@@ -24,30 +38,121 @@ def reward_of(answer: Any) -> Any:
     return answer
 
 
-async def grade(sample: Sample, options: GraderOptions) -> Any:
-    """Returns the service's reward. Raises `EngineError` if it refuses; retries end with the pool's time limit."""
+async def post(session: Any, url: str, payload: Any) -> Any:
+    """The JSON answer to one payload, tried again while that can succeed; the caller sets the limit.
+
+    Raises `RequestRejected` on a 4xx other than 429, `EngineError` on any other answer that is none.
+    """
     import aiohttp
 
+    next_pause_s = FIRST_PAUSE_S
+    while True:
+        pause_s, next_pause_s = next_pause_s, min(next_pause_s * 2, LONGEST_PAUSE_S)
+        with contextlib.suppress(aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):  # it may be restarting
+            async with session.post(url, json=payload, allow_redirects=False) as response:
+                body = b""
+                async for chunk in response.content.iter_chunked(65536):
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise EngineError(f"the reward service answered more than {MAX_ANSWER_BYTES} bytes")
+                if response.status == 200:
+                    return json.loads(body)
+                if response.status != 429 and response.status < 500:
+                    kind = RequestRejected if response.status >= 400 else EngineError
+                    raise kind(f"the reward service answered {response.status}: {body[:200].decode(errors='replace')}")
+                with contextlib.suppress(ValueError):
+                    wished_s = float(response.headers.get("Retry-After", 0))
+                    pause_s = min(max(pause_s, wished_s), LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
+
+
+class Batcher:
+    """Gathers the samples of one event loop and sends them together, through one pool of connections."""
+
+    def __init__(self, options: GraderOptions) -> None:
+        import aiohttp
+
+        self._options = options
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0))
+        self._open: Batch = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ask(self, payload: dict[str, Any]) -> Any:
+        """The service's answer for one sample. Raises what `post` raises, `DataError` on a list of another length."""
+        if self._options.rm_batch_size <= 1:
+            return await post(self.session, self._options.rm_url or "", payload)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if not self._open or len(self._open) >= self._options.rm_batch_size:
+            self._open = []
+            task = asyncio.create_task(self._send(self._open))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._open.append((payload, future))
+        return await future
+
+    async def _send(self, batch: Batch) -> None:
+        await asyncio.sleep(GATHER_S)
+        if self._open is batch:
+            self._open = []  # whoever comes now begins another
+        waiting = [(payload, future) for payload, future in batch if not future.done()]
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                rewards = await self._rewards([payload for payload, _ in waiting])
+        except Exception as problem:  # whoever waits gets it
+            rewards = [problem] * len(waiting)
+        for (_, future), reward in zip(waiting, rewards, strict=True):
+            if future.done():
+                continue
+            if isinstance(reward, BaseException):
+                future.set_exception(reward)
+            else:
+                future.set_result(reward)
+
+    async def _rewards(self, payloads: list[dict[str, Any]]) -> list[Any]:
+        """One reward, or exception, for each payload."""
+        url = self._options.rm_url or ""
+        try:
+            answer = await post(self.session, url, payloads) if payloads else []
+        except RequestRejected:
+            alone = (post(self.session, url, [payload]) for payload in payloads)
+            answers = await asyncio.gather(*alone, return_exceptions=True) if len(payloads) > 1 else []
+            if not answers:
+                raise
+            return [a[0] if isinstance(a, list) and len(a) == 1 else _another_shape(a, 1) for a in answers]
+        if not isinstance(answer, list) or len(answer) != len(payloads):
+            raise _another_shape(answer, len(payloads))
+        return answer
+
+
+def _another_shape(answer: Any, num_samples: int) -> BaseException:
+    if isinstance(answer, BaseException):
+        return answer
+    size = len(answer) if isinstance(answer, list) else type(answer).__name__
+    return DataError(f"got {size} from the reward service for {num_samples} samples; it answers a list of rewards")
+
+
+_BATCHERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Batcher] = weakref.WeakKeyDictionary()
+
+
+async def close() -> None:
+    """Closes the connections of this event loop; a worker process just ends."""
+    batcher = _BATCHERS.pop(asyncio.get_running_loop(), None)
+    if batcher is not None:
+        await batcher.session.close()
+
+
+async def grade(sample: Sample, options: GraderOptions) -> Any:
+    """Returns the service's reward. Raises `RequestRejected` if it refuses; retries end with the pool's time limit."""
     if not options.rm_url:
         raise ConfigError("got --rm-type remote_rm without an address; set --rm-url")
+    loop = asyncio.get_running_loop()
+    batcher = _BATCHERS.get(loop)
+    if batcher is None:
+        batcher = _BATCHERS[loop] = Batcher(options)
     payload = {
         "prompt": sample.prompt,
         "response": sample.response,
         "label": sample.label,
         "metadata": sample.metadata,
     }
-    timeout = aiohttp.ClientTimeout(total=options.timeout_s)
-    pause_s = FIRST_PAUSE_S
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        while True:
-            try:
-                async with session.post(options.rm_url, json=payload) as response:
-                    if response.status == 200:
-                        return reward_of(await response.json(content_type=None))
-                    if response.status not in RETRY_STATUSES:
-                        text = (await response.text())[:200]
-                        raise EngineError(f"the reward service answered {response.status}: {text}")
-            except aiohttp.ClientConnectionError:
-                pass  # a restarting service: try again until the pool's limit
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+    return reward_of(await batcher.ask(payload))

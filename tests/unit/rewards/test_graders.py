@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from slime.core.errors import ConfigError, DataError, EngineError
+from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Sample
 from slime.rewards.graders import REGISTRY, GraderOptions, load_grader
 from slime.rewards.graders.answers import last_boxed
@@ -93,35 +91,6 @@ def test_f1_dapo_deepscaler() -> None:
 def test_random_is_a_repeatable_coin() -> None:
     scores = [grade("random", f"response {i}") for i in range(64)]
     assert set(scores) == {0.0, 1.0} and scores == [grade("random", f"response {i}") for i in range(64)]
-
-
-def test_the_remote_grader_retries_what_can_succeed() -> None:
-    seen: list[dict[str, Any]] = []
-    statuses = [503, 200, 400]
-
-    async def handle(request: web.Request) -> web.Response:
-        seen.append(await request.json())
-        return web.json_response({"reward": 0.25}, status=statuses.pop(0))
-
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_post("/rm", handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        port = site._server.sockets[0].getsockname()[1]
-        options = GraderOptions(rm_url=f"http://127.0.0.1:{port}/rm")
-        remote = load_grader("remote_rm")
-        result = remote(Sample(prompt="p", response="r", label="l"), options)
-        assert not isinstance(result, float | dict) and await result == 0.25
-        assert seen[1]["response"] == "r" and seen[1]["label"] == "l"
-        with pytest.raises(EngineError, match="400"):
-            await remote(Sample(), options)  # type: ignore[misc]
-        await runner.cleanup()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

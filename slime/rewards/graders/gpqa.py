@@ -1,0 +1,120 @@
+"""Multiple choice (GPQA; Rein et al., 2023, arXiv:2311.12022): 1.0 if the answer commits to the right letter, else 0.0.
+
+The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, the number of one from 0.
+`metadata["choices"]` lists their texts in order; without it A to D are open, or as many as the label needs.
+What counts, best first, after the last `</think>`: the `<answer>` element, the last box, the last "answer is C", a last
+line that is a letter. Several letters in one place are no answer, and neither is a letter that only stands in a text.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from slime.core.errors import DataError
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions
+from slime.rewards.graders.answers import after_thinking, last_answer_element, last_boxed
+
+TAIL_CHARS = 4_000
+"""Without a mark only the end of the response is searched."""
+MAX_MARKED_CHARS = 500
+"""A longer marked "answer" is a text."""
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathsf|mathit|boxed|bf|rm)\s*\{([^{}]*)\}")
+_SAID = re.compile(
+    r"\b(?:answer|choice|option|solution)\b[^\S\n]*(?:(?:would|should|must|will|can only)[^\S\n]+be|is|was|:|=|->|→)"
+    r"[^\S\n]*(?:(?:most likely|therefore|thus|clearly|definitely|option|choice|answer|letter|is|:)[^\S\n]*){0,3}",
+    re.IGNORECASE,
+)
+_LETTER = re.compile(r"[\s(\[{\"'`]*([A-Za-z])(?![A-Za-z0-9])[)\]}\"'`]*")
+_NAMED = re.compile(
+    r"\s*(?:the\s+)?(?:correct\s+|final\s+|best\s+)*(?:answer|option|choice)\b(?:\s+is)?[\s:=]*", re.IGNORECASE
+)
+_MORE = re.compile(
+    r"\s*(?:,|/|&|;|\bor\b|\band\b)\s*(?:\b(?:or|and)\b\s*)?(?:option\s*)?[(\[]?([A-Za-z])(?![A-Za-z0-9'])"
+)
+_PROSE = re.compile(r"\s+(?!because|since|as\b|due|for\b|which|given|based|with|by\b|in\b|on\b|from)[a-z]")
+
+
+def plain(text: str) -> str:
+    """The text without the dress of LaTeX and Markdown, full-width letters made plain."""
+    text = unicodedata.normalize("NFKC", text)
+    for _ in range(3):  # \text{\textbf{C}}
+        text = _WRAPPED.sub(r" \1 ", text)
+    return re.sub(r"[*_$\\]+", "", text)
+
+
+def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
+    """The one letter that `text` begins with; None if it is a word of prose or the first of several."""
+    found = _LETTER.match(text)
+    if found is None or found[1].upper() not in letters:
+        return None
+    rest = text[found.end() :]
+    bare = found[0].strip() == found[1]
+    more = _MORE.match(rest)
+    if more is not None and more[1].upper() in letters and (more[1].isupper() or not found[1].isupper()):
+        return None
+    if bare and found[1].islower() and re.match(r"\s*(?:[.,:;)]|$)", rest) is None:
+        return None  # "the answer is a ..."
+    if bare and not marked and found[1] in "AI" and _PROSE.match(rest):
+        return None  # "The answer is A matter of ..."
+    return found[1].upper()
+
+
+def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
+    """The letter of a marked answer: written as a letter, or as the text of the choice."""
+    words = " ".join(plain(text).split()).casefold().rstrip(".")
+    same = [letter for letter, choice in zip(letters, choices, strict=False) if words == choice]
+    if len(same) == 1:
+        return same[0]
+    bare = plain(text)
+    named = _NAMED.match(bare)
+    return leading_letter(bare[named.end() :] if named else bare, letters, marked=True)
+
+
+def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> str | None:
+    """The letter that the response commits to; None without one. `choices`: folded texts, in the order of letters."""
+    answer = after_thinking(response)
+    for marked in (last_answer_element(answer), last_boxed(answer)):
+        if marked is not None:
+            return choice_of(marked, letters, choices) if len(marked) <= MAX_MARKED_CHARS else None
+    tail = plain(answer[-TAIL_CHARS:]).strip()
+    said = [letter for m in _SAID.finditer(tail) if (letter := leading_letter(tail[m.end() :], letters, marked=False))]
+    if said:
+        return said[-1]
+    last = tail.splitlines()[-1].strip() if tail else ""
+    found = _LETTER.match(last)
+    whole = found is not None and (
+        found.end() == len(last) or last[found.end() - 1] == ")" or last[found.end()] in ".:)"
+    )
+    return leading_letter(last, letters, marked=True) if whole else None
+
+
+def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
+    """The letter of the label. Raises `DataError` if it names none."""
+    label = sample.label
+    if label is None:
+        label = sample.metadata.get("correct_letter")
+    folded = " ".join(plain(str(label)).split()).casefold().rstrip(".")
+    if folded in choices and choices.count(folded) == 1:
+        return ALPHABET[choices.index(folded)]
+    if choices and str(label).strip().isdecimal() and int(label) < len(choices):
+        return ALPHABET[int(label)]
+    letter = None if label is None else leading_letter(plain(str(label)), ALPHABET, marked=True)
+    if letter is None or (choices and ALPHABET.index(letter) >= len(choices)):
+        raise DataError(
+            f"got the label {label!r:.100} with {len(choices)} choices; the gpqa grader needs a letter, the text of a "
+            "choice, or with metadata['choices'] its number from 0"
+        )
+    return letter
+
+
+def grade(sample: Sample, options: GraderOptions) -> float:
+    """Returns 1.0 or 0.0. Raises `DataError` if the label names no choice."""
+    given = sample.metadata.get("choices") or ()
+    choices = [" ".join(plain(str(choice)).split()).casefold().rstrip(".") for choice in given]
+    right = correct_letter(sample, choices)
+    letters = ALPHABET[: len(choices) or max(4, ALPHABET.index(right) + 1)]
+    return float(extract_letter(sample.response, letters, choices) == right)

@@ -1,0 +1,197 @@
+"""Verifiable instructions, in the style of IFEval (Zhou et al., 2023, arXiv:2311.07911): one check for each id.
+
+Each check gets the response and its own keyword arguments and says whether the instruction is followed. Nothing here
+knows a language: a word is a run of letters and digits, a sentence ends with its punctuation mark.
+"""
+
+# ruff: noqa: RUF001  (marks of other scripts are meant)
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[..., bool]
+RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "at least": operator.ge, "less than": operator.lt, "at most": operator.le, "more than": operator.gt,
+    "exactly": operator.eq,
+}  # fmt: skip
+ABBREVIATIONS = (
+    "mr",
+    "mrs",
+    "ms",
+    "dr",
+    "prof",
+    "st",
+    "vs",
+    "etc",
+    "e.g",
+    "i.e",
+    "cf",
+    "no",
+    "fig",
+    "inc",
+    "ltd",
+    "jr",
+)
+_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+[”’」』）]*")
+_BULLET = re.compile(r"^[ \t]*(?:[*+•][ \t]+|-[ \t]+|\*(?=[^*\s]))", re.MULTILINE)
+CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters, digits and underscores."""
+    return re.findall(r"\w+", text)
+
+
+def num_sentences(text: str) -> int:
+    """Sentences by their end marks; a mark after an abbreviation, an initial or a list's number ends none."""
+    count, start = 0, 0
+    for mark in _SENTENCE_END.finditer(text):
+        before = text[max(start, mark.start() - 40) : mark.start()].split()
+        last = before[-1].lstrip("(\"'“").lower() if before else ""
+        initial = len(last) == 1 and last.isalpha() and last != "i" and mark.group() == "."
+        numbered = last.isdecimal() and len(before) == 1 and mark.group() == "."
+        if not re.search(r"\w", text[start : mark.start()]):
+            start = mark.end()
+        elif mark.end() >= len(text.rstrip()) or not (last in ABBREVIATIONS or initial or numbered):
+            count, start = count + 1, mark.end()
+    return count + bool(re.search(r"\w", text[start:]))
+
+
+def compare(value: int, target: Any, relation: str | None) -> bool:
+    """Whether `value` stands in `relation` (default: at least) to `target`. Raises KeyError on an unknown relation."""
+    return RELATIONS[relation or "at least"](value, int(target))
+
+
+def has_word(text: str, word: str) -> bool:
+    """Whether the word, or phrase, stands in the text by itself, in any case."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def paragraphs(text: str, divider: str = r"\s?\*\*\*\s?") -> list[str] | None:
+    """Text between the dividers; an empty one at either end does not count, an empty one between makes it None."""
+    parts = [part.strip() for part in re.split(divider, text)]
+    parts = parts[(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
+    return parts if all(parts) else None
+
+
+def is_json(text: str) -> bool:
+    """An object or list as JSON, in a code fence or not."""
+    body = re.sub(r"^```\w*\s*\n?|\n?```$", "", text.strip()).strip()
+    try:
+        return isinstance(json.loads(body), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """So many paragraphs with empty lines between, of which the n-th (from 1) begins with the word."""
+    parts = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
+    if len(parts) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(parts):
+        return False
+    begins = words(parts[int(nth_paragraph) - 1])
+    return bool(begins) and begins[0].casefold() == first_word.strip().casefold()
+
+
+def two_responses(text: str) -> bool:
+    """Two different texts with six asterisks between."""
+    parts = [part.strip() for part in text.split("******")]
+    parts = parts[(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+def postscript(text: str, postscript_marker: str = "P.S.") -> bool:
+    """A line that begins with the marker, blanks between its letters aside."""
+    marker = r"\s?".join(re.escape(c) for c in postscript_marker if not c.isspace())
+    return re.search(rf"^\s*{marker}.+$", text, re.IGNORECASE | re.MULTILINE) is not None
+
+
+def sections(text: str, num_sections: int, section_spliter: str = "Section") -> bool:
+    """At least so many headings of the form `<splitter> <number>`."""
+    found = re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", text)
+    return len(found) >= int(num_sections)
+
+
+def highlights(text: str, num_highlights: int) -> bool:
+    """At least so many `*highlighted*` or `**highlighted**` parts of a line."""
+    found = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)
+    return sum(1 for part in found if part.strip("* ")) >= int(num_highlights)
+
+
+def capital_words(text: str, capital_frequency: int, capital_relation: str | None = None) -> bool:
+    """How many words are written in capitals only."""
+    return compare(sum(1 for w in words(text) if w.isupper()), capital_frequency, capital_relation)
+
+
+def letters(text: str, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:
+    """How often a letter occurs, in either case."""
+    return compare(text.casefold().count(letter.casefold()), let_frequency, let_relation)
+
+
+def occurrences(text: str, keyword: str, frequency: int, relation: str | None = None) -> bool:
+    """How often a keyword occurs, in any case."""
+    return compare(text.casefold().count(keyword.strip().casefold()), frequency, relation)
+
+
+def one_case(text: str, *, upper: bool) -> bool:
+    """All letters that have a case have this one, and there is one."""
+    cased = [c for c in text if c.isupper() or c.islower()]
+    return bool(cased) and all(c.isupper() is upper for c in cased)
+
+
+def _count(measure: Callable[[str], int], target: str, default: str = "at least") -> Check:
+    """A check that compares a count of the text with the argument named `target`, as `relation` says."""
+
+    def check(text: str, relation: str | None = None, **kwargs: Any) -> bool:
+        return compare(measure(text), kwargs[target], relation or default)
+
+    return check
+
+
+def _quoted(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] + text[-1] in ('""', "“”")
+
+
+CHECKS: Mapping[str, Check] = {
+    "keywords:existence": lambda text, keywords: all(k.casefold() in text.casefold() for k in keywords),
+    "keywords:frequency": occurrences,
+    "keywords:forbidden_words": lambda text, forbidden_words: not any(has_word(text, w) for w in forbidden_words),
+    "keywords:letter_frequency": letters,
+    "length_constraints:number_words": _count(lambda text: len(words(text)), "num_words"),
+    "length_constraints:number_sentences": _count(num_sentences, "num_sentences"),
+    "length_constraints:number_paragraphs": _count(
+        lambda text: len(paragraphs(text) or ()), "num_paragraphs", "exactly"
+    ),
+    "length_constraints:nth_paragraph_first_word": nth_paragraph,
+    "detectable_content:number_placeholders": _count(
+        lambda text: len(re.findall(r"\[[^\[\]]*\]", text)), "num_placeholders"
+    ),
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": _count(lambda text: len(_BULLET.findall(text)), "num_bullets", "exactly"),
+    "detectable_format:constrained_response": lambda text: any(option in text for option in CONSTRAINED),
+    "detectable_format:number_highlighted_sections": highlights,
+    "detectable_format:multiple_sections": sections,
+    "detectable_format:json_format": is_json,
+    "detectable_format:title": lambda text: re.search(r"<<[^<>\n]*[^<>\s][^<>\n]*>>", text) is not None,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().casefold().startswith(prompt_to_repeat.strip().casefold())
+    ),
+    "startend:start_checker": lambda text, start_phrase: (
+        text.strip().strip('"').casefold().startswith(start_phrase.strip().casefold())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').casefold().endswith(end_phrase.strip().casefold())
+    ),
+    "startend:quotation": _quoted,
+    "change_case:capital_word_frequency": capital_words,
+    "change_case:english_capital": lambda text: one_case(text, upper=True),
+    "change_case:english_lowercase": lambda text: one_case(text, upper=False),
+    "punctuation:no_comma": lambda text: not set(text) & set(",，、"),
+}
+"""Instruction id -> check(text, **kwargs)."""

@@ -1,0 +1,150 @@
+"""The code grader: right programs pass, wrong ones fail, hostile ones reach nothing and leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import DataError
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions, load_grader
+from slime.rewards.graders.program_tests import last_program, same_output, same_value
+from slime.rewards.graders.sandbox import CLONE_NEWIPC, CLONE_NEWNS, CLONE_NEWPID, Ended, run
+from slime.rewards.pool import GraderPool
+from slime.rewards.types import Scored
+
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+PAIRS = [{"input": "1 2\n", "output": "3"}, {"input": "-1 1", "output": "0\n"}]
+
+
+def grade(program: str, tests: Any, **metadata: Any) -> Any:
+    response = f"I write\n```python\n{program}\n```\nand that is it."
+    return load_grader("code")(Sample(response=response, metadata={"tests": tests, **metadata}), GraderOptions())
+
+
+def ended(program: str, time_limit_s: float = 1.0, **request: Any) -> Ended:
+    return run({"program": program, **request}, time_limit_s=time_limit_s, memory_bytes=1 << 30)
+
+
+def kernel_permits_namespaces() -> bool:
+    flags = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID
+    code = f"from slime.rewards.environment import leave_network; print(leave_network({flags}))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return out.strip() == "True"
+
+
+def test_the_last_complete_python_block_is_the_answer() -> None:
+    assert last_program("```py\none\n```\n```python\ntwo\n```\n```bash\nthree\n```\n```\nopen") == "two\n"
+    assert last_program("<think>```\none\n```</think> none") is None
+    assert last_program("```\n" * 100_001) is not None
+    assert load_grader("code")(Sample(response="print(3)", metadata={"tests": PAIRS}), GraderOptions()) == 0.0
+
+
+def test_programs_are_run_on_their_inputs() -> None:
+    assert grade(SUM, PAIRS) == 1.0
+    assert grade(SUM, {"inputs": ["1 2", "-1 1"], "outputs": ["3", "1"]}) == 0.5
+    assert grade(SUM, {"inputs": ["1 2", "-1 1"], "outputs": ["3", "1"]}, code_reward="all") == 0.0
+    assert grade("print(3); raise SystemExit(1)", PAIRS[:1]) == 0.0
+    assert grade("syntax error", PAIRS[:1]) == 0.0
+
+
+def test_functions_are_called_and_their_values_compared_outside() -> None:
+    tests = {"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"}
+    assert grade("def order(x): return tuple(sorted(x))", tests) == 1.0
+    assert grade("class Solution:\n    def order(self, x): return sorted(x)", tests) == 1.0
+    assert grade("def order(x): return x", tests) == 0.5
+    always = "class Yes(list):\n    def __eq__(self, other): return True\ndef order(x): return Yes([0])"
+    assert grade(always, tests) == 0.0
+    assert grade("import os\nos._exit(0)", {"inputs": [[1]], "outputs": [None], "fn_name": "f"}) == 0.0
+
+
+def test_assertions_hold_or_do_not() -> None:
+    tests = ["assert double(2) == 4", "assert double(0) == 0"]
+    assert grade("def double(x): return 2 * x", tests) == 1.0
+    assert grade("def double(x): return x", tests) == 0.5
+    check = "def check(candidate):\n    assert candidate(2) == 4\n"
+    assert grade("def double(x): return 2 * x", check, entry_point="double") == 1.0
+    for leave in ("import os; os._exit(0)", "raise SystemExit(0)", "import sys; double = lambda x: sys.exit(0)"):
+        assert grade(leave, tests[:1]) == 0.0, leave
+
+
+def test_rows_without_tests_are_errors_not_zeros() -> None:
+    for tests in (None, [], "", {"inputs": [1], "outputs": []}, [{"input": "1"}], "[not json"):
+        with pytest.raises(DataError):
+            grade(SUM, tests)
+    with pytest.raises(DataError, match="code_reward"):
+        grade(SUM, PAIRS, code_reward="some")
+
+
+def test_outputs_are_compared_as_people_would() -> None:
+    assert same_output("1 \n2\n\n", "1\n2") and same_output("0.3333333333", "0.33333333") and same_output("a  b", "a b")
+    assert not same_output("12", "1 2") and not same_output("3.0", "3") and not same_output("", "0")
+    assert same_value([1, [0.1 + 0.2]], [1, [0.3]]) and not same_value(True, 1) and not same_value([1], [1, 2])
+
+
+@pytest.mark.slow
+def test_a_slow_program_fails_and_is_not_asked_again() -> None:
+    started = time.monotonic()
+    slow = "n = int(input())\nwhile n: pass\nprint(n)"
+    assert grade(slow, {"inputs": ["0", "1", "1", "1"], "outputs": ["0"] * 4}, time_limit_s=1) == 0.25
+    assert time.monotonic() - started < 20
+    assert ended("import time; time.sleep(60)", 0.2).timed_out
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "x = 'a' * (8 << 30)", "open('/etc/passwd')", "import os; os.listdir('/proc/1')",
+        "open('/tmp/slime-code-escaped', 'w')", "import os; os.kill(os.getppid(), 9); print(1 / 0)",
+        "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
+    ],
+)  # fmt: skip
+def test_an_attack_reaches_nothing(attack: str) -> None:
+    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 4 and not kernel_permits_namespaces():
+        pytest.skip("this kernel has neither Landlock nor user namespaces")
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = attack.replace("PORT", str(server.getsockname()[1]))
+        assert ended(program).code != 0
+    assert not Path("/tmp/slime-code-escaped").exists()
+
+
+def test_output_and_files_are_bounded_and_the_tree_is_gone() -> None:
+    flood = ended("print('x' * 50_000_000)", 4.0)
+    assert flood.code != 0 and len(flood.output) <= 4 * 1024 * 1024
+    marker = f"slime-orphan-{os.getpid()}"
+    orphan = (
+        f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        open('{marker}', 'w')"
+    )
+    assert ended(orphan + "\n        time.sleep(300)").code == 0
+    crowd = "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(300)\ntime.sleep(300)"
+    assert ended(crowd, 0.2).code != 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            assert "sandbox.py" not in (folder / "cmdline").read_text() or not is_ours(folder), folder
+        except OSError:
+            continue
+
+
+def is_ours(folder: Path) -> bool:
+    return f"\0{os.getpid()}\0" in (folder / "cmdline").read_text()
+
+
+def test_through_the_pool() -> None:
+    async def main() -> Any:
+        pool = GraderPool(num_workers=1, timeout_s=30.0, rm_type="code", memory_limit_bytes=2 << 30)
+        try:
+            return await pool.score(Sample(response=f"```python\n{SUM}\n```", metadata={"tests": PAIRS}))
+        finally:
+            await pool.close()
+
+    assert asyncio.run(main()) == Scored(1.0)

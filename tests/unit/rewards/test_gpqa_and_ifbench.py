@@ -1,0 +1,148 @@
+"""Letters and instructions: right spellings score, wrong ones and cheats do not, rows that say nothing are errors."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from slime.core.errors import DataError
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions, load_grader
+from slime.rewards.graders.instructions import CHECKS, num_sentences
+
+OPTIONS = GraderOptions()
+JOULES = ["3 J", "4 J", "5 J", "6 J"]
+
+
+def letter(response: str, label: Any = "C", **metadata: Any) -> Any:
+    return load_grader("gpqa")(Sample(response=response, label=label, metadata=metadata), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is C", "The correct answer is (C).", "Answer: C", "**Answer:** C", "**Answer: (C)**", "ANSWER: c",
+        "Final answer: $\\boxed{C}$", "\\boxed{\\text{C}}", "\\boxed{\\textbf{(C)}}", "\\boxed{C. 5 J}",
+        "\\boxed{The answer is C}", "<answer>C</answer>", "<answer>(c)</answer>", "so\nC", "so\n(C)", "so\n**C**",
+        "so\nC) because", "The answer is option C because of x", "the answer is: C", "The answer is \uff23.",
+        "<think>The answer is A</think> Answer: C", "Answer: A ... no, wait. Answer: C", "The answer is \\(C\\).",
+        "The correct option is C, since A and B fail", "The best choice is therefore C.", "The answer is **C**: 5 J",
+        "I think the answer should be C", "The correct answer is:\n\nC", "Answer: \n**C**", "My answer is c.",
+    ],
+)  # fmt: skip
+def test_a_letter_is_found_in_many_spellings(response: str) -> None:
+    assert letter(response) == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is A", "C is wrong", "The answer is not C", "The answer is C or D", "\\boxed{C, D}", "Answer: C/A",
+        "", "The answer is Carbon", "\\boxed{ABCD}", "\\boxed{C}\\boxed{A}", "The answer is a C compound", " C A " * 9,
+        "<think>Answer: C</think>", "Answer: C. Answer: \\boxed{D}",
+    ],
+)  # fmt: skip
+def test_what_is_no_commitment_to_the_letter_scores_nothing(response: str) -> None:
+    assert letter(response) == 0.0
+
+
+def test_labels_name_a_choice_by_letter_number_or_text() -> None:
+    for label in ("C", "(C)", "C.", 2, "2", "5 J", "c"):
+        assert letter("Answer: C", label, choices=JOULES) == 1.0, label
+        assert letter("\\boxed{5 J}", label, choices=JOULES) == 1.0, label
+    assert letter("Answer: J", "J", choices=[str(i) for i in range(100, 110)]) == 1.0
+    assert letter("The answer is A matter of taste", "A") == 0.0
+    for label in (None, "", "E", 7):
+        with pytest.raises(DataError, match="gpqa"):
+            letter("Answer: C", label, choices=JOULES)
+
+
+@pytest.mark.parametrize("attack", ["\\boxed{", "Answer: ", "(", "<answer>", "\\text{", "*", "answer is option "])
+def test_hostile_text_costs_little_time(attack: str) -> None:
+    started = time.monotonic()
+    assert letter(attack * 20_000) == 0.0
+    assert load_grader("ifbench")(every_instruction(attack * 20_000), OPTIONS)["score"] == 0.0  # type: ignore[index]
+    assert time.monotonic() - started < 5.0
+
+
+TEXT = "Dear all,\n\n* One bullet. \n* Two bullets.\n\nP.S. It ends [here]: THE END"
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("keywords:existence", {"keywords": ["Bullet", "end"]}, TEXT, "nothing"),
+    ("keywords:frequency", {"keyword": "bullet", "frequency": 2, "relation": "at least"}, TEXT, "one bullet"),
+    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", "A Cat."),
+    ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3, "let_relation": "less than"}, "Ee", "eee"),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one, two: three", "a b"),
+    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}, "Dr. No. Bye!", "A! B? C"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
+    ("length_constraints:nth_paragraph_first_word",
+     {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Two"}, "a\n\n\"two\" b", "two\n\na"),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b c]", "[a]"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, TEXT, "no PS"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, TEXT, "* a\n* b\n- c"),
+    ("detectable_format:constrained_response", {}, "So: My answer is yes.", "yes"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b c**", "*a* ** **"),
+    ("detectable_format:multiple_sections", {"section_spliter": "PART", "num_sections": 2}, "PART 1 PART 2", "PART 1"),
+    ("detectable_format:json_format", {}, "```json\n{\"a\": [1]}\n```", "{a: 1}"),
+    ("detectable_format:title", {}, "<<Joy>>\nx", "<< >>"),
+    ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it"}, "Say it. Fine.", "Fine. Say it"),
+    ("startend:start_checker", {"start_phrase": "Once upon"}, "once upon a time", "So once upon"),
+    ("startend:end_checker", {"end_phrase": "the end"}, TEXT, "The end is near"),
+    ("startend:quotation", {}, ' "quoted" ', '"not'),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, TEXT, "ONE two"),
+    ("change_case:english_capital", {}, "ALL 4 OF IT", "All"),
+    ("change_case:english_lowercase", {}, "all 4 of it", "aLl"),
+    ("punctuation:no_comma", {}, "no comma.", "one, comma"),
+]  # fmt: skip
+
+
+def every_instruction(response: str) -> Sample:
+    ids, kwargs = [case[0] for case in CASES], [case[1] for case in CASES]
+    return Sample(response=response, metadata={"instruction_id_list": ids, "kwargs": kwargs})
+
+
+@pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+def test_an_instruction_is_followed_or_not(name: str, arguments: dict[str, Any], good: str, bad: str) -> None:
+    def score(response: str) -> Any:
+        metadata = {"instruction_id_list": [name], "kwargs": [{**arguments, "unused": None}]}
+        result: Any = load_grader("ifbench")(Sample(response=response, metadata=metadata), OPTIONS)
+        return result["score"]
+
+    assert score(good) == 1.0 and score(f"<think>{bad}</think>{good}") == 1.0
+    assert score(bad) == 0.0 and score("") == 0.0
+
+
+def test_every_check_has_a_case() -> None:
+    assert {case[0] for case in CASES} == set(CHECKS)
+
+
+def test_loose_forgives_what_stands_around_the_answer() -> None:
+    sample = Sample(response="Sure, here you are:\n**all small**", metadata={
+        "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma", "startend:quotation"],
+    })  # fmt: skip
+    result = load_grader("ifbench")(sample, OPTIONS)
+    assert result == {"score": 0.0, "loose": 0.0, "strict_share": 0.0, "loose_share": pytest.approx(2 / 3)}
+
+
+def test_sentences_end_with_their_marks() -> None:
+    for text, count in (
+        ("One. Two! Three?", 3), ("Dr. J. Smith paid 3.5 dollars, e.g. twice.", 1), ("No mark", 1), ("...", 0),
+        ("1. First.\n2. Second.", 2), ("他来了。她走了。", 2), ("Wait... what?! \"Yes.\" He left.", 4), ("", 0),
+    ):  # fmt: skip
+        assert num_sentences(text) == count, text
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {}, {"instruction_id_list": []}, {"instruction_id_list": ["language:response_language"]},
+        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]},
+        {"instruction_id_list": ["keywords:existence"], "kwargs": [{"words": ["a"]}]},
+        {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 1, "relation": "near"}]},
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_checked_is_an_error_not_a_zero(metadata: dict[str, Any]) -> None:
+    with pytest.raises(DataError):
+        load_grader("ifbench")(Sample(response="x", metadata=metadata), OPTIONS)

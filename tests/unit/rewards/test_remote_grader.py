@@ -1,0 +1,118 @@
+"""The remote grader: what can succeed is tried again, what cannot is not, and batches share no fate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.core.errors import DataError, EngineError, RequestRejected
+from slime.core.sample import Sample
+from slime.rewards.graders import GraderOptions, load_grader, remote
+from slime.rewards.pool import GraderPool
+from slime.rewards.types import Scored, Unscored
+
+Answer = Callable[[Any], tuple[int, Any]]
+
+
+def serve(answer: Answer, work: Callable[[str, list[Any]], Awaitable[Any]]) -> Any:
+    """Runs `work(url, requests seen)` beside a service whose `answer(body)` says (status, JSON); 0 drops the line."""
+    seen: list[Any] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        status, body = answer(seen[-1])
+        if status == 0:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response(body, status=status or 200)
+
+    async def main() -> Any:
+        app = web.Application()
+        app.router.add_post("/rm", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]
+        try:
+            return await work(f"http://127.0.0.1:{port}/rm", seen)
+        finally:
+            await remote.close()
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def grade(sample: Sample, options: GraderOptions) -> Any:
+    return load_grader("remote_rm")(sample, options)
+
+
+@pytest.mark.parametrize("status", [0, 429, 500, 503])
+def test_what_can_succeed_is_tried_again(status: int) -> None:
+    answers = [(status, "no"), (200, {"reward": 0.25})]
+
+    async def work(url: str, seen: list[Any]) -> None:
+        sample = Sample(prompt="p", response="r", label="l", metadata={"a": 1})
+        assert await grade(sample, GraderOptions(rm_url=url)) == 0.25
+        assert seen == [{"prompt": "p", "response": "r", "label": "l", "metadata": {"a": 1}}] * 2
+
+    serve(lambda body: answers.pop(0), work)
+
+
+@pytest.mark.parametrize("status", [307, 400, 401, 404, 408, 422])
+def test_a_refusal_is_final(status: int) -> None:
+    async def work(url: str, seen: list[Any]) -> None:
+        with pytest.raises(EngineError, match=str(status)):
+            await grade(Sample(), GraderOptions(rm_url=url))
+        assert len(seen) == 1
+
+    serve(lambda body: (status, "no"), work)
+
+
+def test_samples_that_wait_together_travel_together() -> None:
+    async def work(url: str, seen: list[Any]) -> None:
+        options = GraderOptions(rm_url=url, rm_batch_size=4)
+        rewards = await asyncio.gather(*(grade(Sample(response="r" * i), options) for i in range(10)))
+        assert rewards == list(range(10)) and [len(batch) for batch in seen] == [4, 4, 2]
+
+    serve(lambda batch: (200, [{"score": len(item["response"])} for item in batch]), work)
+
+
+def test_one_refused_sample_costs_no_other_its_reward() -> None:
+    def answer(batch: list[Any]) -> tuple[int, Any]:
+        return (422, "bad") if any(i["response"] == "bad" for i in batch) else (200, [1.0] * len(batch))
+
+    async def work(url: str, seen: list[Any]) -> None:
+        options = GraderOptions(rm_url=url, rm_batch_size=8)
+        texts = ["a", "bad", "b"]
+        got = await asyncio.gather(*(grade(Sample(response=t), options) for t in texts), return_exceptions=True)
+        assert got[0] == got[2] == 1.0 and isinstance(got[1], RequestRejected)
+        assert [len(batch) for batch in seen] == [3, 1, 1, 1]
+
+    serve(answer, work)
+
+
+def test_a_list_of_another_length_is_no_reward() -> None:
+    async def work(url: str, seen: list[Any]) -> None:
+        with pytest.raises(DataError, match="answers a list"):
+            await grade(Sample(), GraderOptions(rm_url=url, rm_batch_size=2))
+
+    serve(lambda batch: (200, [1.0] * 5), work)
+
+
+def test_through_the_pool_a_dead_service_is_no_zero() -> None:
+    async def work(url: str, seen: list[Any]) -> Any:
+        pool = GraderPool(num_workers=1, timeout_s=1.0, rm_type="remote_rm", rm_url=url)
+        try:
+            return await asyncio.gather(*(pool.score(Sample(response=r)) for r in ("fine", "null", "busy")))
+        finally:
+            await pool.close()
+
+    answers = {"fine": (200, 0.5), "null": (200, None), "busy": (503, "later")}
+    fine, null, busy = serve(lambda body: answers[body["response"]], work)
+    assert fine == Scored(0.5) and isinstance(null, Unscored) and busy == Unscored("timeout after 1 s")
