@@ -1,13 +1,14 @@
 """Functions of your own in the training step: advantages, a loss, importance weights, an aggregation.
 
     python train.py ... --custom-advantage-function-path examples.own_algorithm:best_of_group
+    python train.py ... --rollout-data-postprocess-path examples.own_algorithm:at_most_three
     python train.py ... --loss-type custom_loss --custom-loss-function-path examples.own_algorithm:reinforce
     python train.py ... --use-tis --custom-tis-function-path examples.own_algorithm:soft_weights
     python train.py ... --custom-pg-loss-reducer-function-path examples.own_algorithm:by_thousand_tokens
 
-They are called on every training rank. What they are given is the whole batch (advantages) or one micro-batch: a loss
-must carry the denominators of the step, as `sum_of_sample_mean` does; what a reducer sums is divided by the step's
-executions.
+They are called on every training rank. What they are given is the whole batch (the first two) or one micro-batch: a
+loss must carry the denominators of the step, as `sum_of_sample_mean` does; what a reducer sums is divided by the
+step's executions.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def best_of_group(args: Any, rollout_data: dict[str, Any]) -> None:
             rollout_data["group_index"], rollout_data["rewards"], rollout_data["loss_masks"], strict=True
         )
     ]
+
+
+def at_most_three(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Advantages of any estimator, cut at three from the first step on."""
+    rollout_data["advantages"] = [advantage.clamp(-3.0, 3.0) for advantage in rollout_data["advantages"]]
 
 
 def reinforce(

@@ -31,6 +31,14 @@ def rollout(
     return output
 
 
+def no_empty_answers(args: Any, sample: Sample, evaluation: bool = False) -> Sample | None:
+    """`--rollout-sample-hook-path`: sees each finished sample before its reward; None keeps it as it is now."""
+    if not sample.response.strip():
+        sample.reward = 0.0  # no grader is asked
+        sample.remove_sample = not evaluation
+    return None
+
+
 def newest_first(args: Any, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
     """`--buffer-filter-path`: at most `num_samples` groups, taken out of `buffer` in place."""
     return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]

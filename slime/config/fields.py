@@ -25,9 +25,12 @@ def opt(
     off_names: tuple[str, ...] = (),
     choices: tuple[str, ...] | None = None,
     secret: bool = False,
+    append: bool = False,
 ) -> Any:
-    """A field with more than a default: other spellings, spellings that switch it off, choices, secrecy."""
-    metadata = {"names": names, "off_names": off_names, "choices": choices, "secret": secret}
+    """A field with more than a default: other spellings, spellings that switch it off, choices, secrecy; `append`:
+    a tuple to which each occurrence of the flag adds one entry.
+    """
+    metadata = {"names": names, "off_names": off_names, "choices": choices, "secret": secret, "append": append}
     if isinstance(default, (dict, list)):
         frozen = default
         return dataclasses.field(default_factory=lambda: type(frozen)(frozen), metadata=metadata)
@@ -87,7 +90,8 @@ def flags_of(group: type, *, heading: str, docs: Mapping[str, str] | None = None
                 doc=(docs or {}).get(field.name, ""),
                 group=heading,
                 off_names=off,
-                nargs=nargs,
+                nargs=None if meta.get("append") else nargs,
+                append=bool(meta.get("append")),
                 choices=meta.get("choices") or choices,
                 optional=optional,
                 derived=bool(meta.get("derived")),

@@ -52,6 +52,12 @@ CONTRACTS: dict[str, HookContract] = {
         optional_keywords=("evaluation",),
         mode="async",
     ),
+    "sample_hook": HookContract(
+        "rollout_sample_hook_path",
+        ("args", "sample"),
+        optional_keywords=("rollout_id", "evaluation"),
+        mode="either",
+    ),
     "custom_rm": HookContract("custom_rm_path", ("args", "sample"), mode="either"),
     "group_rm": HookContract("custom_rm_path", ("args", "samples"), mode="either"),
     "dynamic_filter": HookContract("dynamic_sampling_filter_path", ("args", "samples")),
@@ -61,6 +67,7 @@ CONTRACTS: dict[str, HookContract] = {
     "reward_post_process": HookContract("custom_reward_post_process_path", ("args", "samples")),
     "convert_samples": HookContract("custom_convert_samples_to_train_data_path", ("args", "samples")),
     "advantage": HookContract("custom_advantage_function_path", ("args", "rollout_data")),
+    "data_postprocess": HookContract("rollout_data_postprocess_path", ("args", "rollout_id", "rollout_data")),
     "loss": HookContract("custom_loss_function_path", ("args", "batch", "log_probs", "sum_of_sample_mean")),
     "tis": HookContract(
         "custom_tis_function_path",

@@ -6,6 +6,7 @@ on request (`check_hooks` at start-up, `load_hook` where it is used), never whil
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -44,17 +45,25 @@ def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def is_async(hook: Any) -> bool:
+    """Whether a call of `hook` must be awaited."""
+    plain = inspect.isroutine(hook) or inspect.isclass(hook) or isinstance(hook, functools.partial)
+    call = hook if plain else type(hook).__call__
+    return inspect.iscoroutinefunction(inspect.unwrap(call))
+
+
 def check_hooks(args: Args) -> None:
     """Loads every configured hook once. Raises one `HookError` with all that is wrong."""
     problems = []
     for kind, contract in CONTRACTS.items():
-        path = getattr(args, contract.flag)
-        if path is None or (contract.flag == "custom_rm_path" and (kind == "group_rm") != args.group_rm):
+        given = getattr(args, contract.flag)
+        if contract.flag == "custom_rm_path" and (kind == "group_rm") != args.group_rm:
             continue
-        try:
-            load_hook(path, kind)
-        except HookError as error:
-            problems.append(str(error))
+        for path in given if isinstance(given, tuple) else (given,) * (given is not None):
+            try:
+                load_hook(path, kind)
+            except HookError as error:
+                problems.append(str(error))
     if problems:
         raise HookError("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
 
@@ -108,11 +117,9 @@ def _file_module(file: str) -> ModuleType:
 
 def _check_mode(hook: Any, path: str, contract: HookContract) -> None:
     """Sync or async as the contract says."""
-    call = hook if inspect.isroutine(hook) or inspect.isclass(hook) else type(hook).__call__
-    is_async = inspect.iscoroutinefunction(inspect.unwrap(call))
-    expected = {"sync": False, "async": True}.get(contract.mode, is_async)
-    if is_async != expected:
-        got = "async" if is_async else "not async"
+    waits = is_async(hook)
+    if waits != {"sync": False, "async": True}.get(contract.mode, waits):
+        got = "async" if waits else "not async"
         raise HookError(f"--{contract.flag.replace('_', '-')}: got {path}, which is {got}; expected {contract.shape}")
 
 
@@ -132,9 +139,9 @@ def _check_signature(hook: Any, path: str, contract: HookContract) -> None:
         signature = inspect.signature(hook)
     except ValueError:  # some builtins tell nothing; the call itself will
         return
-    arguments: list[str] = list(contract.positional)
+    accepted = [name for name in contract.optional_keywords if accepts_keyword(hook, name)]
     try:
-        signature.bind(*arguments, **dict.fromkeys(contract.keywords))
+        signature.bind(*contract.positional, **dict.fromkeys((*contract.keywords, *accepted)))
     except TypeError as error:
         flag = "--" + contract.flag.replace("_", "-")
         raise HookError(

@@ -4,7 +4,8 @@ Outcomes of an execution, and what it leaves behind for a later try
 - finished: samples that are complete and scored.
 - aborted: interrupted, by the loop or by the engine; its tokens stay with `--partial-rollout`, otherwise it is as
   before the try.
-- failed: engine, grader or user code failed; it is as before the try, and `reason` says why. Never a reward of zero.
+- failed, unscored, expired, rejected: engine, grader or user code failed; it is as before the try, and `reason` says
+  why. Never a reward of zero.
 
 A group is finished when all its executions are, or when so few are unscored that the others can be compared without
 them (`can_be_compared`): those stay, without a reward, and count in no statistics. A later try in the same step runs
@@ -23,12 +24,20 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from slime.buffer.groups import reset
-from slime.core.errors import ConfigError, DataError, HookError, LedgerError, NumericsError, RequestRejected
+from slime.core.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    HookError,
+    LedgerError,
+    NumericsError,
+    RequestRejected,
+)
 from slime.core.sample import Group, Sample, Status
 from slime.rewards.types import Score, Unscored, reason_kind
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
-from slime.rollout.hooks import Hook, call_generate, load
+from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load
 from slime.rollout.sampling import seeded
 
 T = TypeVar("T")
@@ -47,11 +56,13 @@ class Outcome(str, Enum):
     ABORTED = "aborted"
     UNSCORED = "unscored"
     FAILED = "failed"
+    EXPIRED = "expired"
+    """A request found no answer within `--request-timeout-s`: not tried again in this step."""
     REJECTED = "rejected"
     """The engine can never serve it (HTTP 4xx): not tried again."""
 
 
-SEVERITY = (Outcome.FINISHED, Outcome.ABORTED, Outcome.UNSCORED, Outcome.FAILED, Outcome.REJECTED)
+SEVERITY = (Outcome.FINISHED, Outcome.ABORTED, Outcome.UNSCORED, Outcome.FAILED, Outcome.EXPIRED, Outcome.REJECTED)
 """The worst outcome of its executions is the group's."""
 
 
@@ -131,6 +142,9 @@ async def run_execution(
                 hook = load(sample.generate_function_path, "generate") or hook
             fresh = seeded(args, params, sample.index or 0)
             result = await call_generate(hook, args, sample, fresh, evaluation=evaluation)
+            if args.rollout_sample_hook_path and all(s.status in FINISHED for s in result):
+                step = context.rollout_id
+                result = [await call_sample_hooks(args, s, rollout_id=step, evaluation=evaluation) for s in result]
         else:
             result = [sample]
         statuses = {s.status for s in result}
@@ -158,6 +172,8 @@ async def run_execution(
         raise
     except RequestRejected as refusal:
         return Execution([before], Outcome.REJECTED, str(refusal))
+    except DeadlineExceeded as expiry:
+        return Execution([before], Outcome.EXPIRED, str(expiry))
     except Exception as problem:
         logger.warning("execution %s of group %s failed", sample.index, sample.group_index, exc_info=problem)
         return Execution([before], Outcome.FAILED, f"{type(problem).__name__}: {problem}")

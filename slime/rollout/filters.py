@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from slime.core.sample import Sample
 from slime.rollout.types import DynamicFilterOutput
 
 
-def execution_rewards(args: Any, samples: list[Sample]) -> list[float]:
-    """One reward per execution: the mean over its fan-out siblings."""
+def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
+    """One reward per execution: the mean over its fan-out siblings that have one."""
     rewards: dict[int | None, list[float]] = {}
     for sample in samples:
-        reward = sample.get_reward_value(args.reward_key)
+        reward = sample.get_reward_value(reward_key)
         if reward is not None:
             rewards.setdefault(sample.index, []).append(reward)
     return [sum(values) / len(values) for values in rewards.values()]
+
+
+def execution_rewards(args: Any, samples: list[Sample]) -> list[float]:
+    """`rewards_by_execution` by `--reward-key`."""
+    return rewards_by_execution(samples, args.reward_key)
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
@@ -27,3 +34,11 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     if len(set(rewards)) > 1:
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{rewards[0]:g}" if rewards else "no_reward")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """The same, but a group stays if its step would have to fetch another one: no prompt is drawn for the filter.
+
+    Meant with `--over-sampling-batch-size` above `--rollout-batch-size`.
+    """
+    return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)

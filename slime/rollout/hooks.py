@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.hooks import accepts_keyword, load_hook
+from slime.buffer.groups import flatten
+from slime.config.hooks import accepts_keyword, is_async, load_hook
 from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.generate import generate as default_generate
@@ -52,21 +53,42 @@ async def call_generate(
 ) -> list[Sample]:
     """Runs a generate function; always a flat list of samples that carry the execution's identity.
 
-    Raises `HookError` if the function returns anything but a `Sample` or a list of them.
+    Raises `HookError` if the function returns anything but a `Sample` or a nest of different ones.
     """
     group_index, index = sample.group_index, sample.index
     extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
     result = await hook(args, sample, params, **extra)
-    samples = result if isinstance(result, list) else [result]
+    samples = flatten([result])
     if not samples or not all(isinstance(s, Sample) for s in samples):
         kinds = sorted({type(s).__name__ for s in samples}) or ["nothing"]
         raise HookError(
             f"got {', '.join(kinds)} from {_name(hook)}; a generate function returns a Sample or a list of them"
         )
+    if len({id(s) for s in samples}) < len(samples):
+        raise HookError(f"got one Sample object several times from {_name(hook)}; do: copy.deepcopy it for siblings")
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
         sibling.validate()
     return samples
+
+
+async def call_sample_hooks(args: Any, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
+    """Runs `--rollout-sample-hook-path` in order on one finished sample; the identity stays.
+
+    Raises `HookError` if one returns anything but a `Sample` or None.
+    """
+    group_index, index = sample.group_index, sample.index
+    for path in args.rollout_sample_hook_path:
+        hook = _load(path, "sample_hook")
+        given = {"rollout_id": rollout_id, "evaluation": evaluation}
+        given = {name: value for name, value in given.items() if accepts_keyword(hook, name)}
+        result = await (hook(args, sample, **given) if is_async(hook) else in_thread(hook, args, sample, **given))
+        if not isinstance(result, Sample | None):
+            raise HookError(f"got {type(result).__name__} from {_name(hook)}; a sample hook returns a Sample or None")
+        sample = sample if result is None else result
+        sample.group_index, sample.index = group_index, index
+        sample.validate()
+    return sample
 
 
 async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +109,8 @@ async def keep_group(hook: Hook, args: Any, samples: list[Sample]) -> DynamicFil
     if isinstance(verdict, bool):
         return DynamicFilterOutput(keep=verdict)
     if hasattr(verdict, "keep"):
-        return DynamicFilterOutput(keep=bool(verdict.keep), reason=getattr(verdict, "reason", None))
+        anyway = bool(getattr(verdict, "keep_when_insufficient", False))
+        return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), anyway)
     raise HookError(
         f"got {type(verdict).__name__} from {_name(hook)}; a filter returns a bool or a DynamicFilterOutput"
     )

@@ -36,6 +36,8 @@ class DynamicFilterOutput:
     keep: bool
     reason: str | None = None
     """Counted as `rollout/dynamic_filter/drop_<reason>`."""
+    keep_when_insufficient: bool = False
+    """With `keep=False`: drop it only while the groups accepted or under way still fill the step without it."""
 
 
 @dataclass(slots=True)

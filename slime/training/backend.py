@@ -179,7 +179,8 @@ class MegatronBackend:
             return with_signals(prepared, args, Signals())
         # With one step its own forward pass gives the old log-probs, unless an advantage is made from them.
         several = len(prepared.schedule.steps) > 1
-        judged = args.kl_coef or args.use_opd or args.custom_advantage_function_path
+        hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path
+        judged = args.kl_coef or args.use_opd or hooks
         old: tuple[Arrays | None, ...] = (None,)
         if args.keep_old_actor:
             old = self._copies.as_sampled(prepared)

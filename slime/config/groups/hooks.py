@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.config.fields import opt
+
 
 @dataclass(frozen=True, kw_only=True)
 class HookArgs:
@@ -15,6 +17,9 @@ class HookArgs:
     """Same signature, for evaluation. Default: the built-in evaluation."""
     custom_generate_function_path: str | None = None
     """One sample: async fn(args, sample, sampling_params[, evaluation]) -> Sample or list of samples."""
+    rollout_sample_hook_path: tuple[str, ...] = opt((), append=True)
+    """Sees or replaces each finished sample before its reward: [async] fn(args, sample[, rollout_id, evaluation]) ->
+    Sample or None (keeps it). Repeatable: called in the order of the flags."""
     custom_rm_path: str | None = None
     """Grader: fn(args, sample, **kw), sync or async; with --group-rm it gets and returns a list."""
     dynamic_sampling_filter_path: str | None = None
@@ -31,6 +36,9 @@ class HookArgs:
     """Replaces the conversion of samples to training data: fn(args, samples)."""
     custom_advantage_function_path: str | None = None
     """Replaces the estimator: fn(args, rollout_data), sets rollout_data["advantages"] (and "returns")."""
+    rollout_data_postprocess_path: str | None = None
+    """Last word on the advantages: fn(args, rollout_id, rollout_data), changes rollout_data["advantages"] and
+    ["returns"] in place."""
     custom_loss_function_path: str | None = None
     """With --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
     custom_tis_function_path: str | None = None

@@ -60,9 +60,9 @@ class Targets:
 
 
 def compute_targets(batch: TrainBatch, masks: Arrays, args: Any, signals: Signals) -> Targets:
-    """Advantages of `--advantage-estimator`, or of the user's function. `masks`: trained tokens of each sample [R].
+    """Advantages of `--advantage-estimator`, or of the user's functions. `masks`: trained tokens of each sample [R].
 
-    Raises `HookError` if the function breaks its contract, `DataError` if a needed teacher is missing.
+    Raises `HookError` if a function breaks its contract, `DataError` if a needed teacher is missing.
     """
     zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
     if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
@@ -79,6 +79,11 @@ def compute_targets(batch: TrainBatch, masks: Arrays, args: Any, signals: Signal
         advantages = tuple(distilled(a, old, t, m, args.opd_kl_coef) for a, old, t, m in parts)
     if args.normalize_advantages:
         advantages = tuple(whiten(list(advantages), list(masks)))
+    if args.rollout_data_postprocess_path:
+        data = _rollout_data(batch, masks, signals, kl)
+        data |= {"advantages": _tensors(advantages), "returns": _tensors(returns)}
+        load_hook(args.rollout_data_postprocess_path, "data_postprocess")(args, batch.rollout_id, data)
+        advantages, returns = _of_data(data, masks, signals, "--rollout-data-postprocess-path")
     named = {"train/kl_in_reward": kl, "train/advantages": advantages, "train/returns": returns}
     return Targets(advantages, returns, {name: _mean(x, masks) for name, x in named.items() if x is not None})
 
@@ -156,42 +161,49 @@ def _teacher_of_samples(samples: Sequence[TrainSample]) -> Arrays:
 def _of_hook(
     batch: TrainBatch, masks: Arrays, args: Any, signals: Signals, kl: Arrays | None
 ) -> tuple[Arrays, Arrays | None]:
-    """Calls `--custom-advantage-function-path` with lists of CPU tensors, one per sample."""
+    """Calls `--custom-advantage-function-path`."""
+    data = _rollout_data(batch, masks, signals, kl)
+    load_hook(args.custom_advantage_function_path, "advantage")(args, data)
+    return _of_data(data, masks, signals, "--custom-advantage-function-path")
 
-    def tensors(arrays: Sequence[Any] | None) -> list[torch.Tensor] | None:
-        return None if arrays is None else [torch.from_numpy(np.array(x)) for x in arrays]
 
+def _tensors(arrays: Sequence[Any] | None) -> list[torch.Tensor] | None:
+    """Copies, one CPU tensor per sample."""
+    return None if arrays is None else [torch.from_numpy(np.array(x)) for x in arrays]
+
+
+def _rollout_data(batch: TrainBatch, masks: Arrays, signals: Signals, kl: Arrays | None) -> dict[str, Any]:
+    """What hooks see of the batch: a list with one entry per sample under each name."""
     samples = batch.samples
-    data: dict[str, Any] = {
-        "tokens": tensors([s.tokens for s in samples]),
+    return {
+        "tokens": _tensors([s.tokens for s in samples]),
         "total_lengths": [s.num_tokens for s in samples],
         "response_lengths": [s.response_length for s in samples],
         "rewards": [s.reward for s in samples],
         "group_index": [s.group_index for s in samples],
         "index": [s.index for s in samples],
-        "loss_masks": tensors(masks),
-        "log_probs": tensors(signals.old),
-        "ref_log_probs": tensors(signals.ref),
-        "teacher_log_probs": tensors(signals.teacher),
-        "values": tensors(signals.values),
-        "kl": tensors(kl),
+        "loss_masks": _tensors(masks),
+        "log_probs": _tensors(signals.old),
+        "ref_log_probs": _tensors(signals.ref),
+        "teacher_log_probs": _tensors(signals.teacher),
+        "values": _tensors(signals.values),
+        "kl": _tensors(kl),
     }
-    load_hook(args.custom_advantage_function_path, "advantage")(args, data)
-    advantages = _checked(data.get("advantages"), "advantages", masks)
-    returns = data.get("returns")
-    if signals.values is None:
-        return advantages, None
-    return advantages, _checked(returns, "returns", masks)
 
 
-def _checked(values: Any, name: str, masks: Arrays) -> Arrays:
+def _of_data(data: dict[str, Any], masks: Arrays, signals: Signals, flag: str) -> tuple[Arrays, Arrays | None]:
+    """Advantages and, with a critic, returns that the hook of `flag` left in `data`."""
+    advantages = _checked(data.get("advantages"), "advantages", masks, flag)
+    return advantages, None if signals.values is None else _checked(data.get("returns"), "returns", masks, flag)
+
+
+def _checked(values: Any, name: str, masks: Arrays, flag: str) -> Arrays:
     got = f"a list of {len(values)}" if isinstance(values, (list, tuple)) else type(values).__name__
     if not isinstance(values, (list, tuple)) or [len(v) for v in values] != [len(m) for m in masks]:
         raise HookError(
-            f"--custom-advantage-function-path: got {got} in rollout_data[{name!r}]; it sets one value per response "
-            "token of each sample"
+            f"{flag}: got {got} in rollout_data[{name!r}]; it sets one value per response token of each sample"
         )
     kept = _masked([np.asarray(v, np.float64) for v in values], masks)
     if not all(np.isfinite(v).all() for v in kept):
-        raise HookError(f"--custom-advantage-function-path: got a non-finite number in rollout_data[{name!r}]")
+        raise HookError(f"{flag}: got a non-finite number in rollout_data[{name!r}]")
     return kept

@@ -1,0 +1,67 @@
+"""User functions for the contract tests of hooks: generation with one sample and with a nest of siblings."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from examples.multi_turn_tools import converse
+from slime.core.sample import Sample
+from slime.rollout.generate import generate
+
+
+def _score(sample: Sample) -> None:
+    """Nothing solved in every third prompt, one of two elsewhere; no grader process is needed."""
+    sample.reward = 0.0 if (sample.group_index or 0) % 3 == 0 else 1.5 * ((sample.index or 0) % 2)
+
+
+async def bare_single(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """One sample, unscored."""
+    return await generate(args, sample, sampling_params)
+
+
+async def bare_fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """A nest of three samples, unscored."""
+    others = [copy.deepcopy(sample) for _ in range(2)]
+    first, second, third = [await generate(args, s, sampling_params) for s in (sample, *others)]
+    return [[first], [second, third]]
+
+
+async def single(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """One sample with a reward."""
+    await generate(args, sample, sampling_params)
+    _score(sample)
+    return sample
+
+
+async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """Three samples of different rewards, of which the mean is the execution's."""
+    nest = await bare_fan_out(args, sample, sampling_params)
+    for sibling in (nest[0][0], *nest[1]):
+        _score(sibling)
+    return nest
+
+
+async def conversation(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """An environment that answers every turn; the number of turns is limited."""
+    sample = await converse(args, sample, sampling_params, lambda text: f"{len(text)} characters <eos>")
+    sample.reward = 0.0
+    return sample
+
+
+async def own_reward(args: Any, sample: Sample, rollout_id: int, evaluation: bool) -> None:
+    """A sample hook that changes the sample."""
+    assert sample.reward is None, "the hook comes before the reward"
+    sample.reward = float(rollout_id + (sample.index or 0) % 2)
+
+
+def another_sample(args: Any, sample: Sample) -> Sample:
+    """A sample hook that gives another sample; its identity is restored."""
+    other = copy.deepcopy(sample)
+    other.index, other.metadata = None, {"reward_was": sample.reward}
+    other.reward = 10.0 + float(sample.reward or 0.0)  # type: ignore[arg-type]
+    return other
+
+
+def drop_everything(args: Any, samples: list[Sample]) -> bool:
+    return False

@@ -1,0 +1,195 @@
+"""Sample hooks, filters that give way, siblings, and groups that never answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.buffer.data_buffer import DataBuffer
+from slime.config.hooks import check_hooks, load_hook
+from slime.core.errors import EngineError, HookError
+from slime.core.sample import Group, Sample, Status
+from slime.rollout.filters import check_reward_nonzero_std_with_fallback, rewards_by_execution
+from slime.rollout.hooks import call_generate, call_sample_hooks
+from slime.rollout.manager import RolloutManager
+from tests.support.fake_engine import FakeEngine
+from tests.support.rollout import rollout_args, with_manager
+
+PROBE = "tests.support.probe_hooks"
+REWARD = ("--custom-generate-function-path", f"{PROBE}:single")
+
+
+def settings(*paths: str) -> SimpleNamespace:
+    return SimpleNamespace(rollout_sample_hook_path=paths)
+
+
+def test_the_flag_is_repeatable_and_each_path_is_checked(tmp_path: Path) -> None:
+    paths = (f"{PROBE}:own_reward", f"{PROBE}.another_sample")
+    flags = [word for path in paths for word in ("--rollout-sample-hook-path", path)]
+    args = rollout_args(tmp_path, *flags)
+    assert args.rollout_sample_hook_path == paths
+    check_hooks(args)
+    with pytest.raises(HookError, match=r"rollout-sample-hook-path.*slime cannot call"):
+        check_hooks(rollout_args(tmp_path, *flags, "--rollout-sample-hook-path", f"{PROBE}:single"))
+
+
+def test_sample_hooks_run_in_order_and_keep_the_identity() -> None:
+    paths = (f"{PROBE}:own_reward", f"{PROBE}:another_sample")
+    sample = Sample(group_index=3, index=7, tokens=[1])
+    out = asyncio.run(call_sample_hooks(settings(*paths), sample, rollout_id=2, evaluation=False))
+    assert (out.group_index, out.index, out.reward, out.metadata) == (3, 7, 13.0, {"reward_was": 3.0})
+
+
+def test_a_sample_hook_that_returns_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text("def hook(args, sample): return 1.0\n")
+    with pytest.raises(HookError, match="returns a Sample or None"):
+        asyncio.run(call_sample_hooks(settings(f"{file}:hook"), Sample(), rollout_id=0, evaluation=False))
+
+
+def test_a_partial_of_an_async_function_is_async(tmp_path: Path) -> None:
+    file = tmp_path / "parts.py"
+    file.write_text(
+        "import functools\nasync def full(args, sample, sampling_params, extra): return sample\n"
+        "short = functools.partial(full, extra=1)\n"
+    )
+    assert load_hook(f"{file}:short", "generate").keywords == {"extra": 1}  # type: ignore[attr-defined]
+
+
+def test_a_nest_is_one_execution_and_its_samples_are_different_objects() -> None:
+    async def nested(args: Any, sample: Sample, params: Any) -> Any:
+        return [[sample], (Sample(), [Sample()])]
+
+    async def twice(args: Any, sample: Sample, params: Any) -> Any:
+        return [[sample], [sample]]
+
+    sample = Sample(group_index=1, index=5)
+    out = asyncio.run(call_generate(nested, None, sample, {}, evaluation=False))
+    assert [(s.group_index, s.index) for s in out] == [(1, 5)] * 3
+    with pytest.raises(HookError, match="several times"):
+        asyncio.run(call_generate(twice, None, sample, {}, evaluation=False))
+
+
+def test_siblings_made_outside_share_an_execution() -> None:
+    buffer = DataBuffer(None)
+    buffer.add_samples([[[Sample(), Sample()], Sample()]])
+    (group,) = buffer.get_groups(1)
+    assert [s.index for s in group.samples] == [0, 0, 1] and group.num_executions == 2
+    assert [s.index for s in buffer.get_groups(1)[0].samples] == [2]
+
+
+def test_the_mean_of_siblings_is_the_reward_of_their_execution() -> None:
+    samples = [Sample(index=i, reward=r) for i, r in ((0, 1.0), (0, 0.0), (1, 0.5), (2, None))]
+    assert rewards_by_execution(samples, None) == [0.5, 0.5]
+    verdict = check_reward_nonzero_std_with_fallback(SimpleNamespace(reward_key=None), samples)
+    assert (verdict.keep, verdict.reason, verdict.keep_when_insufficient) == (False, "zero_std_0.5", True)
+
+
+def test_a_filter_that_gives_way_draws_no_other_prompt(tmp_path: Path) -> None:
+    """Half of the prompts have no difference: with four to spare they are dropped, without they stay."""
+    path = "slime.rollout.filters:check_reward_nonzero_std_with_fallback"
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from slime.rollout.generate import generate as g\n"
+        "async def half(args, sample, sampling_params):\n"
+        "    await g(args, sample, sampling_params)\n"
+        "    sample.reward = float(sample.group_index % 2 * sample.index % 2)\n"
+        "    return sample\n"
+    )
+    flags = ("--custom-generate-function-path", f"{file}:half", "--dynamic-sampling-filter-path", path)
+
+    def issued_and_dropped(*more: str) -> tuple[float, float]:
+        async def work(manager: RolloutManager) -> Any:
+            batch, metrics = await manager.generate(0)
+            assert len(batch.samples) == 8
+            return metrics["rollout/num_filtered_groups"]
+
+        async def main(manager: RolloutManager) -> Any:
+            return await work(manager), manager.commit(0)["data/issued"]
+
+        return asyncio.run(with_manager(rollout_args(tmp_path, *flags, *more), FakeEngine(), main))
+
+    assert issued_and_dropped() == (0, 4)
+    dropped, issued = issued_and_dropped("--over-sampling-batch-size", "8")
+    assert 0 < dropped <= 4 and issued == 8
+
+
+class SilentEngine(FakeEngine):
+    """Never answers one of the prompts; says everything else at once."""
+
+    silent_on: tuple[int, ...] = ()
+
+    async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
+        if not self.silent_on:
+            self.silent_on = tuple(body["input_ids"])
+        if tuple(body["input_ids"]) == self.silent_on:
+            await stop.wait()
+        return await super()._sample(body, stop)
+
+
+def test_a_group_that_never_answers_is_quarantined_and_survives_a_resume(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, *REWARD, "--request-timeout-s", "0.5")
+    engine = SilentEngine()
+
+    async def first(manager: RolloutManager) -> Any:
+        batch, metrics = await manager.generate(0)
+        assert metrics["rollout/num_quarantined_groups"] == 1 and metrics["rollout/num_failed_groups"] == 0
+        ledger = manager.commit(0)
+        assert ledger["data/returned/quarantined"] == 1 and ledger["data/buffered"] == 4, "a round came in its place"
+        manager.save(tmp_path)
+        return {s.group_index for s in batch.samples}
+
+    async def resumed(manager: RolloutManager) -> Any:
+        manager.load(tmp_path)
+        batch, _ = await manager.generate(1)
+        assert manager.commit(1)["data/buffered"] == 0
+        return {s.group_index for s in batch.samples}
+
+    trained = asyncio.run(with_manager(args, engine, first))
+    assert len(trained) == 4 and 0 not in trained, "the others train"
+    num_silent = sum(tuple(r["input_ids"]) == engine.silent_on for r in engine.requests)
+    assert num_silent == 2, "not issued again in its step"
+    saved = json.loads((tmp_path / "data_buffer.json").read_text())
+    assert 0 in [g["group_index"] for g in saved["buffered"]]
+    assert asyncio.run(with_manager(args, FakeEngine(), resumed)) == set(range(8)) - trained
+
+
+def test_a_group_that_never_answers_in_any_step_is_given_up(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, *REWARD, "--request-timeout-s", "0.3")
+
+    async def work(manager: RolloutManager) -> Any:
+        for step in range(3):
+            await manager.generate(step)
+            ledger = manager.commit(step)
+        return ledger
+
+    ledger = asyncio.run(with_manager(args, SilentEngine(), work))
+    assert ledger["data/failed"] == 1 and ledger["data/returned/quarantined"] == 2 and ledger["data/trained"] == 12
+
+
+def test_engines_that_never_answer_end_the_step(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.faults.extend(["hang"] * 99)
+
+    async def work(manager: RolloutManager) -> None:
+        with pytest.raises(EngineError, match="5 failed groups"):
+            await manager.generate(0)
+        manager._source.ledger().check()
+        assert manager._source.ledger().buffered == manager._source.ledger().issued
+
+    asyncio.run(with_manager(rollout_args(tmp_path, *REWARD, "--request-timeout-s", "0.3"), engine, work))
+
+
+def test_a_fan_out_group_goes_through_json_unchanged() -> None:
+    samples = [Sample(group_index=0, index=i // 2, reward=float(i), status=Status.COMPLETED) for i in range(4)]
+    buffer = DataBuffer(None, n_samples_per_prompt=2)
+    buffer.get_groups(1)
+    buffer.put_back([Group(0, tuple(samples))], "surplus")
+    again = DataBuffer(None, n_samples_per_prompt=2)
+    again.load_state_dict(buffer.state_dict())
+    assert [(s.index, s.reward) for s in again.get_groups(1)[0].samples] == [(s.index, s.reward) for s in samples]

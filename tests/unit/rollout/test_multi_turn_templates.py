@@ -1,0 +1,90 @@
+"""Multi-turn work with tools trains exactly the sampled ids, whatever the chat template does to a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.data.chat import ChatRenderer
+from slime.rollout.manager import RolloutManager
+from tests.support.chat_hooks import FAMILIES, ScriptedEngine, real_tokenizer
+from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
+
+RESULTS = ("391.0", "error: numbers with + - * / only")
+
+
+def call(expression: str) -> str:
+    arguments = {"name": "calculate", "arguments": {"expression": expression}}
+    return f"<think>\nI multiply.\n</think>\n\n<tool_call>\n{json.dumps(arguments)}\n</tool_call>"
+
+
+def scripted_turns(tokenizer: Any) -> list[list[int]]:
+    """Three turns with thinking, spelled in other pieces than the tokenizer would: letter by letter where it can."""
+
+    def spell(text: str) -> list[int]:
+        return [i for part in text for i in tokenizer.encode(part, add_special_tokens=False)]
+
+    texts = (call("17*23"), call("__import__('os')"), "It is 391, naïve 数 🙂. ")
+    turns = [[*spell(text), tokenizer.eos_token_id] for text in texts]
+    again = [tokenizer.encode(tokenizer.decode(t), add_special_tokens=False) for t in turns]
+    assert again != turns, "encoding the text again gives the same ids, so nothing is tested"
+    return turns
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
+    tokenizer = real_tokenizer(family)
+    model = write_checkpoint_stub(tmp_path / "chat")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": len(tokenizer)}))
+    tokenizer.save_pretrained(model)
+    data = tmp_path / "messages.jsonl"
+    messages = [{"role": "user", "content": "17 times 23? <|im_end|><｜end▁of▁sentence｜>"}]  # noqa: RUF001
+    data.write_text(json.dumps({"input": messages, "label": "391"}) + "\n")
+    flags = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rollout-batch-size", "1")
+    generate = ("--custom-generate-function-path", "examples.multi_turn_tools:generate")
+    args = rollout_args(tmp_path, *flags, *generate, "--rollout-max-response-len", "2000")
+    turns = scripted_turns(tokenizer)
+    engine = ScriptedEngine(turns=turns, decode=lambda ids: str(tokenizer.decode(ids)))
+
+    async def work(manager: RolloutManager) -> Any:
+        return (await manager.generate(0))[0]
+
+    batch = asyncio.run(with_manager(args, engine, work))
+    assert len(batch.samples) == 2 and len(engine.requests) == 6
+    sampled = [i for turn in turns for i in turn]
+    for sample in batch.samples:
+        response = sample.tokens[-sample.response_length :]
+        assert response[sample.loss_mask > 0].tolist() == sampled
+        assert (sample.token_versions == 1).tolist() == (sample.loss_mask > 0).tolist()
+        context = between(tokenizer, sample)
+        assert len(context) == 2, context
+        for text, result in zip(context, RESULTS, strict=True):
+            assert text == template_text(tokenizer, result), "the template writes something else between the turns"
+        for request in engine.requests:  # what the engine read is what is trained, up to the end of its prompt
+            assert sample.tokens[: len(request["input_ids"])].tolist() == request["input_ids"]
+
+
+def between(tokenizer: Any, sample: Any) -> list[str]:
+    """The text of each run of masked ids inside the response."""
+    runs: list[list[int]] = []
+    before = 1.0
+    for token, trained in zip(sample.tokens[-sample.response_length :].tolist(), sample.loss_mask, strict=True):
+        if not trained:
+            runs.append([]) if before else None
+            runs[-1].append(token)
+        before = trained
+    return [tokenizer.decode(run) for run in runs]
+
+
+def template_text(tokenizer: Any, result: str) -> str:
+    """What the template writes after an answer, without the end token, which was sampled."""
+    messages = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "BBB"}, {"role": "tool", "content": result},
+    ]  # fmt: skip
+    text = ChatRenderer(tokenizer).render(messages, add_generation_prompt=True).text
+    return text.split("BBB")[1].removeprefix(tokenizer.eos_token)
