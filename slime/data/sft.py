@@ -42,8 +42,8 @@ def sft_tokens(
 ) -> SftTokens:
     """Ids and mask of a conversation; every assistant message with `step_loss_mask` absent or 1 is trained.
 
-    Raises `DataError` if there is none, if the template refuses the messages, or if it is not prefix-stable at a
-    trained message, with the counter-example.
+    Raises `DataError` if there is none, if the template refuses the messages, if it is not prefix-stable at a trained
+    message, with the counter-example, or if it leaves out what a trained message says.
     """
     trained = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and int(m.get(STEP_MASK_KEY, 1)) != 0]
     if not trained:
@@ -62,6 +62,7 @@ def sft_tokens(
         start, stop = len(before.marked), len(before.marked) + _turn_length(after.part(len(before.marked)), chat)
         if not cuts[-1] <= start < stop:
             raise DataError(f"the chat template gives message {i} no text of its own after its generation prompt")
+        _require_said(clean[i], tools, whole.part(start, stop).text, whole.text, i)
         cuts += [start, stop]
     parts = [chat.encode(whole.part(a, b)) for a, b in itertools.pairwise(cuts)]
     _require_faithful(parts, whole.part(0, cuts[-1]), chat)
@@ -87,6 +88,24 @@ def _require_prefix(prefix: Rendered, whole: Rendered, message: int) -> None:
         "because the template rewrites earlier turns; do: end the conversation with that message, set "
         f'"{STEP_MASK_KEY}": 0 on the turns before the last, or use a template that keeps history'
     )
+
+
+def _require_said(message: Mapping[str, Any], tools: Sequence[Any] | None, turn: str, whole: str, number: int) -> None:
+    """What the message says, its tool calls included, is in the turn, and the tools in the conversation."""
+    content = message.get("content")
+    missing = [] if not isinstance(content, str) or content.rpartition("</think>")[2].strip() in turn else ["content"]
+    missing += [f"tool call {n}" for n in _functions(message.get("tool_calls")) if n not in turn]
+    missing += [f"tool {n}" for n in _functions(tools) if n not in whole]
+    if missing:
+        raise DataError(
+            f"the chat template leaves out {', '.join(missing)} of message {number}, whose turn reads {turn[:200]!r}; "
+            "do: use a template that knows tools, or write messages as it wants them (some: content null beside calls)"
+        )
+
+
+def _functions(entries: Sequence[Any] | None) -> list[str]:
+    """Names of tools or tool calls, with or without the `function` level."""
+    return [str(e.get("function", e).get("name", "")) for e in entries or () if isinstance(e, Mapping)]
 
 
 def _require_faithful(parts: Sequence[Sequence[int]], text: Rendered, chat: ChatRenderer) -> None:

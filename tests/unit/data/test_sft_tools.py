@@ -1,0 +1,76 @@
+"""Masks of conversations with tools under real chat templates: every trained span is a whole turn, nothing else is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slime.core.errors import DataError
+from slime.data.chat import ChatRenderer
+from slime.data.sft import STEP_MASK_KEY, sft_tokens
+from tests.support.chat_hooks import real_tokenizer
+
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+TOOLS = [{"type": "function", "function": {"name": "calculate", "description": "Sums.", "parameters": PARAMETERS}}]
+
+
+def conversation(content: str, *, as_text: bool) -> list[dict[str, Any]]:
+    arguments: Any = {"expression": "17*23"}
+    call = {"name": "calculate", "arguments": json.dumps(arguments) if as_text else arguments}
+    return [
+        {"role": "user", "content": "17 times 23?"},
+        {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "TOOL391"},
+        {"role": "assistant", "content": "It is 391."},
+        {"role": "user", "content": "and 2+2?"},
+        {"role": "assistant", "content": "4."},
+    ]
+
+
+def spans(tokenizer: Any, row: Any) -> list[str]:
+    """The texts of the runs of trained tokens."""
+    out: list[list[int]] = [[]]
+    for token, mask in zip(row.tokens[len(row.tokens) - row.response_length :], row.loss_mask, strict=True):
+        if mask:
+            out[-1].append(token)
+        elif out[-1]:
+            out.append([])
+    return [tokenizer.decode(ids) for ids in out]
+
+
+def test_calls_and_answers_are_trained_and_results_are_not() -> None:
+    tokenizer = real_tokenizer("qwen2.5")
+    row = sft_tokens(conversation("", as_text=False), ChatRenderer(tokenizer), tools=TOOLS)
+    call, answer, last = spans(tokenizer, row)
+    assert json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call><|im_end|>")) == {
+        "name": "calculate", "arguments": {"expression": "17*23"},
+    }  # fmt: skip
+    assert (answer, last) == ("It is 391.<|im_end|>", "4.<|im_end|>")
+    text = tokenizer.decode(row.tokens)
+    assert "TOOL391" in text and '"description": "Sums."' in text
+
+
+def test_a_template_that_rewrites_earlier_turns_trains_the_last() -> None:
+    tokenizer = real_tokenizer("qwen3")
+    messages = conversation("", as_text=False)
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        sft_tokens(messages, ChatRenderer(tokenizer), tools=TOOLS)
+    for message in (messages[1], messages[3]):
+        message[STEP_MASK_KEY] = 0
+    row = sft_tokens(messages, ChatRenderer(tokenizer, kwargs={"enable_thinking": False}), tools=TOOLS)
+    assert spans(tokenizer, row) == ["4.<|im_end|>"] and "calculate" in tokenizer.decode(row.tokens)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "smollm2"])
+def test_a_call_that_the_template_leaves_out_is_refused(family: str) -> None:
+    """Law: no row trains an empty turn because a template knows no tools or wants the message written otherwise."""
+    with pytest.raises(DataError, match="leaves out tool call calculate"):
+        sft_tokens(conversation("", as_text=True), ChatRenderer(real_tokenizer(family)), tools=TOOLS)
+
+
+def test_tools_that_the_template_leaves_out_are_refused() -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    with pytest.raises(DataError, match="leaves out tool calculate"):
+        sft_tokens(messages, ChatRenderer(real_tokenizer("smollm2")), tools=TOOLS)
