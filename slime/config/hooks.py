@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.eval_config import eval_datasets
 from slime.config.hook_contracts import CONTRACTS, HookContract
 from slime.core.errors import HookError
 
@@ -54,16 +55,19 @@ def is_async(hook: Any) -> bool:
 
 def check_hooks(args: Args) -> None:
     """Loads every configured hook once. Raises one `HookError` with all that is wrong."""
-    problems = []
+    problems, wanted = [], []
     for kind, contract in CONTRACTS.items():
         given = getattr(args, contract.flag)
-        if contract.flag == "custom_rm_path" and (kind == "group_rm") != args.group_rm:
-            continue
-        for path in given if isinstance(given, tuple) else (given,) * (given is not None):
-            try:
+        if contract.flag != "custom_rm_path" or (kind == "group_rm") == args.group_rm:
+            wanted += [(path, kind) for path in (given if isinstance(given, tuple) else (given,))]
+    for data in eval_datasets(args):
+        wanted += [(data.custom_generate_function_path, "generate"), (data.custom_rm_path, "custom_rm")]
+    for path, kind in wanted:
+        try:
+            if path is not None:
                 load_hook(path, kind)
-            except HookError as error:
-                problems.append(str(error))
+        except HookError as error:
+            problems.append(str(error))
     if problems:
         raise HookError("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
 

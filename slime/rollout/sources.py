@@ -33,12 +33,8 @@ def load_data_source(args: Any, tokenizer: Any) -> DataBuffer:
 
 
 def load_eval_datasets(args: Any, tokenizer: Any) -> tuple[EvalDataset, ...]:
-    """The datasets of `--eval-prompt-data` or `--eval-config`, read; their functions are checked here."""
-    datasets = eval_datasets(args)
-    for one in datasets:
-        load(one.custom_generate_function_path, "generate")
-        load(one.custom_rm_path, "custom_rm")
-    return tuple(EvalDataset(one, _rows(one, tokenizer)) for one in datasets)
+    """The datasets of `--eval-prompt-data` or `--eval-config`, read."""
+    return tuple(EvalDataset(one, _rows(one, tokenizer)) for one in eval_datasets(args))
 
 
 def _rows(one: EvalDatasetConfig, tokenizer: Any) -> Any:

@@ -48,7 +48,6 @@ def teacher(runs: Path, rejected: tuple[RealRun, Path]) -> Iterator[tuple[RealRu
         assert found is not None, run.tail
         yield run, found[1]
         assert run.interrupt() == 130, f"a served model ends with Ctrl-C; {run.tail}"
-        assert run.left() == [], "the launcher left something"
 
 
 def test_rejection_sampling_learns_what_it_keeps(rejected: tuple[RealRun, Path]) -> None:

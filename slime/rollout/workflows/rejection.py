@@ -6,7 +6,8 @@
     --drop-masked-executions                                 # the mean is over what is learned (loss_aggregation)
 
 What is not kept stays in the batch and in its metrics, masked. Bounds are the user's own settings, from the key
-`custom` of `--custom-config-path`: `min_reward` (1.0) is what counts as right, `num_kept` (1) how many `keep_best` keeps.
+`custom` of `--custom-config-path`: `min_reward` (1.0) is what counts as right, `num_kept` (1) how many `keep_best`
+keeps.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from slime.config import check_hooks
 from slime.config.eval_config import eval_datasets
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, HookError
 from slime.rollout.sampling import eval_sampling_params
 from tests.support.rollout import rollout_args, write_prompts
 
@@ -68,3 +69,11 @@ def test_two_sources_of_datasets_are_refused(tmp_path: Path) -> None:
     data = str(write_prompts(tmp_path / "held.jsonl", 2))
     with pytest.raises(ConfigError, match="give one of them"):
         parsed(tmp_path, {"eval": {"datasets": {"a": {"path": data}}}}, "--eval-prompt-data", "a", data)
+
+
+def test_functions_of_datasets_are_checked_with_all_others(tmp_path: Path) -> None:
+    data = str(write_prompts(tmp_path / "held.jsonl", 2))
+    entry = {"path": data, "custom_rm_path": "os:getcwd", "custom_generate_function_path": "no.such:thing"}
+    args = parsed(tmp_path, {"eval": {"datasets": {"a": entry}}})
+    with pytest.raises(HookError, match=r"no.such[\s\S]*getcwd"):
+        check_hooks(args)

@@ -38,7 +38,7 @@ def distil(tmp_path: Path, teacher: FakeTeacher, *flags: str) -> Any:
 
     async def main() -> Any:
         async with serve(teacher):
-            args = rollout_args(tmp_path, *OPD, "--opd-teacher-url", teacher.url, *flags).replace(rm_type=None)
+            args = rollout_args(tmp_path, *OPD, "--opd-teacher-url", teacher.url, "--rm-type", "none", *flags)
             return await with_manager(args, FakeEngine(), work)
 
     return asyncio.run(main())
