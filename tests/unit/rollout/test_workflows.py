@@ -63,6 +63,12 @@ def test_what_a_teacher_refuses_is_given_up_and_not_asked_again(tmp_path: Path) 
     assert len(teacher.requests) == len({tuple(r["input_ids"][:8]) for r in teacher.requests}) * 2
 
 
+def test_a_teacher_that_never_answers_costs_its_group_alone(tmp_path: Path) -> None:
+    batch, metrics = distil(tmp_path, FakeTeacher(faults=deque(["hang"])), "--request-timeout-s", "2")
+    assert len(batch.samples) == 8 and all(s.teacher_log_probs is not None for s in batch.samples)
+    assert metrics["rollout/num_quarantined_groups"] == 1, metrics
+
+
 @pytest.mark.parametrize("pairs", [[[None, 5, None]], [[-0.1, 6, None], [None, 7, None]], [[-1, 7, None]]])
 def test_log_probs_of_other_tokens_are_refused(pairs: Any) -> None:
     with pytest.raises(EngineError, match="teacher log-prob"):
