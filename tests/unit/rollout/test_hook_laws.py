@@ -38,6 +38,29 @@ def test_the_flag_is_repeatable_and_each_path_is_checked(tmp_path: Path) -> None
         check_hooks(rollout_args(tmp_path, *flags, "--rollout-sample-hook-path", f"{PROBE}:single"))
 
 
+def test_built_in_rollouts_are_known_by_both_spellings(tmp_path: Path) -> None:
+    for module in ("loop", "sft"):
+        args = rollout_args(tmp_path, "--rollout-function-path", f"slime.rollout.{module}:generate_rollout")
+        assert args.rollout_function_path == f"slime.rollout.{module}.generate_rollout"
+
+
+def test_siblings_train_in_an_asynchronous_run(tmp_path: Path) -> None:
+    generate = ("--custom-generate-function-path", f"{PROBE}:fan_out")
+    args = rollout_args(tmp_path, "--fully-async", *generate, synchronous=False)
+
+    async def work(manager: RolloutManager) -> Any:
+        batches = []
+        for step in range(3):
+            batches.append((await manager.generate(step))[0])
+            manager.commit(step)
+        return batches
+
+    batches = asyncio.run(with_manager(args, FakeEngine(), work))
+    executions = [s.index for batch in batches for s in batch.samples]
+    assert len(executions) == 72 and {executions.count(i) for i in executions} == {3}
+    assert all(batch.num_executions == 8 for batch in batches)
+
+
 def test_sample_hooks_run_in_order_and_keep_the_identity() -> None:
     paths = (f"{PROBE}:own_reward", f"{PROBE}:another_sample")
     sample = Sample(group_index=3, index=7, tokens=[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from slime.data.chat import ChatRenderer
 from slime.rollout.manager import RolloutManager
-from tests.support.chat_hooks import FAMILIES, ScriptedEngine, real_tokenizer
+from tests.support.chat_hooks import FAMILIES, ScriptedEngine, tokenizer_folder
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 
 RESULTS = ("391.0", "error: numbers with + - * / only")
@@ -37,24 +38,25 @@ def scripted_turns(tokenizer: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
-    tokenizer = real_tokenizer(family)
     model = write_checkpoint_stub(tmp_path / "chat")
+    shutil.copytree(tokenizer_folder(family), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "vocab_size": len(tokenizer)}))
-    tokenizer.save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
     data = tmp_path / "messages.jsonl"
     messages = [{"role": "user", "content": "17 times 23? <|im_end|><｜end▁of▁sentence｜>"}]  # noqa: RUF001
     data.write_text(json.dumps({"input": messages, "label": "391"}) + "\n")
     flags = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rollout-batch-size", "1")
-    generate = ("--custom-generate-function-path", "examples.multi_turn_tools:generate")
-    args = rollout_args(tmp_path, *flags, *generate, "--rollout-max-response-len", "2000")
-    turns = scripted_turns(tokenizer)
-    engine = ScriptedEngine(turns=turns, decode=lambda ids: str(tokenizer.decode(ids)))
+    hooks = ("--custom-generate-function-path", "examples.multi_turn_tools:generate",
+             "--rollout-sample-hook-path", "tests.support.probe_hooks:own_reward")  # fmt: skip
+    args = rollout_args(tmp_path, *flags, *hooks, "--rollout-max-response-len", "2000")
+    engine = ScriptedEngine()
 
     async def work(manager: RolloutManager) -> Any:
-        return (await manager.generate(0))[0]
+        tokenizer = manager._tokenizer
+        engine.turns, engine.decode = scripted_turns(tokenizer), lambda ids: str(tokenizer.decode(ids))
+        return (await manager.generate(0))[0], tokenizer, engine.turns
 
-    batch = asyncio.run(with_manager(args, engine, work))
+    batch, tokenizer, turns = asyncio.run(with_manager(args, engine, work))
     assert len(batch.samples) == 2 and len(engine.requests) == 6
     sampled = [i for turn in turns for i in turn]
     for sample in batch.samples:
