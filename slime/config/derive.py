@@ -141,9 +141,7 @@ def _fully_async(draft: Draft) -> None:
     bound, why = v["max_weight_staleness"], "--fully-async publishes while groups are half done"
     draft.derive("partial_rollout", True, why)
     most = ((bound or 0) + 1) * (v["rollout_batch_size"] or 0)
-    if (
-        v["pause_generation_mode"] != "abort"
-    ):  # a token's version is told by its chunk; old keys and values are not kept
+    if v["pause_generation_mode"] != "abort":  # chunks tell versions; no old prefix is reused
         for name in ("disable_overlap_schedule", "disable_radix_cache", "incremental_streaming_output"):
             draft.sglang[name] = True
             draft.origins[f"sglang.{name}"] = f"derived: --pause-generation-mode {v['pause_generation_mode']}"
