@@ -42,8 +42,8 @@ BUILT_IN_LIMIT_S = 10.0
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
 """Samples with more text (prompt, response, label, metadata) are not sent: encoding them would hold the interpreter."""
-SLOW_S, SLOW_PER_PROCESS = 2.0, 3
-"""A request that takes longer lets another take its slot; so many may, for each process of the lane."""
+SLOW_S, SLOW_SHARE, SLOW_PER_PROCESS = 2.0, 0.25, 3
+"""A request that takes longer, or this share of its limit, lets another take its slot; so many for each process may."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Lane:
     """Requests that gave up their slots and still run, each in a process beyond `max_processes`."""
 
     @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
+    async def slot(self, limit_s: float) -> AsyncIterator[None]:
         """A place among the requests that run; hung ones must not keep it from the others until their limit."""
         await self.slots.acquire()
         slow = False
@@ -73,7 +73,8 @@ class _Lane:
                 self.num_slow += 1
                 self.slots.release()
 
-        timer = asyncio.get_running_loop().call_later(SLOW_S, give_way) if self.per_process == 1 else None
+        slow_s = min(SLOW_S, SLOW_SHARE * limit_s)
+        timer = asyncio.get_running_loop().call_later(slow_s, give_way) if self.per_process == 1 else None
         try:
             yield
         finally:
@@ -166,7 +167,7 @@ class GraderPool:
             limit_s = min(limit_s, BUILT_IN_LIMIT_S)
         reason = "never asked"
         for _ in range(MAX_TRIES):
-            async with lane.slot():
+            async with lane.slot(limit_s):
                 reply = await self._ask(lane, message, limit_s)
             if not isinstance(reply, str):
                 return _scores(reply, len(samples))

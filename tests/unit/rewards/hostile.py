@@ -25,6 +25,8 @@ def act(args: Any, sample: Sample) -> Any:
             return float("nan")
         case "huge":
             return {"x": "a" * 10_000_000}
+        case "giant":
+            return {"score": 1.0, "text": "a" * 2**30}
         case "memory":
             return float(len("a" * (8 << 30)))
         case "exit":
@@ -57,3 +59,8 @@ def group(args: Any, samples: list[Sample]) -> list[float]:
     """Rank of the response length; one too few for a group of three."""
     lengths = [float(len(s.response)) for s in samples]
     return lengths[:-1] if len(lengths) == 3 else lengths
+
+
+def group_with_gap(args: Any, samples: list[Sample]) -> list[float | None]:
+    """No reward for the first sample of the group."""
+    return [None, *(float(s.index or 0) for s in samples[1:])]

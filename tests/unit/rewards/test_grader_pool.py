@@ -83,6 +83,33 @@ def test_a_blocking_async_grader_costs_its_process_not_its_neighbours() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act_async", timeout_s=2.0, num_workers=1)
 
 
+def test_a_slow_request_lets_others_go_before_it() -> None:
+    async def work(pool: GraderPool) -> None:
+        hangs = [asyncio.create_task(pool.score(Sample(response="hang"))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert await pool.score(Sample(response="ok")) == Scored(1.0)
+        assert not any(hang.done() for hang in hangs), "it waited for the limit of another"
+        for hang in hangs:
+            hang.cancel()
+        await asyncio.gather(*hangs, return_exceptions=True)
+        assert pool._serial.num_slow == 0
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=1, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("where", ["response", "prompt", "label", "metadata"])
+def test_no_giant_text_travels_to_a_grader(where: str) -> None:
+    giant = "x" * 20_000_000
+    fields: dict[str, Any] = {where: {"deep": [giant]} if where == "metadata" else giant}
+
+    async def work(pool: GraderPool) -> None:
+        score = await pool.score(Sample(**fields))
+        assert isinstance(score, Unscored) and "too long" in score.reason
+        assert not pool._offline.processes, "a process was started for it"
+
+    with_pool(work, rm_type="exact_match")
+
+
 def test_many_hangs_do_not_stop_the_others() -> None:
     async def work(pool: GraderPool) -> None:
         responses = ["hang" if i % 20 == 0 else "ok" for i in range(100)]

@@ -1,0 +1,120 @@
+"""A fifth of all rewards fails in every known way: the step finishes without them, as fast, and none becomes a zero."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime.algorithms.advantages.groups import group_advantages
+from slime.core.batch import TrainBatch
+from slime.core.sample import Sample
+from slime.rewards.types import Scored
+from slime.rollout.manager import RolloutManager
+from tests.support import hostile_rewards
+from tests.support.fake_engine import FakeEngine
+from tests.support.rollout import rollout_args, with_manager
+
+SAMPLES_PER_PROMPT, TOKENS = 8, 8
+STALL_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def hostility() -> Iterator[None]:
+    hostile_rewards.GIANT.append("x" * 2**30)
+    yield
+    hostile_rewards.GIANT.clear()
+    hostile_rewards.ACTS.clear()
+
+
+async def longest_stall(stop: asyncio.Event) -> float:
+    """Longest time for which the event loop answered nobody, in seconds."""
+    longest, interval_s = 0.0, 0.01
+    while not stop.is_set():
+        started = time.monotonic()
+        await asyncio.sleep(interval_s)
+        longest = max(longest, time.monotonic() - started - interval_s)
+    return longest
+
+
+async def step(manager: RolloutManager, rollout_id: int) -> tuple[TrainBatch, dict[str, float], float, float]:
+    """One step: (batch, metrics, seconds, longest stall in seconds)."""
+    stop = asyncio.Event()
+    watch = asyncio.create_task(longest_stall(stop))
+    started = time.monotonic()
+    batch, metrics = await manager.generate(rollout_id)
+    seconds = time.monotonic() - started
+    stop.set()
+    stall_s = await watch
+    manager.commit(rollout_id)
+    return batch, metrics, seconds, stall_s
+
+
+def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float) -> tuple[Any, Any]:
+    """A clean step, then a hostile one, of one manager with warm graders."""
+    num_executions = num_prompts * SAMPLES_PER_PROMPT
+    args = rollout_args(
+        tmp_path, "--rollout-batch-size", str(num_prompts), "--n-samples-per-prompt", str(SAMPLES_PER_PROMPT),
+        "--rollout-max-response-len", str(TOKENS), "--sglang-server-concurrency", "16", "--rm-type", "exact_match",
+        "--reward-timeout-s", "1", "--reward-num-workers", "2", "--custom-generate-function-path",
+        "tests.support.hostile_rewards:generate", num_rows=2 * num_prompts,
+    )  # fmt: skip
+
+    async def work(manager: RolloutManager) -> tuple[Any, Any]:
+        pair = [Sample(response="\\boxed{1}", label="1"), Sample(response="ok", custom_rm_path=hostile_rewards.REWARD)]
+        for _ in range(20):  # until both lanes have both of their processes, whatever their start took
+            scores = await asyncio.gather(*(manager._graders.score(s) for s in pair * 2))
+            if scores == [Scored(1.0)] * 4:
+                break
+        clean = await step(manager, 0)
+        hostile_rewards.ACTS.update(hostile_rewards.plan(num_executions, num_executions, SAMPLES_PER_PROMPT))
+        return clean, await step(manager, 1)
+
+    result: tuple[Any, Any] = asyncio.run(with_manager(args, FakeEngine(tick_s=tick_s), work))
+    return result
+
+
+def check_laws(clean: Any, hostile: Any, num_prompts: int) -> None:
+    batch, metrics, _, stall_s = hostile
+    acts = hostile_rewards.ACTS
+    assert stall_s <= STALL_S, f"the event loop stalled for {stall_s:.2f} s"
+    assert all(s.reward == 1 - s.index % 2 for s in clean[0].samples), "a clean reward is wrong"
+    assert len(batch.samples) == num_prompts * SAMPLES_PER_PROMPT, "an unscored sample cost its group"
+    assert metrics["rollout/num_failed_groups"] == metrics["rollout/num_retried_groups"] == 0, metrics
+    scored = []
+    for sample in batch.samples:
+        act = acts.get(sample.index)
+        if act is None:
+            assert sample.reward == 1 - sample.index % 2, f"execution {sample.index} has the reward {sample.reward}"
+        else:  # math-verify may call the box unequal before it hangs: then 0.0 is its judgement
+            assert math.isnan(sample.reward) or (act == "boxed" and sample.reward == 0.0), (act, sample.reward)
+        if not math.isnan(sample.reward):
+            scored.append(sample.reward)
+    assert metrics["rollout/num_unscored_samples"] == len(batch.samples) - len(scored) >= len(acts) - 1
+    assert metrics["rollout/raw_reward"] == pytest.approx(np.mean(scored)), "the mean counts unscored samples"
+    everyone = [(s.reward, s.group_index, s.index) for s in batch.samples]
+    known = [entry for entry in everyone if not math.isnan(entry[0])]
+    with_them, without = (group_advantages(*zip(*entries, strict=True)) for entries in (everyone, known))
+    got = {entry[2]: value for entry, value in zip(everyone, with_them, strict=True)}
+    assert [got[index] for _, _, index in known] == pytest.approx(list(without)), "they moved a group's statistics"
+    assert all(got[index] == 0.0 for reward, _, index in everyone if math.isnan(reward))
+
+
+def test_a_step_goes_on_without_its_unscored_samples(tmp_path: Path) -> None:
+    clean, hostile = clean_and_hostile(tmp_path, num_prompts=8, tick_s=0.0)
+
+    check_laws(clean, hostile, 8)
+
+
+@pytest.mark.slow
+def test_hostile_rewards_cost_a_tenth_of_the_throughput_at_most(tmp_path: Path) -> None:
+    clean, hostile = clean_and_hostile(tmp_path, num_prompts=32, tick_s=0.15)
+    check_laws(clean, hostile, 32)
+
+    assert clean[2] / hostile[2] >= 0.9, f"clean {clean[2]:.2f} s, hostile {hostile[2]:.2f} s"
