@@ -10,10 +10,17 @@ import pytest
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
 from slime.data.sft import STEP_MASK_KEY, sft_tokens
-from tests.support.chat_hooks import real_tokenizer
+from tests.support.chat_hooks import tokenizer_folder
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 TOOLS = [{"type": "function", "function": {"name": "calculate", "description": "Sums.", "parameters": PARAMETERS}}]
+
+
+def real_tokenizer(family: str) -> Any:
+    """The tokenizer of a family as rollouts load it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_folder(family))
 
 
 def conversation(content: str, *, as_text: bool) -> list[dict[str, Any]]:
