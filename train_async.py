@@ -33,7 +33,8 @@ def train_async(args: Args) -> None:
                 if following is not None:
                     run.wait_for_generation(following)
                 run.publish_weights()
-                run.check_log_probs()
+                if not args.fully_async or rollout_id == start or run.saves_after(rollout_id):
+                    run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
             if run.evaluates_after(rollout_id):
                 run.evaluate(rollout_id)
             run.end_step(rollout_id)

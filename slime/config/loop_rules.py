@@ -80,6 +80,13 @@ def _worker_has_its_own_ways(args: Args) -> str | None:
             "and keeps max_groups_in_flight groups; drop one of the two")  # fmt: skip
 
 
+def _batches_of_a_worker_mix_versions(args: Args) -> str | None:
+    if not (args.fully_async and args.keep_old_actor):
+        return None
+    return ("got --keep-old-actor with --fully-async, whose batches were sampled by several weights, of which one copy "
+            "is kept; use --use-tis or --use-rollout-logprobs")  # fmt: skip
+
+
 def _bounds_are_possible(args: Args) -> str | None:
     bound, most = args.max_weight_staleness, args.max_groups_in_flight
     if bound is not None and bound < 0:
@@ -95,4 +102,5 @@ _BOTH: tuple[Rule, ...] = (
     _requests_live_through_updates,
     _worker_has_its_own_ways,
     _bounds_are_possible,
+    _batches_of_a_worker_mix_versions,
 )

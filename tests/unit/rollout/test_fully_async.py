@@ -219,6 +219,7 @@ def test_a_bound_keeps_finished_groups_of_a_step_for_the_next(tmp_path: Path) ->
         (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
         (["--fully-async", "--max-groups-in-flight", "3"], False, "never be full"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
+        (["--fully-async", "--keep-old-actor"], False, "several weights"),
         (["--pause-generation-mode", "retract"], False, "without --fully-async"),
         (["--fully-async", "--pause-generation-mode", "in_place", "--sglang-stream-interval", "4"], False, "chunk"),
     ],
