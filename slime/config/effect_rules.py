@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slime.config.args import Args
-from slime.config.derive import BY_GROUP_STD
+from slime.config.derive import BY_GROUP_STD, SFT_ROLLOUT
 from slime.config.rules import Rule, was_given
 
 OFF_AT_ZERO = frozenset({"kl_coef", "kl_loss_coef", "entropy_coef", "num_critic_only_steps"})
@@ -92,6 +92,8 @@ NEEDS: tuple[Need, ...] = (
          f"{_POLICY_TERM}; or --use-unbiased-kl"),
     Need("log_ratio_limit", lambda a: a.loss_type == "policy_loss" or (_advantages(a) and bool(a.kl_coef)),
          "loss_type policy_loss, or --kl-coef with custom_loss"),
+    Need("dynamic_sampling_filter_path rollout_sample_filter_path rollout_all_samples_process_path",
+         lambda a: a.rollout_function_path != SFT_ROLLOUT, "a rollout that samples; fine-tuning reads its samples"),
     # Advantages.
     Need("rewards_normalization grpo_std_normalization advantage_scale advantage_epsilon gamma lambd "
          "observation_returns", lambda a: not a.custom_advantage_function_path,

@@ -78,7 +78,8 @@ class Sample:
     session_id: str | None = None
     """Router affinity for multi-turn work."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `unscored` (why), `failure` (why)."""
+    """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `unscored` (why), `failure` (why),
+    `quarantined` (how often)."""
     generate_function_path: str | None = None
     """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
     custom_rm_path: str | None = None

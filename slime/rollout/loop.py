@@ -11,7 +11,7 @@ Invariants
 3. The loop ends: filters, failures and time are bounded, and the error says which bound was met.
 4. When it returns, no request of this rollout is left in an engine.
 5. A group whose request found no answer in time is quarantined: it is put back at the end of the step, so no try of it
-   comes before the next one. After `MAX_TRIES` issues it is dropped as failed.
+   comes before the next one. The `MAX_TRIES`th time it is dropped as failed.
 6. Without `--partial-rollout` a group holds work of this step only: what an earlier step left in it, finished or not,
    was sampled by weights that may be older, and is dropped when the group is issued. `--max-weight-staleness` keeps
    what is finished and not older than it says (the buffer looks).
@@ -50,6 +50,18 @@ ABORT_REPEAT_S = 0.5
 """An abort can overtake its request on the way to the engine, so it is repeated until all have ended."""
 ABORT_LIMIT_S = 30.0
 """After this, tasks that still run (tools, sandboxes) are cancelled."""
+
+
+def num_quarantines(group: Group) -> int:
+    """How often the group was quarantined."""
+    return max(int(s.metadata.get("quarantined", 0)) for s in group.samples)
+
+
+def note_quarantines(group: Group, times: int) -> Group:
+    """Writes it into the samples, where it is saved with them."""
+    for sample in group.samples if times else ():
+        sample.metadata["quarantined"] = times
+    return group
 
 
 class GroupSource(Protocol):
@@ -167,7 +179,7 @@ class StepLoop:
         if not first or self.args.partial_rollout or may_be_older or not worked_on:
             return group
         self.num_reset += 1
-        return self.source.start_over(group)
+        return note_quarantines(self.source.start_over(group), num_quarantines(group))
 
     async def _settle(self, task: asyncio.Task[GroupResult], group: Group) -> None:
         """Accepts, filters, retries or drops one ended group."""
@@ -229,9 +241,10 @@ class StepLoop:
         """A failure: again, unless it was tried often enough or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
-        if result.outcome is Outcome.EXPIRED and result.group.attempts + 1 < MAX_TRIES:
+        times = num_quarantines(result.group) + 1
+        if result.outcome is Outcome.EXPIRED and times < MAX_TRIES:
             logger.warning("group %d is quarantined until the next step: %s", index, result.reason)
-            self.quarantined.append(result.group)
+            self.quarantined.append(note_quarantines(result.group, times))
             self.num_quarantined += 1
             self._check_failed(result.reason)
             return

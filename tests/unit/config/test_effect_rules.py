@@ -38,6 +38,8 @@ IDLE = [
     ("--loss-type sft_loss --entropy-coef 0.1", "entropy_coef 0.1"),
     ("--loss-type sft_loss --use-tis", "use_tis True"),
     ("--loss-type sft_loss --use-kl-loss", "use_kl_loss True"),
+    ("--loss-type sft_loss --dynamic-sampling-filter-path a.b", "a rollout that samples"),
+    ("--loss-type sft_loss --rollout-data-postprocess-path a.b", "which needs advantages"),
     ("--loss-type sft_loss --advantage-estimator ppo", "advantage_estimator ppo"),
     ("--loss-type sft_loss --compute-advantages-and-returns", "compute_advantages_and_returns True"),
     (f"{CUSTOM} --use-tis", "use_tis True"),

@@ -48,14 +48,17 @@ def test_siblings_train_in_an_asynchronous_run(tmp_path: Path) -> None:
     generate = ("--custom-generate-function-path", f"{PROBE}:fan_out")
     args = rollout_args(tmp_path, "--fully-async", *generate, synchronous=False)
 
+    engine = FakeEngine()
+
     async def work(manager: RolloutManager) -> Any:
         batches = []
         for step in range(3):
             batches.append((await manager.generate(step))[0])
             manager.commit(step)
+            engine.weight_version = str(step + 2)
         return batches
 
-    batches = asyncio.run(with_manager(args, FakeEngine(), work))
+    batches = asyncio.run(with_manager(args, engine, work))
     executions = [s.index for batch in batches for s in batch.samples]
     assert len(executions) == 72 and {executions.count(i) for i in executions} == {3}
     assert all(batch.num_executions == 8 for batch in batches)
@@ -143,7 +146,7 @@ def test_a_filter_that_gives_way_draws_no_other_prompt(tmp_path: Path) -> None:
 
 
 class SilentEngine(FakeEngine):
-    """Never answers one of the prompts; says everything else at once."""
+    """Never answers the first prompt; says everything else at once."""
 
     silent_on: tuple[int, ...] = ()
 
@@ -155,15 +158,25 @@ class SilentEngine(FakeEngine):
         return await super()._sample(body, stop)
 
 
+class OneSilentRequest(FakeEngine):
+    """Never answers its first request."""
+
+    async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
+        if body is self.requests[0]:
+            await stop.wait()
+        return await super()._sample(body, stop)
+
+
 def test_a_group_that_never_answers_is_quarantined_and_survives_a_resume(tmp_path: Path) -> None:
-    args = rollout_args(tmp_path, *REWARD, "--request-timeout-s", "0.5")
-    engine = SilentEngine()
+    sixty_four = ("--rollout-batch-size", "8", "--n-samples-per-prompt", "8")
+    args = rollout_args(tmp_path, *REWARD, *sixty_four, "--request-timeout-s", "2")
+    engine = OneSilentRequest()
 
     async def first(manager: RolloutManager) -> Any:
         batch, metrics = await manager.generate(0)
         assert metrics["rollout/num_quarantined_groups"] == 1 and metrics["rollout/num_failed_groups"] == 0
         ledger = manager.commit(0)
-        assert ledger["data/returned/quarantined"] == 1 and ledger["data/buffered"] == 4, "a round came in its place"
+        assert ledger["data/returned/quarantined"] == 1 and ledger["data/buffered"] == 8, "a round came in its place"
         manager.save(tmp_path)
         return {s.group_index for s in batch.samples}
 
@@ -174,12 +187,32 @@ def test_a_group_that_never_answers_is_quarantined_and_survives_a_resume(tmp_pat
         return {s.group_index for s in batch.samples}
 
     trained = asyncio.run(with_manager(args, engine, first))
-    assert len(trained) == 4 and 0 not in trained, "the others train"
-    num_silent = sum(tuple(r["input_ids"]) == engine.silent_on for r in engine.requests)
-    assert num_silent == 2, "not issued again in its step"
+    assert len(trained) == 8 and 0 not in trained, "the others train"
+    first_prompt = engine.requests[0]["input_ids"]
+    assert sum(r["input_ids"] == first_prompt for r in engine.requests) == 8, "not issued again in its step"
     saved = json.loads((tmp_path / "data_buffer.json").read_text())
     assert 0 in [g["group_index"] for g in saved["buffered"]]
-    assert asyncio.run(with_manager(args, FakeEngine(), resumed)) == set(range(8)) - trained
+    assert asyncio.run(with_manager(args, FakeEngine(), resumed)) == set(range(16)) - trained
+
+
+def test_an_asynchronous_run_quarantines_as_well(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, *REWARD, "--fully-async", "--request-timeout-s", "0.5", synchronous=False)
+    engine = OneSilentRequest()
+
+    async def work(manager: RolloutManager) -> None:
+        trained: set[int] = set()
+        for step in range(9):
+            batch, _ = await manager.generate(step)
+            trained |= {s.group_index for s in batch.samples}
+            if 0 in trained:
+                assert manager.commit(step)["data/returned/quarantined"] == 1
+                return
+            manager.commit(step)
+            engine.weight_version = str(step + 2)  # as published; else everything would soon be stale
+            await asyncio.sleep(0.3)
+        raise AssertionError("the quarantined group was never issued again")
+
+    asyncio.run(with_manager(args, engine, work))
 
 
 def test_a_group_that_never_answers_in_any_step_is_given_up(tmp_path: Path) -> None:
