@@ -1,6 +1,6 @@
 """`StreamingClient`: an `EngineClient` that knows which weights sampled each token of a request that spans versions.
 
-With `--pause-generation-mode retract|in_place` a request lives through a publication, and SGLang's answer names the
+With `--pause-generation-mode retract` a request lives through a publication, and SGLang's answer names the
 last version only. Streamed, each chunk holds the tokens since the chunk before (`incremental_streaming_output`) and
 carries the version that was served when they were made.
 

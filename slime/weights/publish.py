@@ -10,7 +10,7 @@ Invariants
 3. Digests are taken of the trainer's own tensors, not of what travels; at most two buckets are alive beside the model.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
-   With `retract` and `in_place` requests stay, so nothing can be flushed: such engines keep no prefix cache.
+   With `retract` requests stay, so nothing can be flushed: such engines keep no prefix cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def publish(
 ) -> dict[str, float]:
     """Publishes `version` to all engines and returns its cost.
 
-    `pause_mode`: what becomes of requests: `abort`, `retract` or `in_place`.
+    `pause_mode`: what becomes of requests: `abort` or `retract`.
     `named_tensors`: (HF name, full tensor) in the engine's dtype, the same stream on every trainer rank.
 
     Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time`,

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def engine(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[SGLangServer, Router]]:
-    """An engine as `--pause-generation-mode retract|in_place` starts it, behind a router."""
+    """An engine as `--pause-generation-mode retract` starts it, behind a router."""
     logs = tmp_path_factory.mktemp("logs")
     settings = dict.fromkeys(("disable_overlap_schedule", "disable_radix_cache", "incremental_streaming_output"), True)
     server = SGLangServer(

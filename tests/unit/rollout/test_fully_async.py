@@ -75,7 +75,7 @@ class Schedule:
             rollout_max_response_len=rng.choice([4, 60]),
             partial_rollout=rng.random() < 0.7,
         )
-        self.pause_mode = rng.choice(["abort", "in_place"])
+        self.pause_mode = rng.choice(["abort", "retract"])
         self.faults = rng.choice([0.0, 0.0, 0.04])
         self.trained: set[int] = set()
         self.killed_at = rng.randrange(NUM_STEPS) if rng.random() < 0.5 else None
@@ -221,7 +221,7 @@ def test_a_bound_keeps_finished_groups_of_a_step_for_the_next(tmp_path: Path) ->
         (["--max-weight-staleness", "-1"], True, "leave it out"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
         (["--pause-generation-mode", "retract"], False, "without --fully-async"),
-        (["--fully-async", "--pause-generation-mode", "in_place", "--sglang-stream-interval", "4"], False, "chunk"),
+        (["--fully-async", "--pause-generation-mode", "retract", "--sglang-stream-interval", "4"], False, "chunk"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
