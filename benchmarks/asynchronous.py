@@ -1,6 +1,6 @@
 """Samples per second of the loops on the tiny model, with response lengths of a heavy tail.
 
-    python -m benchmarks.asynchronous [--steps 8] [--modes sync partial one_step_off fully_async retract] [--keep DIR]
+    python -m benchmarks.asynchronous [--steps 8] [--modes sync partial one_step_off fully_async] [--keep DIR]
 
 Each sample has a length of its own, drawn by its id from a Pareto distribution, so that every mode has the same work
 per sample; the model never ends by itself. Steps before `WARM_UP` are left out. Needs two cores and no GPU.
@@ -31,10 +31,6 @@ MODES: dict[str, tuple[str, list[str]]] = {
     "partial": ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "16"]),
     "one_step_off": ("train_async.py", []),
     "fully_async": ("train_async.py", ["--fully-async", "--max-weight-staleness", "4"]),
-    "retract": (
-        "train_async.py",
-        ["--fully-async", "--max-weight-staleness", "4", "--pause-generation-mode", "retract"],
-    ),
 }
 
 

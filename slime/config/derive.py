@@ -141,10 +141,6 @@ def _fully_async(draft: Draft) -> None:
     bound, why = v["max_weight_staleness"], "--fully-async publishes while groups are half done"
     draft.derive("partial_rollout", True, why)
     most = ((bound or 0) + 1) * (v["rollout_batch_size"] or 0)
-    if v["pause_generation_mode"] != "abort":  # chunks tell versions; no old prefix is reused
-        for name in ("disable_overlap_schedule", "disable_radix_cache", "incremental_streaming_output"):
-            draft.sglang[name] = True
-            draft.origins[f"sglang.{name}"] = f"derived: --pause-generation-mode {v['pause_generation_mode']}"
     draft.derive("max_groups_in_flight", most, f"(max_weight_staleness {bound} + 1) * rollout_batch_size")
     corrected = v["use_rollout_logprobs"] or v["rejection_level"] or v["custom_loss_function_path"]
     if not corrected and v["loss_type"] == "policy_loss" and v["compute_advantages_and_returns"]:

@@ -7,7 +7,7 @@ because an engine does not notice at once that a client hung up; `drain` waits f
 Invariants
 1. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
    has lost the end token but keeps a matched stop string.
-2. Each id has a finite log-prob and one weight version, the same for all unless `StreamingClient` says more.
+2. Each id has a finite log-prob, and all of them one weight version.
 3. Only what can succeed is tried again: connection errors, 408, 429, 502, 503, 504; a 500 once; no other 4xx ever. Each
    try has an id of its own, because an engine refuses one that it is still working on; the try before is aborted.
 4. Nothing is sent that the engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
@@ -78,9 +78,8 @@ class Generation:
     """[T] nats, of the distribution after temperature (the trainer divides its logits by the same number)."""
     finish_reason: str
     """stop | length | abort"""
-    weight_version: WeightVersion | tuple[WeightVersion, ...]
-    """Of all tokens, or [T] of each where weights changed meanwhile; `NOT_SAMPLED` only if T is 0 and the request never
-    reached an engine."""
+    weight_version: WeightVersion
+    """`NOT_SAMPLED` only if T is 0 and the request never reached an engine."""
     text: str
     """For graders and people: without the end token, with a matched stop string."""
     prompt_tokens: int = 0
@@ -248,20 +247,11 @@ class EngineClient:
         if scope is not None:
             scope.rids.add(rid)
         try:
-            url, body = f"{self.base_url}/generate", self._payload(payload)
-            async with self._get_session().post(url, json=body, headers=headers) as response:
-                return await self._read(response)
+            async with self._get_session().post(f"{self.base_url}/generate", json=payload, headers=headers) as response:
+                return response.status, await response.read()
         finally:
             if scope is not None:
                 scope.rids.discard(rid)
-
-    def _payload(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is sent."""
-        return payload
-
-    async def _read(self, response: aiohttp.ClientResponse) -> tuple[int, bytes]:
-        """Status and body of an answer."""
-        return response.status, await response.read()
 
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -338,12 +328,12 @@ def parse_generation(answer: Mapping[str, Any]) -> Generation:
             f"got weight_version {version!r}; a trained token needs the integer version that sampled it: "
             "serve only after a verified weight sync"
         )
-    matched, versions = finish.get("matched"), tuple(map(int, meta.get("token_versions", ())))
+    matched = finish.get("matched")
     return Generation(
         tokens=tokens,
         log_probs=log_probs,
         finish_reason=reason,
-        weight_version=versions if len(set(versions)) > 1 else versions[0] if versions else int(version),
+        weight_version=int(version),
         text=str(answer.get("text", "")) + (matched if isinstance(matched, str) else ""),
         prompt_tokens=int(meta.get("prompt_tokens") or 0),
         cached_tokens=int(meta.get("cached_tokens") or 0),

@@ -38,7 +38,6 @@ from slime.rollout.loop import generate_rollout, generate_step
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
-from slime.rollout.streaming import StreamingClient
 from slime.rollout.types import Progress, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.workflows.teacher import TeacherClient
 
@@ -74,8 +73,7 @@ class RolloutManager:
                 api_key=args.opd_teacher_api_key,
             )
         if router_url is not None:
-            client = EngineClient if args.pause_generation_mode == "abort" else StreamingClient
-            self._client = client(
+            self._client = EngineClient(
                 router_url,
                 request_timeout_s=args.request_timeout_s,
                 max_concurrency=args.sglang_server_concurrency * max(num_engines, 1),
