@@ -16,8 +16,8 @@ from slime.config.schema import SCHEMA_DIR
 
 def build_all() -> dict[str, dict[str, Any]]:
     """Owner -> schema of the installed package. Slow: imports all of them."""
-    from slime.serving.schema import build_router, build_sglang
-    from slime.training.schema import build as build_megatron
+    from slime.cli.schema_megatron import build as build_megatron
+    from slime.cli.schema_sglang import build_router, build_sglang
 
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         from slime.compat.sglang_cpu import activate

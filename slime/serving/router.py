@@ -20,8 +20,9 @@ from typing import Any
 
 from slime.core.errors import ConfigError, DeadlineExceeded, EngineError
 from slime.serving.launch import ROUTER_FLAG
+from slime.serving.leased import LeasedServer
 from slime.serving.plain_http import request
-from slime.serving.ports import PortLease, lease_ports
+from slime.serving.ports import lease_ports
 from slime.serving.process import ChildProcess, python_module
 from slime.serving.server import command_line_flags
 
@@ -48,8 +49,10 @@ class Worker:
     healthy: bool
 
 
-class Router:
+class Router(LeasedServer):
     """One router and its life."""
+
+    what = "the router"
 
     def __init__(
         self,
@@ -63,36 +66,9 @@ class Router:
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
             raise ConfigError(f"got {clash} among the router arguments, which slime sets itself; leave them out")
-        self.host = host
-        self.log_path = Path(log_path)
+        super().__init__(host=host, log_path=log_path)
         self._extra = dict(extra_args or {})
         self._worker_api_key = worker_api_key
-        self._lease: PortLease | None = None
-        self._process: ChildProcess | None = None
-
-    @property
-    def port(self) -> int:
-        """HTTP port. Raises `EngineError` before `start`."""
-        if self._lease is None:
-            raise EngineError("the router has no port before start()")
-        return self._lease.port
-
-    @property
-    def url(self) -> str:
-        """`http://host:port`."""
-        return f"http://{self.host}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Pid of the router process."""
-        if self._process is None:
-            raise EngineError("the router has no process before start()")
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the router process runs."""
-        return self._process is not None and self._process.alive
 
     def start(self) -> None:
         """Starts the router process and returns at once."""

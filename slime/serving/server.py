@@ -21,8 +21,9 @@ from typing import Any
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.fresh_router import forward_hooks
 from slime.serving.launch import API_KEY_ENV
+from slime.serving.leased import LeasedServer
 from slime.serving.plain_http import request
-from slime.serving.ports import PortLease, lease_ports
+from slime.serving.ports import lease_ports
 from slime.serving.process import ChildProcess, python_module
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -186,44 +187,19 @@ def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-class SGLangServer:
+class SGLangServer(LeasedServer):
     """One server and its life."""
 
+    what = "the server"
+
     def __init__(self, spec: ServerSpec, *, host: str = "127.0.0.1", log_path: str | Path) -> None:
+        super().__init__(host=host, log_path=log_path)
         self.spec = spec
-        self.host = host
-        self.log_path = Path(log_path)
-        self._lease: PortLease | None = None
-        self._process: ChildProcess | None = None
-
-    @property
-    def port(self) -> int:
-        """HTTP port. Raises `EngineError` before `start`."""
-        if self._lease is None:
-            raise EngineError("the server has no port before start()")
-        return self._lease.port
-
-    @property
-    def url(self) -> str:
-        """`http://host:port`; changes if `wait_ready` starts again. Raises `EngineError` before `start`."""
-        return f"http://{self.host}:{self.port}"
 
     @property
     def model_path(self) -> str:
         """The checkpoint that it was started from."""
         return self.spec.model_path
-
-    @property
-    def pid(self) -> int:
-        """Pid of the launcher, which leads the server's session."""
-        if self._process is None:
-            raise EngineError("the server has no process before start()")
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the server's main process runs (SGLang ends it when one of its children fails)."""
-        return self._process is not None and self._process.alive
 
     def start(self) -> None:
         """Starts the server process and returns at once; `wait_ready` waits for it."""

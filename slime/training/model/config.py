@@ -7,7 +7,9 @@ otherwise is listed in `slime.config.megatron_defaults.FIXED`, where flags are c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import enum
+import typing
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +18,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.config.megatron_defaults import FIXED
+from slime.config.schema import flags_of_owner
 from slime.config.shapes import megatron_shape
 from slime.training.parallel import ParallelSizes
-from slime.training.schema import config_kwargs
 
 
 def fixed(config: type) -> dict[str, Any]:
@@ -88,3 +90,35 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
         min_lr=float(megatron["min_lr"]),
     )
     return OptimizerConfig(**values)
+
+
+def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of a Megatron config class out of `args.megatron`: dtypes and enums restored.
+
+    Settings equal to a default are left out: what is computed upstream stays computed, and a field that two classes
+    share with different defaults keeps each class's own.
+    """
+    hints = typing.get_type_hints(cls)
+    stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.name not in settings:
+            continue
+        value, hint = settings[field.name], hints[field.name]
+        base = next((a for a in typing.get_args(hint) if a is not type(None)), hint)
+        decode: Callable[[Any], Any] = lambda v: v  # noqa: E731
+        if base is torch.dtype:
+            decode = lambda v: getattr(torch, v)  # noqa: E731
+        elif isinstance(base, type) and issubclass(base, enum.Enum):
+            decode = base.__getitem__
+        elif typing.get_origin(base) is list:
+            decode = list
+        if value is not None:
+            value = decode(value)
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        described_elsewhere = field.name in stored and stored[field.name].configs[:1] != (cls.__name__,)
+        if described_elsewhere and settings[field.name] == stored[field.name].default:
+            continue
+        if value != default:
+            out[field.name] = value
+    return out

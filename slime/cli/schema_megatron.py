@@ -1,7 +1,7 @@
 """Megatron's settings as data: every field of the installed config classes plus the launch flags that scripts use.
 
 `python -m slime.cli.schemas --write` stores what `build()` returns; the command line is parsed from that file, so no
-flag of Megatron costs an import of Megatron. `config_kwargs` goes the other way.
+flag of Megatron costs an import of Megatron. `slime.training.model.config.config_kwargs` goes the other way.
 
 What cannot be written on a command line (callables, process groups, recipes) is left out and listed as such.
 """
@@ -14,10 +14,7 @@ import enum
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Mapping
 from typing import Any
-
-from slime.config.schema import flags_of_owner
 
 ALIASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "add_bias_linear": ((), ("disable-bias-linear",)),
@@ -214,37 +211,3 @@ def build() -> dict[str, Any]:
         entries[launch["dest"]] = {"names": [dashed], "default": None, "configs": []} | launch | off
     ordered = sorted(entries.values(), key=lambda e: e["dest"])
     return {"package": f"megatron-core {version('megatron-core')}", "omitted": sorted(omitted), "flags": ordered}
-
-
-def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of a Megatron config class out of `args.megatron`: dtypes and enums restored.
-
-    Settings equal to a default are left out: what is computed upstream stays computed, and a field that two classes
-    share with different defaults keeps each class's own.
-    """
-    import torch
-
-    hints = typing.get_type_hints(cls)
-    stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
-    out: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.name not in settings:
-            continue
-        value, hint = settings[field.name], hints[field.name]
-        base = next((a for a in typing.get_args(hint) if a is not type(None)), hint)
-        decode: Callable[[Any], Any] = lambda v: v  # noqa: E731
-        if base is torch.dtype:
-            decode = lambda v: getattr(torch, v)  # noqa: E731
-        elif isinstance(base, type) and issubclass(base, enum.Enum):
-            decode = base.__getitem__
-        elif typing.get_origin(base) is list:
-            decode = list
-        if value is not None:
-            value = decode(value)
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        described_elsewhere = field.name in stored and stored[field.name].configs[:1] != (cls.__name__,)
-        if described_elsewhere and settings[field.name] == stored[field.name].default:
-            continue
-        if value != default:
-            out[field.name] = value
-    return out

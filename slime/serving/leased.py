@@ -1,0 +1,47 @@
+"""`LeasedServer`: what SGLang servers and the router share: a host, leased ports, one child process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from slime.core.errors import EngineError
+from slime.serving.ports import PortLease
+from slime.serving.process import ChildProcess
+
+
+class LeasedServer:
+    """A server process of this run on ports of its own."""
+
+    what: ClassVar[str]
+    """Its name in errors."""
+
+    def __init__(self, *, host: str, log_path: str | Path) -> None:
+        self.host = host
+        self.log_path = Path(log_path)
+        self._lease: PortLease | None = None
+        self._process: ChildProcess | None = None
+
+    @property
+    def port(self) -> int:
+        """HTTP port. Raises `EngineError` before `start`."""
+        if self._lease is None:
+            raise EngineError(f"{self.what} has no port before start()")
+        return self._lease.port
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`; another one after a start that had to be repeated. Raises `EngineError` before `start`."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Pid of the first process, which leads the others' session. Raises `EngineError` before `start`."""
+        if self._process is None:
+            raise EngineError(f"{self.what} has no process before start()")
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the first process runs (SGLang ends it when one of its children fails)."""
+        return self._process is not None and self._process.alive
