@@ -31,7 +31,7 @@ class LeasedServer:
 
     @property
     def url(self) -> str:
-        """`http://host:port`; another one after a start that had to be repeated. Raises `EngineError` before `start`."""
+        """`http://host:port`; another one after a repeated start. Raises `EngineError` before `start`."""
         return f"http://{self.host}:{self.port}"
 
     @property
