@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
         else:
             optimizer.state[target][role] = source.reshape(target.shape).to(target.device, copy=True)
     if with_optimizer:
-        _set_computed(kept.trainable, meta["optimizer"])
+        _set_computed(kept.trainable, [other["optimizer"] for other in pieces.metas])
         kept.trainable.scheduler.num_steps = 0
         kept.trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
     else:
@@ -330,7 +330,7 @@ def _counts(trainable: Trainable) -> set[float]:
 
 
 def _computed(trainable: Trainable) -> dict[str, Any]:
-    """What optimizers count: the same on all ranks."""
+    """What optimizers count: the same on all ranks that train something."""
     counts = _counts(trainable)
     assert len(counts) <= 1, f"parameters of one optimizer made different numbers of steps: {counts}"
     scaler = trainable.inner[0].grad_scaler
@@ -338,7 +338,9 @@ def _computed(trainable: Trainable) -> dict[str, Any]:
     return {"step": next(iter(counts), None), "grad_scaler": state}
 
 
-def _set_computed(trainable: Trainable, meta: Mapping[str, Any]) -> None:
+def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> None:
+    """`metas`: what each rank counted; one that trained nothing has no step."""
+    meta = next((meta for meta in metas if meta["step"] is not None), metas[0])
     step = meta["step"]
     for optimizer in _optimizers(trainable) if step is not None else ():
         for group in optimizer.param_groups:
