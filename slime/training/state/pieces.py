@@ -27,7 +27,7 @@ from torch import Tensor
 
 from slime.config.model_shape import read_hf_config
 from slime.core.errors import CheckpointError
-from slime.training.state.checkpoint import HashedFile, Seal, latest
+from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.weights.convert import export, load_shard
 from slime.weights.tables import Entry, FamilyTable, table_for
 
@@ -261,10 +261,14 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
-    """A `--save` folder (its latest checkpoint) or one checkpoint of it. Raises `CheckpointError` if it is none."""
+    """A `--save` folder (its latest checkpoint) or one checkpoint of it, whose every file is compared with its hash.
+
+    Raises `CheckpointError` if it is none, or damaged.
+    """
     found = latest(path)
     if found is None:
         raise CheckpointError(f"got {path}, which holds no checkpoint; name a --save folder or a step_* folder of one")
+    verify(found.path)
     yield OpenCheckpoint(found.path)
 
 
