@@ -53,7 +53,10 @@ class Saver:
             )
         self._resumed_from.append(found.path)
         with span("load"):
-            checkpoint.verify(found.path)
+            reads = [trainer.verify.remote(str(found.path)) for trainer in self._trainers]
+            wait_for(reads, for_what=f"{len(reads)} training ranks to verify {found.path}", limit_s=LIMIT_S)
+            if not reads:
+                checkpoint.verify(found.path)
             loads = [trainer.load.remote(str(found.path)) for trainer in self._trainers]
             wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=LIMIT_S)
             if not self._args.finetune:
