@@ -72,8 +72,14 @@ def load_holds_a_checkpoint(args: Args) -> str | None:
     """A run that is meant to continue does not start anew. (--load that is --save and empty was dropped before.)"""
     if args.ckpt_step is not None and args.load is None:
         return f"got ckpt_step {args.ckpt_step} without a checkpoint to load; name the folder with --load, or drop it"
-    if args.load is None or not Path(args.load).is_dir() or has_checkpoint(args.load):
+    if args.load is None or not Path(args.load).is_dir():
         return None
+    if has_checkpoint(args.load):
+        places = (Path(args.load), Path(args.load) / f"step_{args.ckpt_step or 0:06d}")
+        if args.ckpt_step is None or any((place / "manifest.json").is_file() for place in places):
+            return None
+        there = sorted(path.parent.name for path in Path(args.load).glob("step_*/manifest.json"))
+        return f"got ckpt_step {args.ckpt_step}, which {args.load} does not hold; it has {', '.join(there)}"
     return (f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*); give the --save folder of "
             "the run to continue; Hugging Face weights go into --hf-checkpoint")  # fmt: skip
 
@@ -118,7 +124,8 @@ def _export_folders(template: str) -> re.Pattern[str]:
 
 def _in_use(args: Args) -> list[tuple[str, str]]:
     """(what it is, path) of what a run reads or writes."""
-    names = ("hf_checkpoint", "ref_load", "load", "save", "run_dir", "update_weight_disk_dir")
+    names = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load", "load", "save", "run_dir",
+             "update_weight_disk_dir")  # fmt: skip
     found = [(name, getattr(args, name)) for name in names if getattr(args, name)]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
     data = [*([args.prompt_data] if args.prompt_data else []), *(args.eval_prompt_data or ())[1::2]]

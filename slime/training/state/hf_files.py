@@ -282,7 +282,7 @@ def begin_export(directory: Path) -> Path:
     Raises `CheckpointError` if `directory` or the folder beside it holds anything but an export.
     """
     partial = directory.with_name(directory.name + ".writing")
-    for folder in (directory, partial):
+    for folder in (directory, partial, _replaced(directory)):
         require_replaceable(folder)
     if partial.exists():
         shutil.rmtree(partial)
@@ -292,11 +292,22 @@ def begin_export(directory: Path) -> Path:
 
 
 def commit_export(partial: Path, directory: Path) -> None:
-    """Gives the written folder its name; an earlier export there is removed. Raises `CheckpointError` like `begin`."""
-    require_replaceable(directory)
+    """Gives the written folder its name; an earlier export there is removed. Raises `CheckpointError` like `begin`.
+
+    An earlier one loses its name before its first file: what has the name is whole.
+    """
+    old = _replaced(directory)
+    for folder in (directory, old):
+        require_replaceable(folder)
     if directory.exists():
-        shutil.rmtree(directory)
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
     partial.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _replaced(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".replaced")
 
 
 def copy_assets(source: Path, target: Path) -> None:
