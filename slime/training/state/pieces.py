@@ -243,20 +243,21 @@ class OpenCheckpoint:
         """
         held = self.pieces.names(role)
 
+        def found(name: str) -> list[Tensor]:
+            return self.pieces.shards(role if name in held else MODEL, name)
+
         def shards(entry: Entry) -> list[Tensor]:
-            found = self.pieces.shards(role if entry.megatron in held else MODEL, entry.megatron)
-            return self._merged(entry.megatron.removesuffix("weight"), found)
+            """With its adapter, as the trainer exports a weight; float32 where masters are asked for."""
+            weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
+            if linear + "lora_a" not in self.pieces.names(MODEL):
+                return weights
+            a, b = found(linear + "lora_a"), found(linear + "lora_b")
+            scale = self.pieces.metas[0]["adapter_scale"]
+            products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
+            merged = [p.mul_(scale).add_(w) for p, w in zip(products, weights, strict=True)]
+            return merged if role == MASTER else [m.to(w.dtype) for m, w in zip(merged, weights, strict=True)]
 
         return iter_full(self.table, shards)
-
-    def _merged(self, linear: str, weights: list[Tensor]) -> list[Tensor]:
-        """Shards of a layer's weight with its adapter, as the trainer exports them."""
-        if linear + "lora_a" not in self.pieces.names(MODEL):
-            return weights
-        a, b = (self.pieces.shards(MODEL, linear + part) for part in ("lora_a", "lora_b"))
-        scale = self.pieces.metas[0]["adapter_scale"]
-        products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
-        return [p.mul_(scale).add_(w).to(w.dtype) for p, w in zip(products, weights, strict=True)]
 
 
 @contextmanager
