@@ -50,7 +50,21 @@ def test_the_model_around_the_language_model_says_whether_embeddings_are_tied(ou
     )
 
 
-@pytest.mark.parametrize("wrong", [{"index_init_tokens": 4}, {"index_local_tokens": 64}, {"attention_bias": True}])
-def test_an_indexer_that_the_trainer_lacks_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        megatron_shape({**PUBLISHED["GLM-5"][0], **wrong})
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("GLM-5", {"index_init_tokens": 4}),
+        ("GLM-5", {"index_local_tokens": 64}),
+        ("GLM-5", {"indexer_types": ["full"]}),
+        ("GLM-5", {"attention_bias": True}),
+        ("DeepSeek-V3", {"rope_scaling": {"type": "yarn", "factor": 40}}),
+        ("Qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}),
+        ("Qwen2.5-7B", {"layer_types": ["full_attention"] * 27 + ["sliding_attention"]}),
+        ("Qwen2.5-7B", {"rope_scaling": {"rope_type": "linear"}}),
+    ],
+)
+def test_what_is_not_trained_is_refused_by_its_name(name: str, wrong: dict[str, object]) -> None:
+    said = {"rope_scaling": "rotary scaling", "layer_types": "sliding_attention"}
+    key = next(iter(wrong))
+    with pytest.raises(ConfigError, match=said.get(key, key)):
+        megatron_shape({**PUBLISHED[name][0], **wrong})
