@@ -104,7 +104,7 @@ def contradictions(shape: Mapping[str, Any], given: Mapping[str, Any]) -> list[s
         if name in shape and value != shape[name]:
             flag = "--" + name.replace("_", "-")
             out.append(
-                f"got {flag} {value} because of a flag, but the checkpoint's config.json says {shape[name]}; "
-                "drop the flag, the shape is read from the checkpoint"
+                f"got {flag} {value} because of a flag, but this checkpoint is trained with {shape[name]}, as its "
+                "config.json and the engine's arithmetic have it; drop the flag"
             )
     return out

@@ -21,6 +21,7 @@ def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab:
     return {
         **_TOKENS,
         "hidden_size": hidden,
+        "rms_norm_eps": 1e-5,
         "intermediate_size": mlp,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -85,6 +86,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             **_LLAMA_8B,
             "head_dim": 64,
             "hidden_size": 2048,
+            "rms_norm_eps": 1e-5,
             "intermediate_size": 8192,
             "num_hidden_layers": 16,
             "tie_word_embeddings": True,

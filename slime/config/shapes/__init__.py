@@ -68,7 +68,7 @@ def _common(config: Config) -> dict[str, Any]:
         "kv_channels": int(config.get("head_dim") or hidden // heads),
         "vocab_size": int(config["vocab_size"]),
         "max_position_embeddings": int(config.get("max_position_embeddings") or 4096),
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "layernorm_epsilon": float(config["rms_norm_eps"]),
         "rotary_base": theta,
         "rope_scaling": scaling,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),

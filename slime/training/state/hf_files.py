@@ -91,6 +91,9 @@ class _TensorFile:
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)
 
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
+
     def read(self, name: str) -> Tensor:
         """A view of the mapping."""
         dtype, shape, start = self._tensors[name]
@@ -182,7 +185,7 @@ class HfReader:
         if self._released:
             self._touched, self._released = set(), False
         self._touched.add(file)
-        if name not in opened.names:
+        if not opened.holds(name):
             raise CheckpointError(f"got {self._directory / file} without {name}, which the index says it holds")
         return opened.read(name)
 

@@ -36,7 +36,7 @@ def test_the_shape_is_the_checkpoints(base: list[str]) -> None:
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_both_values(base: list[str]) -> None:
     message = refused([*base, "--num-layers", "3"])
-    assert "num-layers 3" in message and "says 2" in message
+    assert "num-layers 3" in message and "trained with 2" in message
 
 
 @pytest.mark.parametrize(
