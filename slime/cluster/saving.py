@@ -83,9 +83,9 @@ class Saver:
         """Tells of a save that ended in the background. Raises its error."""
         self._tell(self._background.poll())
 
-    def finish(self) -> None:
-        """Waits for the save under way, if any."""
-        self._tell(self._background.finish(limit_s=LIMIT_S))
+    def finish(self, limit_s: float = LIMIT_S) -> None:
+        """Waits for the save under way, if any. Raises its error, or `DeadlineExceeded`."""
+        self._tell(self._background.finish(limit_s=limit_s))
 
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
         """In the background: waits for the ranks, commits, forgets what retention lets go of."""

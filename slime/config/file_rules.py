@@ -25,10 +25,10 @@ def saving_has_a_place(args: Args) -> str | None:
 
 def retention_makes_sense(args: Args) -> str | None:
     """Settings of saving go with --save, and the newest checkpoint stays."""
-    for name in ("async_save", "save_keep_last", "save_retain_interval"):
+    for name in ("async_save", "no_save_optim", "save_keep_last", "save_retain_interval"):
         if getattr(args, name) and args.save is None:
             return f"got {name} {getattr(args, name)} without --save, which it would act on; say where to or drop it"
-        if name != "async_save" and getattr(args, name) is not None and getattr(args, name) < 1:
+        if name.startswith("save") and getattr(args, name) is not None and getattr(args, name) < 1:
             return f"got {name} {getattr(args, name)}; give 1 or more"
     if args.save_retain_interval is not None and args.save_keep_last is None:
         return (f"got save_retain_interval {args.save_retain_interval} without --save-keep-last: all are kept anyway; "

@@ -50,6 +50,10 @@ _NOT_ARCHITECTURE = frozenset({
 """What a config.json may say otherwise of the same model."""
 
 
+READS_PER_MAPPING = 32
+"""Tensors that are read from the files before they are mapped anew."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """Elements [start, end) of one flattened shard."""
@@ -138,6 +142,7 @@ class PieceReader:
         for role, name in self._pieces:
             self._names.setdefault(role, set()).add(name)
         self._open: dict[Path, Any] = {}
+        self._num_read = 0
 
     @property
     def roles(self) -> Collection[str]:
@@ -187,6 +192,9 @@ class PieceReader:
 
     def _read(self, file: Path, key: str) -> Any:
         """A tensor of a file that is sliced before it is read."""
+        self._num_read += 1
+        if self._num_read % READS_PER_MAPPING == 0:  # pages that were read stay ours for as long as a file is mapped
+            self._open.clear()
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt", device="cpu")

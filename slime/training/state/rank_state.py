@@ -302,6 +302,12 @@ def _check(pieces: PieceReader, meta: Mapping[str, Any], kept: Kept, with_optimi
             "with --no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from "
             "step 0)"
         )
+    copies = {role.removeprefix(COPY) for role in pieces.roles if role.startswith(COPY)}
+    if with_optimizer and copies != set(kept.copies):
+        raise CheckpointError(
+            f"got {pieces.folder} with copies of the policy {sorted(copies)} for a run with {sorted(kept.copies)}; "
+            "give --ref-update-interval and --keep-old-actor as in the first run, or --finetune to start copies anew"
+        )
     held, own = ({n for n in names if ".lora_" in n} for names in (pieces.names(MODEL), kept.table.megatron_names))
     if held != own or meta["adapter_scale"] != kept.adapter_scale:
         raise CheckpointError(
