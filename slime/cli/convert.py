@@ -21,7 +21,7 @@ from slime.core.errors import CheckpointError, ConfigError
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, write_hf
-from slime.training.state.pieces import MASTER, MODEL, open_checkpoint
+from slime.training.state.pieces import MASTER, MODEL, digest_of, open_checkpoint
 from slime.weights import fp8
 from slime.weights.tables import FamilyTable, table_for
 
@@ -78,7 +78,13 @@ def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
 def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
     opened = stack.enter_context(open_checkpoint(folder))
     if hf_checkpoint is not None:  # how experts are stored is seen from its files alone
-        opened.table = table_for(read_hf_config(str(hf_checkpoint)))
+        config = read_hf_config(str(hf_checkpoint))
+        if digest_of(config) != opened.pieces.metas[0]["architecture"]:
+            raise CheckpointError(
+                f"got --hf-checkpoint {hf_checkpoint}, which is of another model than {opened.assets / 'config.json'}; "
+                "name the folder that the model was loaded from"
+            )
+        opened.table = table_for(config)
     table = opened.table
     # The masters are what training has; a model in fewer bits is what they were rounded to, and what was served.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RESCUE_LIMIT_S = 600.0
+"""How long a save in the background may still take after an error."""
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 """How long the processes may take to stop by themselves; after an error or Ctrl-C the cluster ends them soon."""
 
@@ -61,6 +63,10 @@ def launch(args: Any) -> Iterator[Run]:
             collect()  # the first step begins now
             try:
                 yield run
+            except Exception:
+                _rescue(run)
+                _end(run, limit_s=HASTY_END_S)
+                raise
             except BaseException:
                 _end(run, limit_s=HASTY_END_S)
                 raise
@@ -71,6 +77,14 @@ def launch(args: Any) -> Iterator[Run]:
     finally:
         spans.close()
         folder.write_report()
+
+
+def _rescue(run: Run) -> None:
+    """A checkpoint that was being written when training failed is the one that is wanted next. Never raises."""
+    try:
+        run.finish_save(limit_s=RESCUE_LIMIT_S)
+    except Exception as error:  # with a dead rank there is nothing to save
+        logger.warning("the checkpoint under way was not finished: %s", str(error).splitlines()[:1] or repr(error))
 
 
 def _end(run: Run, *, limit_s: float) -> None:

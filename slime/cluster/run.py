@@ -204,6 +204,10 @@ class Run:
             if self.args.save_hf:
                 self._on_trainers("save_hf", self.args.save_hf.format(rollout_id=rollout_id))
 
+    def finish_save(self, *, limit_s: float) -> None:
+        """Waits for a save in the background, if any. Raises its error, or `DeadlineExceeded`."""
+        self._saver.finish(limit_s)
+
     # --- cadence ----------------------------------------------------------------------------------------------------
 
     def saves_after(self, rollout_id: int) -> bool:

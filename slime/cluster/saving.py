@@ -53,7 +53,10 @@ class Saver:
             )
         self._resumed_from.append(found.path)
         with span("load"):
-            checkpoint.verify(found.path)
+            reads = [trainer.verify.remote(str(found.path)) for trainer in self._trainers]
+            wait_for(reads, for_what=f"{len(reads)} training ranks to verify {found.path}", limit_s=LIMIT_S)
+            if not reads:
+                checkpoint.verify(found.path)
             loads = [trainer.load.remote(str(found.path)) for trainer in self._trainers]
             wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=LIMIT_S)
             if not self._args.finetune:
@@ -80,9 +83,9 @@ class Saver:
         """Tells of a save that ended in the background. Raises its error."""
         self._tell(self._background.poll())
 
-    def finish(self) -> None:
-        """Waits for the save under way, if any."""
-        self._tell(self._background.finish(limit_s=LIMIT_S))
+    def finish(self, limit_s: float = LIMIT_S) -> None:
+        """Waits for the save under way, if any. Raises its error, or `DeadlineExceeded`."""
+        self._tell(self._background.finish(limit_s=limit_s))
 
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
         """In the background: waits for the ranks, commits, forgets what retention lets go of."""

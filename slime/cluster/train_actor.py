@@ -102,6 +102,12 @@ class TrainActor:
     def save_hf(self, directory: str) -> None:
         self._backend.save_hf(Path(directory))
 
+    def verify(self, directory: str) -> None:
+        """This rank's share of comparing a checkpoint with its manifest, which is to be read whole."""
+        from slime.training.state.checkpoint import verify
+
+        verify(Path(directory), share=(self._rank, len(self._slots)))
+
     def load(self, directory: str) -> None:
         self._backend.load(Path(directory))
         if self._args.finetune:

@@ -26,10 +26,10 @@ def saving_has_a_place(args: Args) -> str | None:
 
 def retention_makes_sense(args: Args) -> str | None:
     """Settings of saving go with --save, and the newest checkpoint stays."""
-    for name in ("async_save", "save_keep_last", "save_retain_interval"):
+    for name in ("async_save", "no_save_optim", "save_keep_last", "save_retain_interval"):
         if getattr(args, name) and args.save is None:
             return f"got {name} {getattr(args, name)} without --save, which it would act on; say where to or drop it"
-        if name != "async_save" and getattr(args, name) is not None and getattr(args, name) < 1:
+        if name.startswith("save") and getattr(args, name) is not None and getattr(args, name) < 1:
             return f"got {name} {getattr(args, name)}; give 1 or more"
     if args.save_retain_interval is not None and args.save_keep_last is None:
         return (f"got save_retain_interval {args.save_retain_interval} without --save-keep-last: all are kept anyway; "
@@ -73,8 +73,14 @@ def load_holds_a_checkpoint(args: Args) -> str | None:
     """A run that is meant to continue does not start anew. (--load that is --save and empty was dropped before.)"""
     if args.ckpt_step is not None and args.load is None:
         return f"got ckpt_step {args.ckpt_step} without a checkpoint to load; name the folder with --load, or drop it"
-    if args.load is None or not Path(args.load).is_dir() or has_checkpoint(args.load):
+    if args.load is None or not Path(args.load).is_dir():
         return None
+    if has_checkpoint(args.load):
+        places = (Path(args.load), Path(args.load) / f"step_{args.ckpt_step or 0:06d}")
+        if args.ckpt_step is None or any((place / "manifest.json").is_file() for place in places):
+            return None
+        there = sorted(path.parent.name for path in Path(args.load).glob("step_*/manifest.json"))
+        return f"got ckpt_step {args.ckpt_step}, which {args.load} does not hold; it has {', '.join(there)}"
     return (f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*); give the --save folder of "
             "the run to continue; Hugging Face weights go into --hf-checkpoint")  # fmt: skip
 
@@ -119,7 +125,8 @@ def _export_folders(template: str) -> re.Pattern[str]:
 
 def _in_use(args: Args) -> list[tuple[str, str]]:
     """(what it is, path) of what a run reads or writes."""
-    names = ("hf_checkpoint", "ref_load", "load", "save", "run_dir", "update_weight_disk_dir")
+    names = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load", "load", "save", "run_dir",
+             "update_weight_disk_dir")  # fmt: skip
     found = [(name, getattr(args, name)) for name in names if getattr(args, name)]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
     data = [*([args.prompt_data] if args.prompt_data else []), *(d.path for d in eval_datasets(args))]

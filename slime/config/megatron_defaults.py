@@ -7,6 +7,8 @@ from typing import Any
 FIXED: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
     "optimizer": ("adam", "the distributed optimizer supports adam"),
+    "optimizer_cpu_offload": (False, "checkpoints and sleeping do not reach its copies on the host"),
+    "use_precision_aware_optimizer": (False, "checkpoints hold float32 master weights and moments"),
     "grad_reduce_in_fp32": (True, "sums of many micro-batches lose bits in bf16"),
     "average_in_collective": (False, "losses already carry the denominators of the whole step"),
     "hidden_dropout": (0.0, "dropout makes trainer and engine disagree"),

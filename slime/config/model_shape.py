@@ -55,12 +55,16 @@ def _stacks_experts(directory: Path, config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with its `text_config` lifted to the top; `wrapper_type` then names the multimodal model around it."""
+    """A config with its `text_config` lifted to the top; `wrapper_type` then names the multimodal model around it.
+
+    Whether embeddings are tied is said by the model around it alone, in transformers and in SGLang.
+    """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return dict(config)
     outer = {k: v for k, v in config.items() if k != "text_config"}
-    return {**outer, **text, "wrapper_type": str(config.get("model_type"))}
+    tied = bool(config.get("tie_word_embeddings"))
+    return {**outer, **text, "tie_word_embeddings": tied, "wrapper_type": str(config.get("model_type"))}
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -100,7 +104,7 @@ def contradictions(shape: Mapping[str, Any], given: Mapping[str, Any]) -> list[s
         if name in shape and value != shape[name]:
             flag = "--" + name.replace("_", "-")
             out.append(
-                f"got {flag} {value} because of a flag, but the checkpoint's config.json says {shape[name]}; "
-                "drop the flag, the shape is read from the checkpoint"
+                f"got {flag} {value} because of a flag, but this checkpoint is trained with {shape[name]}, as its "
+                "config.json and the engine's arithmetic have it; drop the flag"
             )
     return out

@@ -260,6 +260,21 @@ def engines_of_one_gpu(args: Args) -> str | None:
 
 
 @rule
+def engines_hold_what_tables_say(args: Args) -> str | None:
+    """The weight tables know engines whose ranks cut tensors by tensor parallelism alone, unquantised."""
+    if args.debug_rollout_only or args.debug_train_only:
+        return None
+    usual = {"quantization": (None,), "pp_size": (None, 1), "ep_size": (None, 1), "dp_size": (None, 1),
+             "enable_dp_attention": (None, False), "enable_eplb": (None, False), "moe_a2a_backend": (None, "none"),
+             "speculative_algorithm": (None,)}  # fmt: skip
+    odd = [name for name, plain in usual.items() if args.sglang.get(name) not in plain]
+    if not odd:
+        return None
+    return (f"got --sglang-{odd[0].replace('_', '-')} {args.sglang[odd[0]]}: the engine would hold other tensors than "
+            "the trainer verifies after each sync; leave it out")  # fmt: skip
+
+
+@rule
 def tensor_transport_needs_shared_gpus(args: Args) -> str | None:
     """CUDA IPC hands a tensor over on the GPU that holds it."""
     separate = args.device == "cuda" and not args.colocate and not args.debug_train_only and not args.debug_rollout_only

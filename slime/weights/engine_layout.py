@@ -106,6 +106,7 @@ class ExpectedDigests:
         self._table, self._digest = table, digest
         self._digests: dict[int, list[dict[str, str]]] = {n: [{} for _ in range(n)] for n in sorted(set(tp_sizes))}
         self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._num_parts = {name: len({n for e in held for n in e.hf}) for name, held in table.resident.items()}
         self._seen: set[str] = set()
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
@@ -119,10 +120,9 @@ class ExpectedDigests:
         name = self._table.resident_of[hf_name]
         waiting = self._waiting.setdefault(name, {})
         waiting[hf_name] = tensor.detach()
-        held = self._table.resident[name]
-        if len(waiting) == len({n for e in held for n in e.hf}):
+        if len(waiting) == self._num_parts[name]:
             del self._waiting[name]
-            self._complete(held, waiting)
+            self._complete(self._table.resident[name], waiting)
 
     def _complete(self, held: Sequence[Entry], state: Mapping[str, Tensor]) -> None:
         on_cpu = not state[held[0].hf[0]].is_cuda

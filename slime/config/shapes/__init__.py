@@ -26,8 +26,19 @@ FAMILIES: Mapping[str, Callable[[Config], dict[str, Any]]] = {
 }
 """`model_type` values that this release trains -> what sets them apart."""
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-"""Rotary scalings that this release trains; yarn with latent attention only."""
+ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("original_max_position_embeddings",),
+}
+"""Rotary scalings that this release trains -> what they need; yarn with latent attention only."""
+
+LAYER_KINDS = ("full_attention", "linear_attention", "deepseek_sparse_attention")
+"""Of `layer_types`."""
+
+PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
+"""Lists with one entry per layer."""
 
 
 def megatron_shape(config: Config) -> dict[str, Any]:
@@ -57,7 +68,7 @@ def _common(config: Config) -> dict[str, Any]:
         "kv_channels": int(config.get("head_dim") or hidden // heads),
         "vocab_size": int(config["vocab_size"]),
         "max_position_embeddings": int(config.get("max_position_embeddings") or 4096),
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "layernorm_epsilon": float(config["rms_norm_eps"]),
         "rotary_base": theta,
         "rope_scaling": scaling,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
@@ -86,6 +97,15 @@ def _refuse_unsupported(config: Config) -> None:
     biases = [name for name in ("mlp_bias", "attention_bias") if config.get(name)]
     if biases and config.get("model_type") in ("llama", "qwen3", "qwen3_moe"):
         raise ConfigError(f"got a checkpoint with {' and '.join(biases)}, which this release does not train")
-    kind = rope_kind(rope_of(config)[1])
+    scaling = rope_of(config)[1] or {}
+    kind = rope_kind(scaling)
     if kind not in ROPE_KINDS or (kind == "yarn" and not config.get("kv_lora_rank")):
-        raise ConfigError(f"got a checkpoint with rotary scaling {kind!r}; this release trains {', '.join(ROPE_KINDS)}")
+        raise ConfigError(f"got a checkpoint with rotary scaling {kind!r}; this release trains {', '.join(ROPE_KINDS)} "
+                          "(yarn with latent attention only)")  # fmt: skip
+    if missing := [name for name in ROPE_KINDS[kind] if not scaling.get(name)]:
+        raise ConfigError(f"got rotary scaling {kind!r} without {', '.join(missing)}; complete config.json")
+    if kinds := sorted(set(config.get("layer_types") or ()) - set(LAYER_KINDS)):
+        raise ConfigError(f"got layers of type {', '.join(kinds)}; this release trains {', '.join(LAYER_KINDS)}")
+    for name in PER_LAYER:
+        if config.get(name) and len(config[name]) < int(config.get("num_hidden_layers") or 0):
+            raise ConfigError(f"got {len(config[name])} {name} for {config['num_hidden_layers']} layers in config.json")

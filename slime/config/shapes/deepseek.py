@@ -21,6 +21,9 @@ def shape(config: Mapping[str, Any]) -> dict[str, Any]:
     if indexer_kinds(config) and (not config.get("q_lora_rank") or config.get("index_k_norm_type", "layer") != "layer"):
         raise ConfigError("got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is no "
                           "layer norm; neither is trained")  # fmt: skip
+    if always := [name for name in ("index_init_tokens", "index_local_tokens") if config.get(name)]:
+        raise ConfigError(f"got a sparse-attention indexer with {', '.join(always)}: the engine always chooses these "
+                          "keys, the trainer does not; such a checkpoint is not trained")  # fmt: skip
     heads, nope, rope = (int(config[n]) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     return {
         "multi_latent_attention": True,

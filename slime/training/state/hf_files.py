@@ -91,6 +91,9 @@ class _TensorFile:
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)
 
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
+
     def read(self, name: str) -> Tensor:
         """A view of the mapping."""
         dtype, shape, start = self._tensors[name]
@@ -182,7 +185,7 @@ class HfReader:
         if self._released:
             self._touched, self._released = set(), False
         self._touched.add(file)
-        if name not in opened.names:
+        if not opened.holds(name):
             raise CheckpointError(f"got {self._directory / file} without {name}, which the index says it holds")
         return opened.read(name)
 
@@ -282,7 +285,7 @@ def begin_export(directory: Path) -> Path:
     Raises `CheckpointError` if `directory` or the folder beside it holds anything but an export.
     """
     partial = directory.with_name(directory.name + ".writing")
-    for folder in (directory, partial):
+    for folder in (directory, partial, _replaced(directory)):
         require_replaceable(folder)
     if partial.exists():
         shutil.rmtree(partial)
@@ -292,11 +295,22 @@ def begin_export(directory: Path) -> Path:
 
 
 def commit_export(partial: Path, directory: Path) -> None:
-    """Gives the written folder its name; an earlier export there is removed. Raises `CheckpointError` like `begin`."""
-    require_replaceable(directory)
+    """Gives the written folder its name; an earlier export there is removed. Raises `CheckpointError` like `begin`.
+
+    An earlier one loses its name before its first file: what has the name is whole.
+    """
+    old = _replaced(directory)
+    for folder in (directory, old):
+        require_replaceable(folder)
     if directory.exists():
-        shutil.rmtree(directory)
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
     partial.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _replaced(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".replaced")
 
 
 def copy_assets(source: Path, target: Path) -> None:

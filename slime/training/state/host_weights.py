@@ -2,12 +2,13 @@
 
 Invariants
 1. While a copy is lent nothing else may run; afterwards the policy has its own bits again.
-2. A copy of the policy holds what is trained, because the rest never differs: with adapters it is small.
+2. A copy of the policy holds all of it, but with adapters only these, so that it is small. (What is frozen by name does
+   not differ within a run, but a checkpoint may bring other weights of it than the copy was made of.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from slime.weights.tables import FamilyTable, table_for
 class HostCopies:
     """This rank's shards of the copies, by name."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """`parameters`: the policy's, under their global names; frozen ones do not require a gradient."""
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, Tensor], names: Collection[str]) -> None:
+        """`parameters`: the policy's, under their global names; `names`: of all ranks, those that copies of it hold."""
+        self._parameters, self._names = parameters, names
         self._copies: dict[str, dict[str, Tensor]] = {}
         self._kept: dict[str, Tensor] = {}
         """The policy's own weights while a copy is lent."""
@@ -36,8 +37,7 @@ class HostCopies:
     def take(self, name: str) -> None:
         """The policy as it is now, into a new copy or an old one."""
         if name not in self._copies:
-            trained = (n for n, p in self._parameters.items() if p.requires_grad)
-            self._copies[name] = {n: _room_for(self._parameters[n]) for n in trained}
+            self._copies[name] = {n: _room_for(p) for n, p in self._parameters.items() if n in self._names}
         _copy(self._copies[name], self._parameters, self._copies[name])
 
     def read(self, name: str, directory: Path, flag: str, table: FamilyTable, holders: Mapping[str, Holder]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from slime.config.model_shape import read_hf_config
 from slime.core.errors import CheckpointError
-from slime.training.state.checkpoint import HashedFile, Seal, latest
+from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.weights.convert import export, load_shard
 from slime.weights.tables import Entry, FamilyTable, table_for
 
@@ -48,6 +48,10 @@ _NOT_ARCHITECTURE = frozenset({
     "pad_token_id", "initializer_range", "max_position_embeddings", "quantization_config", "attention_dropout",
 })  # fmt: skip
 """What a config.json may say otherwise of the same model."""
+
+
+READS_PER_MAPPING = 32
+"""Tensors that are read from the files before they are mapped anew."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class PieceReader:
         for role, name in self._pieces:
             self._names.setdefault(role, set()).add(name)
         self._open: dict[Path, Any] = {}
+        self._num_read = 0
 
     @property
     def roles(self) -> Collection[str]:
@@ -187,6 +192,9 @@ class PieceReader:
 
     def _read(self, file: Path, key: str) -> Any:
         """A tensor of a file that is sliced before it is read."""
+        self._num_read += 1
+        if self._num_read % READS_PER_MAPPING == 0:  # pages that were read stay ours for as long as a file is mapped
+            self._open.clear()
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt", device="cpu")
@@ -243,28 +251,33 @@ class OpenCheckpoint:
         """
         held = self.pieces.names(role)
 
+        def found(name: str) -> list[Tensor]:
+            return self.pieces.shards(role if name in held else MODEL, name)
+
         def shards(entry: Entry) -> list[Tensor]:
-            found = self.pieces.shards(role if entry.megatron in held else MODEL, entry.megatron)
-            return self._merged(entry.megatron.removesuffix("weight"), found)
+            """With its adapter, as the trainer exports a weight; float32 where masters are asked for."""
+            weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
+            if linear + "lora_a" not in self.pieces.names(MODEL):
+                return weights
+            a, b = found(linear + "lora_a"), found(linear + "lora_b")
+            scale = self.pieces.metas[0]["adapter_scale"]
+            products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
+            merged = [p.mul_(scale).add_(w) for p, w in zip(products, weights, strict=True)]
+            return merged if role == MASTER else [m.to(w.dtype) for m, w in zip(merged, weights, strict=True)]
 
         return iter_full(self.table, shards)
-
-    def _merged(self, linear: str, weights: list[Tensor]) -> list[Tensor]:
-        """Shards of a layer's weight with its adapter, as the trainer exports them."""
-        if linear + "lora_a" not in self.pieces.names(MODEL):
-            return weights
-        a, b = (self.pieces.shards(MODEL, linear + part) for part in ("lora_a", "lora_b"))
-        scale = self.pieces.metas[0]["adapter_scale"]
-        products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
-        return [p.mul_(scale).add_(w).to(w.dtype) for p, w in zip(products, weights, strict=True)]
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
-    """A `--save` folder (its latest checkpoint) or one checkpoint of it. Raises `CheckpointError` if it is none."""
+    """A `--save` folder (its latest checkpoint) or one checkpoint of it, whose every file is compared with its hash.
+
+    Raises `CheckpointError` if it is none, or damaged.
+    """
     found = latest(path)
     if found is None:
         raise CheckpointError(f"got {path}, which holds no checkpoint; name a --save folder or a step_* folder of one")
+    verify(found.path)
     yield OpenCheckpoint(found.path)
 
 

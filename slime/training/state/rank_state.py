@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
         else:
             optimizer.state[target][role] = source.reshape(target.shape).to(target.device, copy=True)
     if with_optimizer:
-        _set_computed(kept.trainable, meta["optimizer"])
+        _set_computed(kept.trainable, [other["optimizer"] for other in pieces.metas])
         kept.trainable.scheduler.num_steps = 0
         kept.trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
     else:
@@ -302,6 +302,12 @@ def _check(pieces: PieceReader, meta: Mapping[str, Any], kept: Kept, with_optimi
             "with --no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from "
             "step 0)"
         )
+    copies = {role.removeprefix(COPY) for role in pieces.roles if role.startswith(COPY)}
+    if with_optimizer and copies != set(kept.copies):
+        raise CheckpointError(
+            f"got {pieces.folder} with copies of the policy {sorted(copies)} for a run with {sorted(kept.copies)}; "
+            "give --ref-update-interval and --keep-old-actor as in the first run, or --finetune to start copies anew"
+        )
     held, own = ({n for n in names if ".lora_" in n} for names in (pieces.names(MODEL), kept.table.megatron_names))
     if held != own or meta["adapter_scale"] != kept.adapter_scale:
         raise CheckpointError(
@@ -330,7 +336,7 @@ def _counts(trainable: Trainable) -> set[float]:
 
 
 def _computed(trainable: Trainable) -> dict[str, Any]:
-    """What optimizers count: the same on all ranks."""
+    """What optimizers count: the same on all ranks that train something."""
     counts = _counts(trainable)
     assert len(counts) <= 1, f"parameters of one optimizer made different numbers of steps: {counts}"
     scaler = trainable.inner[0].grad_scaler
@@ -338,7 +344,9 @@ def _computed(trainable: Trainable) -> dict[str, Any]:
     return {"step": next(iter(counts), None), "grad_scaler": state}
 
 
-def _set_computed(trainable: Trainable, meta: Mapping[str, Any]) -> None:
+def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> None:
+    """`metas`: what each rank counted; one that trained nothing has no step."""
+    meta = next((meta for meta in metas if meta["step"] is not None), metas[0])
     step = meta["step"]
     for optimizer in _optimizers(trainable) if step is not None else ():
         for group in optimizer.param_groups:

@@ -45,7 +45,8 @@ class Copies:
         Raises `ConfigError` or `CheckpointError` for one that does not fit.
         """
         self._args, self._context, self._ddps = args, context, trainable.ddps
-        self._host = HostCopies(parameters)
+        adapters = holders.keys() - set(table.megatron_names)
+        self._host = HostCopies(parameters, adapters or holders.keys())
         self._published_version = 0
         learns_from_samples = args.loss_type != "sft_loss"
         needed: dict[str, tuple[str | None, str]] = {}
@@ -79,11 +80,11 @@ class Copies:
         versions = [s.token_versions for s in prepared.batch.samples]
         newer = [v >= self._published_version for v in versions]
         earlier = [(v != NOT_SAMPLED) & ~n for v, n in zip(versions, newer, strict=True)]
+        wanted = [name for name, used in ((BEFORE, earlier), (PUBLISHED, newer)) if any(u.any() for u in used)]
         signals = []
-        for name, used in ((BEFORE, earlier), (PUBLISHED, newer)):
-            if any(u.any() for u in used):
-                with self._host.lent(name):
-                    signals.append(forward_signals(self._context, self._ddps, prepared))
+        for name in wanted or [PUBLISHED]:
+            with self._host.lent(name):
+                signals.append(forward_signals(self._context, self._ddps, prepared))
         if len(signals) < 2:
             return signals[0]
         return tuple(

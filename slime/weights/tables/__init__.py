@@ -20,7 +20,6 @@ from slime.weights.tables.table import Entry, FamilyTable, ModelShape, Row, Unit
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], FamilyTable]] = {
     "llama": llama_table,
-    "mistral": llama_table,
     "qwen2": qwen2_table,
     "qwen3": qwen3_table,
     "qwen3_moe": qwen3_table,

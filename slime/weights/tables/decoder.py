@@ -152,13 +152,12 @@ def decoder_table(
     layer: Callable[[ModelShape, int], Rows],
     *,
     prefix: str = "model.",
-    tied_default: bool = False,
     carried: tuple[str, ...] = (),
 ) -> FamilyTable:
     """Embedding, layers, final norm and output layer. `layer(shape, number)`: the rows of that layer."""
     shape = ModelShape.from_hf(hf_config)
     hidden, vocab = shape.hidden_size, [(shape.vocab_size, shape.hidden_size)]
-    tied = bool(hf_config.get("tie_word_embeddings", tied_default))
+    tied = bool(hf_config.get("tie_word_embeddings", False))
     output = column("output_layer.weight", "lm_head.weight", vocab, Unit.VOCAB)
     return FamilyTable(
         family=family,

@@ -1,4 +1,4 @@
-"""Llama, and what has its layout (Mistral): pre-norm, grouped-query attention, gated MLP, optional biases."""
+"""Llama and what has its layout (SmolLM2): pre-norm, grouped-query attention, gated MLP, optional biases."""
 
 from __future__ import annotations
 

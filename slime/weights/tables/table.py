@@ -70,7 +70,7 @@ class Row:
     stacked: bool = False
     """The HF tensors hold all experts along dim 0."""
     trained: bool = True
-    """A parameter; else a buffer, which is loaded, exported and synced but never trained."""
+    """Else a buffer or a frozen parameter, which is loaded, exported and synced but never trained."""
     engines: tuple[str, ...] = ()
     """In place of `engine`, a resident tensor for each HF tensor: an engine may keep apart what the trainer fuses."""
     plus_one: str = ""

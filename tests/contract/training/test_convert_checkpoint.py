@@ -45,6 +45,38 @@ def test_a_save_folder_or_one_checkpoint_of_it(tmp_path: Path, make_backend: Cal
     assert any(not torch.equal(masters[n], want.float()) for n, want in exports[1].items()), "masters have more bits"
 
 
+@pytest.mark.slow
+def test_adapters_are_merged(tmp_path: Path, make_backend: Callable[..., Any]) -> None:
+    """Law: as the trainer exports them; in float32 with masters of adapters, rounded to nothing less."""
+    backend = make_backend(write_tiny_model(tmp_path / "m", "qwen3"), megatron={"bf16": True}, lora_rank=4)
+    for _ in range(3):
+        backend.train(random_batch())
+    want = {name: t.clone() for name, t in backend.iter_hf_tensors()}
+    path = _save(backend, tmp_path / "save", 0)
+    got, wide = _converted(path, tmp_path / "out"), _converted(path, tmp_path / "wide", "--to", "fp32")
+    assert all(torch.equal(got[n], tensor) for n, tensor in want.items())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(wide[name].bfloat16().float(), wide[name])
+    torch.testing.assert_close(wide[name], want[name].float(), rtol=1e-2, atol=1e-3)
+
+
+def test_the_damaged_and_the_foreign_are_refused(
+    tmp_path: Path, make_backend: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: no export is made of an altered file, nor with tensors of another model."""
+    path = _save(make_backend(write_tiny_model(tmp_path / "m", "qwen3", tied=True)), tmp_path / "save", 0)
+    other = write_tiny_model(tmp_path / "other", "qwen3", tied=False)
+    assert main(["convert", str(path), str(tmp_path / "out"), "--hf-checkpoint", str(other)]) == 2
+    assert f"--hf-checkpoint {other}, which is of another model" in capsys.readouterr().err
+    file = path / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-10] ^= 1
+    file.write_bytes(content)
+    assert main(["convert", str(path), str(tmp_path / "out")]) == 2
+    assert "rank_00000.safetensors was altered" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_training_does_not_hold_comes_from_the_source(
     tmp_path: Path, make_backend: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

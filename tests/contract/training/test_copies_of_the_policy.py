@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from slime.core.sample import NOT_SAMPLED
 from slime.training.state import host_weights
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch, with_samples
@@ -67,6 +68,21 @@ def test_the_initial_weights_are_not_read_twice(
     assert read == [other]
 
 
+def test_a_reference_is_no_mixture(tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]) -> None:
+    """Law: what a checkpoint brings of frozen parameters is the policy's, and not that of the reference."""
+    batch = random_batch()
+    first = make_backend(tiny_qwen3)
+    want = _mean(batch, first.log_probs(batch))
+    for _ in range(3):
+        first.train(batch)
+    first.save(tmp_path / "trained")
+    frozen = {"freeze_params_name_list": ("mlp",), "finetune": True}
+    second = make_backend(tiny_qwen3, **KL, ref_load=str(tiny_qwen3), **frozen)
+    second.load(tmp_path / "trained")
+    assert abs(_mean(batch, second.log_probs(batch)) - want) > 1e-3, "nothing was trained"
+    assert second.train(batch)["train/ref_log_probs"] == pytest.approx(want, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -103,6 +119,7 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(
     check(backend, _at(4, 4), [4] * 8)
     check(backend, _at(4, 3), [3] * 8)
     check(backend, _at(4, 4, odd_version=3), [4, 3] * 4)
+    check(backend, _at(4, NOT_SAMPLED), [4] * 8)
     assert not np.array_equal(history[3][0], history[4][0])
     same = {n: p.detach().clone() for n, p in backend._parameters.items()}
     backend.train(_at(4, 3))

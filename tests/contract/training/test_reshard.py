@@ -95,6 +95,15 @@ def test_what_the_table_does_not_know(settings: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_ranks_that_trained_nothing(tmp_path: Path) -> None:
+    """Law: steps are counted where something is trained, and ranks that have it after a resume know them."""
+    model = write_tiny_model(tmp_path / "model", "qwen3", tied=False, num_hidden_layers=4)
+    only = (r"layers\.[23]\.",)  # of the last stage
+    outcomes = resumed(tmp_path / "run", model, "pp2", ["pp2", "dp2"], only_train_params_name_list=only)
+    assert_same_step(outcomes, "pp2")
+
+
+@pytest.mark.slow
 def test_every_kind_of_row(tmp_path: Path) -> None:
     """Law: for every family: fused and interleaved rows, stacked experts, buffers, rows that stay float32."""
     layouts: dict[str, dict[str, Any]] = {}

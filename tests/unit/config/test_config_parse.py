@@ -36,7 +36,7 @@ def test_the_shape_is_the_checkpoints(base: list[str]) -> None:
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_both_values(base: list[str]) -> None:
     message = refused([*base, "--num-layers", "3"])
-    assert "num-layers 3" in message and "says 2" in message
+    assert "num-layers 3" in message and "trained with 2" in message
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,8 @@ def test_a_run_that_is_to_continue_does_not_start_anew(base: list[str], tmp_path
     (folder / "step_000004" / "manifest.json").write_text("{}")
     assert parse_args(load).load == str(folder)
     assert parse_args([*base, "--load", str(folder / "step_000004")]).load is not None
+    assert parse_args([*load, "--ckpt-step", "4"]).ckpt_step == 4
+    assert "it has step_000004" in refused([*load, "--ckpt-step", "5"])
     assert "--finetune" in refused([*load, "--start-rollout-id", "1"])
     assert parse_args([*load, "--start-rollout-id", "1", "--finetune"]).start_rollout_id == 1
 

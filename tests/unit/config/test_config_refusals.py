@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime.config import parse_args
+from slime.config.shapes import FAMILIES
+from slime.weights.tables import FAMILIES as TABLES
 from tests.support.command_line import refused
 
 REFUSALS = [
@@ -110,3 +112,14 @@ def test_engines_are_not_started_on_quantised_weights(base: list[str]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     assert "slime convert" in refused(base)
     assert parse_args([*base, "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}"]).debug_train_only
+
+
+@pytest.mark.parametrize(
+    "flag", ["quantization fp8", "ep-size 2", "speculative-algorithm EAGLE", "enable-dp-attention"]
+)
+def test_engines_that_would_hold_other_tensors_are_refused(base: list[str], flag: str) -> None:
+    assert "verifies after each sync" in refused([*base, *f"--sglang-{flag}".split()])
+
+
+def test_a_family_has_a_table_and_a_shape() -> None:
+    assert FAMILIES.keys() == TABLES.keys()

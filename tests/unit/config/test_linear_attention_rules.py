@@ -15,7 +15,7 @@ from slime.core.errors import ConfigError
 from tests.support.command_line import refused
 from tests.support.qwen_next import EXPERTS, LINEAR
 
-NEXT = {**LINEAR, **EXPERTS, "model_type": "qwen3_next"}
+NEXT = {**LINEAR, **EXPERTS, "model_type": "qwen3_next", "rms_norm_eps": 1e-6}
 
 
 def _of(base: list[str], config: dict) -> list[str]:
@@ -74,7 +74,7 @@ def test_layers_follow_the_interval_where_no_list_is_given() -> None:
 
 @pytest.mark.parametrize(("name", "stacked"), [("gate_up_proj", True), ("0.gate_proj.weight", False)])
 def test_the_files_say_how_experts_are_stored(tmp_path: Path, name: str, stacked: bool) -> None:
-    text = {**LINEAR, **EXPERTS, "model_type": "qwen3_5_moe_text"}
+    text = {**NEXT, "model_type": "qwen3_5_moe_text"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
     assert read_hf_config(str(tmp_path))["_stacked_experts"], "without weights: as published"
     names = {f"model.language_model.layers.0.mlp.experts.{name}": "a", "mtp.layers.0.mlp.experts.gate_up_proj": "b"}

@@ -42,6 +42,20 @@ def test_latest_is_the_last_committed(tmp_path: Path) -> None:
     verify(path)
 
 
+def test_ranks_share_the_hashing(tmp_path: Path) -> None:
+    """Law: what one would find alone, all parts find together."""
+    path = _write(tmp_path, 3)
+    file = path / "rank_00000.safetensors"
+    file.write_text("weighty")
+    found = []
+    for i in range(3):
+        try:
+            verify(path, share=(i, 3))
+        except CheckpointError as error:
+            found.append(str(error))
+    assert len(found) == 1 and "rank_00000.safetensors was altered" in found[0]
+
+
 def test_a_crash_before_commit_leaves_the_previous_one(tmp_path: Path) -> None:
     path = _write(tmp_path, 3)
     parts = begin(tmp_path, 4)

@@ -17,6 +17,7 @@ from tests.support.tiny import SHAPE
 
 EXPERTS: dict[str, Any] = {
     **SHAPE,
+    "rms_norm_eps": 1e-6,
     "model_type": "qwen3_moe",
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -27,6 +28,7 @@ EXPERTS: dict[str, Any] = {
 }
 GLM: dict[str, Any] = {
     **SHAPE,
+    "rms_norm_eps": 1e-6,
     "model_type": "glm4_moe",
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -48,7 +50,9 @@ def test_the_shape_is_read_in_both_spellings() -> None:
     assert all(want.items() <= megatron_shape(spelling).items() for spelling in spellings)
     assert megatron_shape({**EXPERTS, "norm_topk_prob": False})["moe_router_pre_softmax"] is True
     assert contradictions(megatron_shape(EXPERTS), {"moe_router_topk": 4}), "a flag that contradicts the checkpoint"
-    assert contradictions(megatron_shape({**SHAPE, "model_type": "qwen3"}), {"num_moe_experts": 4}), "a dense one"
+    assert contradictions(
+        megatron_shape({**SHAPE, "model_type": "qwen3", "rms_norm_eps": 1e-6}), {"num_moe_experts": 4}
+    ), "a dense one"
 
 
 def test_glm_experts_are_those_of_its_config() -> None:

@@ -65,6 +65,9 @@ def test_what_a_crash_left_is_removed_and_what_a_user_has_there_is_not(tmp_path:
     (begin_export(tmp_path / "export") / "part-00007.safetensors").write_text("half")
     _export(tmp_path / "export", source)
     assert not (tmp_path / "export" / "part-00007.safetensors").exists()
+    (tmp_path / "export").rename(tmp_path / "export.replaced")  # killed before the new one got the name
+    _export(tmp_path / "export", source)
+    assert not (tmp_path / "export.replaced").exists()
     beside = tmp_path / "export.writing"
     beside.mkdir()
     (beside / "notes").write_text("notes")

@@ -58,8 +58,12 @@ def delta_rule(device: torch.device, dtype: torch.dtype) -> DeltaRule:
     return chunked if _backend == "torch" or reasons else fla_kernels
 
 
-def kernel_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why the kernels cannot run here; empty if they can. Source of the last: flash-linear-attention, issue 640."""
+@functools.lru_cache(maxsize=8)
+def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why the kernels cannot run here; empty if they can. Source of the last: flash-linear-attention, issue 640.
+
+    Asked once: each layer wants to know, and what is installed takes milliseconds to find out.
+    """
     on_gpu = device.type == "cuda"
     hopper = on_gpu and torch.cuda.get_device_capability(device)[0] == 9
     problems = (
@@ -68,7 +72,7 @@ def kernel_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
         (f"its kernels do not compute in {dtype}", dtype not in (torch.bfloat16, torch.float16)),
         ("Triton before 3.7.1 gets their gradients wrong on Hopper GPUs", hopper and _triton() < (3, 7, 1)),
     )
-    return [reason for reason, holds in problems if holds]
+    return tuple(reason for reason, holds in problems if holds)
 
 
 def _triton() -> tuple[int, ...]:

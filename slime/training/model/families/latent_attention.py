@@ -164,7 +164,7 @@ class LatentAttention(MegatronModule):
 def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:
     """Raises `ConfigError` if one of the layers that begin a pipeline stage uses the choice of a layer before it."""
     for layer in first_layers:
-        if kinds and kinds[layer] == "shared":
+        if kinds[layer : layer + 1] == ["shared"]:
             raise ConfigError(
                 f"got a pipeline stage that begins with layer {layer}, which shares the indexer of a layer before it; "
                 "choose --pipeline-model-parallel-size so that stages begin with layers of indexer type full"

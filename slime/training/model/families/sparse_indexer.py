@@ -88,13 +88,14 @@ class SparseIndexer(torch.nn.Module):
     def _choose(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         """q [n, heads, d], k [n, d], weights [n, heads] of one sequence -> [n, topk]."""
         n = k.size(0)
-        behind = torch.arange(n, device=k.device)
+        place = torch.arange(n, device=k.device)
+        step = max(1, SCORES_AT_ONCE // (self.heads * n))
         chosen = []
-        for rows in torch.arange(n, device=k.device).split(max(1, SCORES_AT_ONCE // (self.heads * n))):
-            a, b = int(rows[0]), int(rows[-1]) + 1
+        for a in range(0, n, step):
+            b = min(a + step, n)
             scores = functional.relu(q[a:b] @ k.T * self.dim**-0.5)
             score = (weights[a:b].unsqueeze(1) @ scores).squeeze(1)
-            score = score.masked_fill(behind > rows.unsqueeze(1), -float("inf"))
+            score = score.masked_fill(place > place[a:b].unsqueeze(1), -float("inf"))
             chosen.append(score.topk(self.topk, dim=-1).indices.int())
         return torch.cat(chosen)
 
