@@ -9,7 +9,6 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +95,7 @@ class Args(
         return dataclasses.replace(self, **changes)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable copy with secrets masked; `from_json_dict` restores it."""
+        """A JSON-serialisable copy with secrets masked."""
         from slime.config.table import secret_settings
 
         secrets = secret_settings()
@@ -108,30 +107,6 @@ class Args(
             out[one.name] = _masked(value, ("slime", one.name) in secrets)
         return out
 
-    @classmethod
-    def from_json_dict(cls, data: Mapping[str, Any]) -> Args:
-        """Restores what `to_json_dict` wrote; masked secrets become None. Raises `ConfigError` on unknown settings."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = set(data) - known - {"format"}
-        if unknown or data.get("format") != 1:
-            raise ConfigError(
-                f"got format {data.get('format')} with unknown settings {sorted(unknown)}; written by another version"
-            )
-        values: dict[str, Any] = {}
-        for name in known & set(data):
-            value = data[name]
-            if name in _MAPPINGS:
-                values[name] = Settings(name, {k: _restored(v) for k, v in value.items()})
-            else:
-                values[name] = _restored(value)
-        return cls(**values)
-
 
 def _masked(value: Any, secret: bool) -> Any:
     return MASK if secret and value is not None else value
-
-
-def _restored(value: Any) -> Any:
-    if value == MASK:
-        return None
-    return tuple(_restored(v) for v in value) if isinstance(value, list) else value

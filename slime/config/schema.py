@@ -6,7 +6,6 @@ Nothing here imports an engine: parsing a command line has to be instant.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,23 +106,4 @@ def owned_spellings() -> dict[str, str]:
         for flag in flags_of_owner(owner):
             if flag.dest in fields:
                 out |= {name: fields[flag.dest] for name in (*flag.names, *flag.off_names)}
-    return out
-
-
-def to_argv(owner: str, settings: Mapping[str, Any]) -> list[str]:
-    """`args.sglang` or `args.router` as the command line that the engine itself understands (no prefix)."""
-    entries = {e["dest"]: e for e in load(owner)["flags"]}
-    out: list[str] = []
-    for dest, value in settings.items():
-        entry = entries[dest]
-        name = f"--{entry['names'][0]}"
-        if entry["kind"] == "bool":
-            if value:
-                out.append(name)
-            elif entry.get("off_names"):
-                out.append(f"--{entry['off_names'][0]}")
-        elif value is not None:
-            occurrences = value if entry.get("append") else (value,)
-            for one in occurrences:
-                out += [name, *map(str, one if isinstance(one, (list, tuple)) else (one,))]
     return out

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,27 +57,6 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """T, padding included."""
         return len(self.tokens)
-
-    def scatter_response(self, values: Sequence[npt.NDArray[Any]], *, fill: float = 0.0) -> npt.NDArray[Any]:
-        """Per-sample arrays [R] -> one row [T] with each value at its predicting position and `fill` elsewhere.
-
-        The row has the dtype of the values (float32 when there are none). Raises `DataError` if the shapes differ.
-        """
-        got = [len(v) for v in values]
-        if got != self.response_lengths.tolist():
-            raise DataError(f"got values of lengths {got} for responses of lengths {self.response_lengths.tolist()}")
-        flat = np.concatenate(list(values)) if values else np.zeros(0, np.float32)
-        row = np.full(self.num_tokens, fill, flat.dtype)
-        row[self.response_positions] = flat
-        return row
-
-    def gather_response(self, row: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """One row [T] -> per-sample arrays [R]; inverse of `scatter_response`. Raises `DataError` on a wrong shape."""
-        if row.shape != (self.num_tokens,):
-            raise DataError(f"got an array of shape {row.shape} for a packed row of {self.num_tokens} tokens")
-        if self.num_samples == 0:
-            return []
-        return np.split(row[self.response_positions], np.cumsum(self.response_lengths)[:-1])
 
 
 def pack(samples: Sequence[TrainSample], *, pad_to_multiple: int = 1, pad_each_to: int = 1) -> PackedBatch:

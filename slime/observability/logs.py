@@ -13,11 +13,6 @@ FILE_ONLY = {"file_only": True}
 """`extra=` of a record that belongs into the file and not on the console."""
 
 
-def get_logger(name: str) -> logging.Logger:
-    """The logger of a module."""
-    return logging.getLogger(name)
-
-
 def setup_logging(log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO) -> None:
     """Replaces the handlers of the root logger. Safe to call again.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -74,12 +74,6 @@ MetricValue = Metric | float | int
 def mean(value: float, weight: float = 1.0) -> Metric:
     """An average over `weight` units."""
     return Metric(float(value), Reduce.MEAN, float(weight))
-
-
-def mean_of(values: Iterable[float]) -> Metric:
-    """The average of `values`, weighted by how many there are; NaN of weight 0 for none."""
-    items = list(values)
-    return Metric(math.fsum(items) / len(items) if items else math.nan, Reduce.MEAN, float(len(items)))
 
 
 def total(value: float) -> Metric:

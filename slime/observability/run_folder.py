@@ -7,7 +7,6 @@
       logs/           one file per process
       traces/         one Chrome trace per process
       tensorboard/
-      checkpoints/
       poison/         samples whose loss was not finite
       report.png report.md
 
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
 """Distributions whose versions decide what a run computes."""
 SECRET = re.compile(r"(^|_)(key|token|secret|password)$")
-SUBFOLDERS = ("logs", "traces", "checkpoints")
+SUBFOLDERS = ("logs", "traces")
 HIDDEN = "<hidden>"
 
 
@@ -70,16 +69,8 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def report_png(self) -> Path:
         return self.path / "report.png"
-
-    @property
-    def report_md(self) -> Path:
-        return self.path / "report.md"
 
     @classmethod
     def create(cls, path: str | Path, *, run_id: str, args: Mapping[str, Any]) -> RunFolder:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config import Args, parse_args
+from slime.config import parse_args
 from slime.config.answers import explain, help_text
 from slime.core.errors import ConfigError
 from tests.support.command_line import QWEN3, refused
@@ -87,8 +87,6 @@ def test_settings_that_slime_makes_itself_are_refused_with_what_to_use(base: lis
 
 
 def test_engines_get_exactly_what_was_given(base: list[str]) -> None:
-    from slime.config.schema import to_argv
-
     args = parse_args([*base, "--sglang-disable-cuda-graph", "--sglang-mem-fraction-static", "0.2", "--no-bf16",
                        "--router-policy", "random", "--sglang-log-requests-target", "a", "b"])  # fmt: skip
     assert dict(args.sglang) == {
@@ -98,12 +96,9 @@ def test_engines_get_exactly_what_was_given(base: list[str]) -> None:
         "dtype": "float32",
     }
     assert dict(args.router) == {"policy": "random"}
-    words = to_argv("sglang", args.sglang)
-    assert words[:3] == ["--disable-cuda-graph", "--mem-fraction-static", "0.2"]
-    assert words[-2:] == ["--dtype", "float32"] and words[3:6] == ["--log-requests-target", "a", "b"]
 
 
-def test_args_are_frozen_and_picklable_and_survive_json(base: list[str]) -> None:
+def test_args_are_frozen_and_picklable_and_hide_secrets(base: list[str]) -> None:
     args = parse_args([*base, "--wandb-key", "hunter2", "--sglang-api-key", "hunter3", "--eval-prompt-data", "a",
                        base[3], "--eval-interval", "1"])  # fmt: skip
     with pytest.raises(AttributeError):
@@ -115,9 +110,6 @@ def test_args_are_frozen_and_picklable_and_survive_json(base: list[str]) -> None
     assert pickle.loads(pickle.dumps(args)) == args
     text = json.dumps(args.to_json_dict())
     assert "hunter" not in text and "hunter" not in explain(args)
-    back = Args.from_json_dict(json.loads(text))
-    assert back.wandb_key is None and back.sglang["api_key"] is None
-    assert back.replace(wandb_key="hunter2", sglang=args.sglang) == args
 
 
 def test_replace_returns_a_changed_copy(base: list[str]) -> None:

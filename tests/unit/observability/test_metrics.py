@@ -16,7 +16,6 @@ from slime.observability.metrics import (
     last,
     maximum,
     mean,
-    mean_of,
     merge,
     minimum,
     to_floats,
@@ -52,7 +51,7 @@ def test_each_kind() -> None:
 
 
 def test_an_empty_mean_is_not_a_number_and_spoils_none() -> None:
-    empty = mean_of([])
+    empty = mean(math.nan, 0.0)
     assert to_floats({"x": empty}) == {}
     assert to_floats(merge({"x": empty}, {"x": mean(4.0)})) == {"x": 4.0}
 

@@ -41,7 +41,7 @@ def test_a_folder_is_made_whole_and_joined_on_resume(tmp_path: Path) -> None:
     make_folder(tmp_path / "run")
     assert folder.metrics.read_text() == '{"train/step": 0}\n'
     assert len(json.loads((folder.path / "run.json").read_text())["starts"]) == 2
-    assert folder.logs.is_dir() and folder.traces.is_dir() and folder.checkpoints.is_dir()
+    assert folder.logs.is_dir() and folder.traces.is_dir()
     assert [p.name for p in tmp_path.iterdir()] == ["run"], "the partial folder stayed behind"
 
 
