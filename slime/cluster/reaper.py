@@ -42,7 +42,8 @@ from slime.serving.shm import SharedMemoryFiles
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL. Nothing of value is written at that time: checkpoints are committed by renaming."""
 KILL_LIMIT_S = 8.0
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
+"""Between two looks on an idle machine, and on a busy one."""
 _CLOSE_LIMIT_S = 15.0
 _log = logging.getLogger("slime.reaper")
 
@@ -130,8 +131,9 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
     while driver is not None and _driver_id(driver_pid) == driver:
         began = time.monotonic()
         files.observe(family.refresh())
-        # At most 2 % of a core, with very many or very large processes too.
-        pause = max(LOOK_EVERY_S, 50 * (time.monotonic() - began))
+        # Little of a core, with very many or very large processes too; but an engine that dies soon after its start
+        # must have been looked at, or its shared memory is nobody's.
+        pause = min(max(LOOK_EVERY_S, 50 * (time.monotonic() - began)), LOOK_AT_LEAST_EVERY_S)
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:
             break
