@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama_tied": {},
     "qwen2": {},
     "qwen3": {},
-    "qwen3_moe": {},
+    "qwen3_moe": {"mlp_only_layers": []},  # SGLang gives every layer experts, and the sync would be refused
     "glm4": {},
     "glm4_moe": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     "deepseek_v3": {
