@@ -63,11 +63,9 @@ def launch(args: Any) -> Iterator[Run]:
             collect()  # the first step begins now
             try:
                 yield run
-            except Exception:
-                _rescue(run)
-                _end(run, limit_s=HASTY_END_S)
-                raise
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, Exception):  # Ctrl-C ends a save, too
+                    _rescue(run)
                 _end(run, limit_s=HASTY_END_S)
                 raise
             _end(run, limit_s=ORDERLY_END_S)

@@ -112,13 +112,18 @@ def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """`size` entries from `start` along `dim`; zeros beyond the end. A view where there are none."""
+def slice_pieces(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
+    """`size` entries from `start` along `dim`: a view of those that there are, and zeros for those beyond the end."""
     first = min(start, tensor.shape[dim])
     real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
     missing = list(real.shape)
     missing[dim] = size - real.shape[dim]
-    return torch.cat([real, real.new_zeros(missing)], dim) if missing[dim] else real
+    return [real, real.new_zeros(missing)] if missing[dim] else [real]
+
+
+def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """`slice_pieces` as one tensor. A view where nothing is missing."""
+    return _joined(slice_pieces(tensor, dim, start, size), dim)
 
 
 def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:

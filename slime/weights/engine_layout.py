@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest
-from slime.weights.convert import padded_slice, segments_of, unit_count
+from slime.weights.convert import padded_slice, segments_of, slice_pieces, unit_count
 from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
 
 VOCAB_PADDING = 64
@@ -55,7 +55,8 @@ def engine_pieces(
     for segment, unit in zip(segments_of(entry, parts), entry.row.units, strict=True):
         size, rank, num_ranks = _cut(table.shape, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
         share = size // num_ranks
-        pieces += _piece(segment, dim, rank * share, share)
+        own = rank * share, share
+        pieces += slice_pieces(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
     return pieces
 
 
@@ -80,15 +81,6 @@ def _cut(
     if uneven:
         raise ConfigError(f"got an engine of {tp_size} ranks for {entry.engine} with {size} {unit.value}; uneven cut")
     return size, tp_rank * num_ranks // tp_size, num_ranks
-
-
-def _piece(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
-    """`size` entries from `start` along `dim`, with zeros beyond the end."""
-    first = min(start, tensor.shape[dim])
-    real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
-    if dim or real.shape[0] == size:
-        return [padded_slice(tensor, dim, start, size)]
-    return [real, real.new_zeros(size - real.shape[0], *real.shape[1:])]
 
 
 def _up(size: int, multiple: int) -> int:

@@ -14,17 +14,10 @@ from safetensors import safe_open
 
 from slime.core.batch import TrainBatch
 from tests.support.experts import by_checkpoint_name
+from tests.support.families import LLAMA3
 from tests.support.tiny import SHAPE, write_tiny_model, write_tokenizer
 from tests.support.training import random_batch
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_tied": ("llama", {"tied": True}),
     "llama3_rope": ("llama", {"rope_parameters": LLAMA3}),
