@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from slime.training.model.families.delta_rule import DeltaRule, chunked, fla_kernels, kernel_problems
 from tests.support.qwen_next import write_qwen_next
-from tests.support.training_ranks import run_layouts
+from tests.support.training_ranks import run_on_cpu_and_gpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PROBLEMS = kernel_problems(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else ["no GPU"]
@@ -61,16 +60,6 @@ def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str) -> Non
         "half_torch": {"args": {"device": "cuda", "qwen_gdn_backend": "torch"}, "megatron": {"bf16": True}},
         "half_auto": {"args": {"device": "cuda"}, "megatron": {"bf16": True}},
     }
-    layouts = {name: {"world_size": 1, "megatron": {}, **own} for name, own in devices.items()}
-    defaults = {"checkpoint": str(checkpoint), "scenarios": {"four": {}}, "rounds": 1, "provoke": False}
-    outcomes = {}
-    for kind in ("cpu", "cuda"):  # in processes of their own: what helps Megatron on a CPU stays for a process's life
-        own = {name: layout for name, layout in layouts.items() if layout["args"]["device"] == kind}
-        outcomes |= run_layouts(tmp_path / kind, own, defaults=defaults)
-    for tensor, want in outcomes["cpu"].gradients["four"].items():
-        error = float((outcomes["gpu"].gradients["four"][tensor] - want).abs().max() / want.abs().max().clamp_min(1e-6))
-        assert error < 1e-3, f"gradient of {tensor} differs by {error:.1e} of its largest entry"
-    log_probs = {name: np.concatenate(outcome.result["log_probs"]) for name, outcome in outcomes.items()}
-    assert np.abs(log_probs["gpu"] - log_probs["cpu"]).max() < 1e-4, "float32 log-probs of GPU and CPU differ"
-    plain, kernels = (np.abs(log_probs[name] - log_probs["cpu"]).mean() for name in ("half_torch", "half_auto"))
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices)
+    plain, kernels = far["half_torch"], far["half_auto"]
     assert kernels < 2 * plain + 1e-3, f"kernels are off by {kernels:.1e} on average, plain PyTorch by {plain:.1e}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -70,3 +71,22 @@ def _read(folder: Path, scenarios: dict[str, Any]) -> Outcome:
         result=json.loads((folder / "result.json").read_text()),
         errors={kind: [errors[kind] for errors in told if kind in errors] for kind in ("poison", "gap", "hook")},
     )
+
+
+def run_on_cpu_and_gpu(folder: Path, checkpoint: Path, devices: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """One rank for each of `devices` ("cpu" and "gpu" in float32, others as they like): how far each is
+    from the CPU's log-probs on average. The GPU's float32 gradients must be within 1e-3 of the CPU's, relative to the
+    largest entry, and its log-probs within 1e-4.
+    """
+    layouts = {name: {"world_size": 1, "megatron": {}, **own} for name, own in devices.items()}
+    defaults = {"checkpoint": str(checkpoint), "scenarios": {"four": {}}, "rounds": 1, "provoke": False}
+    outcomes: dict[str, Outcome] = {}
+    for kind in ("cpu", "cuda"):  # in processes of their own: what helps Megatron on a CPU stays for a process's life
+        own = {name: layout for name, layout in layouts.items() if layout["args"]["device"] == kind}
+        outcomes |= run_layouts(folder / kind, own, defaults=defaults)
+    for tensor, want in outcomes["cpu"].gradients["four"].items():
+        error = float((outcomes["gpu"].gradients["four"][tensor] - want).abs().max() / want.abs().max().clamp_min(1e-6))
+        assert error < 1e-3, f"gradient of {tensor} differs by {error:.1e} of its largest entry"
+    log_probs = {name: np.concatenate(outcome.result["log_probs"]) for name, outcome in outcomes.items()}
+    assert np.abs(log_probs["gpu"] - log_probs["cpu"]).max() < 1e-4, "float32 log-probs of GPU and CPU differ"
+    return {name: float(np.abs(own - log_probs["cpu"]).mean()) for name, own in log_probs.items()}
