@@ -10,10 +10,7 @@ Invariants
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import shutil
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,13 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
+from slime.training.state.tensor_file import TensorFile
 from slime.weights.fp8 import SCALE_SUFFIX, block_of, dequantise
 
 MAX_SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file that `write_hf` makes."""
-
-MAX_HEADER_BYTES = 100 * 1000**2
-"""Of a safetensors file, as its library allows."""
 
 ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 """What belongs to a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
@@ -39,70 +34,8 @@ ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 EXPORT_MARKER = ".slime_export.json"
 """In every folder that an export made: what may be replaced by the next one."""
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""As safetensors files name them."""
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What is no weight without its scales."""
-
-
-class _TensorFile:
-    """A mapped safetensors file. Raises `CheckpointError` that names it if it is damaged."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            (size,) = struct.unpack_from("<Q", self._map)
-            if size > MAX_HEADER_BYTES:
-                raise ValueError(f"its header claims {size} bytes")
-            header = json.loads(self._map[8 : 8 + size])
-            self._tensors = {
-                name: (_DTYPES[t["dtype"]], [int(n) for n in t["shape"]], 8 + size + int(t["data_offsets"][0]))
-                for name, t in header.items()
-                if name != "__metadata__"
-            }
-            end = 8 + size
-            for dtype, shape, start in sorted(self._tensors.values(), key=lambda t: t[2]):
-                if start != end:
-                    raise ValueError(f"a tensor begins at byte {start} and not at {end}")
-                end += math.prod(shape) * dtype.itemsize
-            if end != len(self._map):
-                raise ValueError(f"it has {len(self._map)} bytes and not {end}")
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise CheckpointError(
-                f"got {path}, which is missing or no whole safetensors file ({error}); fetch or export it again"
-            ) from error
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    def holds(self, name: str) -> bool:
-        return name in self._tensors
-
-    def read(self, name: str) -> Tensor:
-        """A view of the mapping."""
-        dtype, shape, start = self._tensors[name]
-        if not math.prod(shape):
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
-
-    def release(self) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class HfReader:
@@ -114,7 +47,7 @@ class HfReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, _TensorFile] = {}
+        self._files: dict[str, TensorFile] = {}
         self._touched: set[str] = set()
         self._released = False
         config = directory / "config.json"
@@ -189,9 +122,9 @@ class HfReader:
             raise CheckpointError(f"got {self._directory / file} without {name}, which the index says it holds")
         return opened.read(name)
 
-    def _open(self, file: str) -> _TensorFile:
+    def _open(self, file: str) -> TensorFile:
         if file not in self._files:
-            self._files[file] = _TensorFile(self._directory / file)
+            self._files[file] = TensorFile(self._directory / file)
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime.config.model_shape import read_hf_config
 from slime.core.errors import CheckpointError
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
+from slime.training.state.tensor_file import DTYPES, TensorFile
 from slime.weights.convert import export, load_shard
 from slime.weights.tables import Entry, FamilyTable, table_for
 
@@ -39,19 +39,12 @@ HF = "hf"
 """Folder with the model's config.json and tokenizer."""
 
 _CHUNK_BYTES = 1 << 24
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NOT_ARCHITECTURE = frozenset({
     "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
     "pad_token_id", "initializer_range", "max_position_embeddings", "quantization_config", "attention_dropout",
 })  # fmt: skip
 """What a config.json may say otherwise of the same model."""
-
-
-READS_PER_MAPPING = 32
-"""Tensors that are read from the files before they are mapped anew."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +88,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
     end = 0
     for name in order:
         start, end = end, end + tensors[name].nbytes
-        dtype, shape = _DTYPES[tensors[name].dtype], list(tensors[name].shape)
+        dtype, shape = _CODES[tensors[name].dtype], list(tensors[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -141,8 +134,8 @@ class PieceReader:
         self._names: dict[str, set[str]] = {}
         for role, name in self._pieces:
             self._names.setdefault(role, set()).add(name)
-        self._open: dict[Path, Any] = {}
-        self._num_read = 0
+        self._open: dict[Path, TensorFile] = {}
+        self._touched: TensorFile | None = None
 
     @property
     def roles(self) -> Collection[str]:
@@ -187,20 +180,18 @@ class PieceReader:
 
     def tensor(self, rank: int, key: str) -> Tensor:
         """A tensor of one rank's own, such as the state of a generator."""
-        tensor: Tensor = self._read(self.folder / f"rank_{rank:05d}.safetensors", key)[:]
-        return tensor
+        return self._read(self.folder / f"rank_{rank:05d}.safetensors", key)
 
-    def _read(self, file: Path, key: str) -> Any:
-        """A tensor of a file that is sliced before it is read."""
-        self._num_read += 1
-        if self._num_read % READS_PER_MAPPING == 0:  # pages that were read stay ours for as long as a file is mapped
-            self._open.clear()
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            return self._open[file].get_slice(key)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"got {error} from {file}; the checkpoint is damaged, load another one") from error
+    def _read(self, file: Path, key: str) -> Tensor:
+        """A view of a tensor, whose memory is given back when the next one is read."""
+        if self._touched is not None:
+            self._touched.release()
+        if file not in self._open:
+            self._open[file] = TensorFile(file)
+        self._touched = self._open[file]
+        if not self._touched.holds(key):
+            raise CheckpointError(f"got {file} without {key}; the checkpoint is damaged, load another one")
+        return self._touched.read(key)
 
 
 def is_cut(table: FamilyTable, name: str) -> bool:
