@@ -13,14 +13,13 @@ Invariants
 2. `group_index` and `index` increase over the whole run and are never used twice, resume included.
 3. Returned groups are served before new prompts, first in, first out.
 4. `load(save())` continues as if never stopped. What was in flight at the save is issued again first, as it was when
-   it was last issued: no prompt is skipped, and none is trained twice because training is confirmed before saving.
+   it was last issued or noted: no prompt is skipped, none is trained twice because training is confirmed before saving.
 5. With `max_staleness`, no group that leaves the buffer holds a token of weights more than so many versions before
    `weight_version`; an older one starts over from its prompt, counted as returned for the reason "stale".
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import threading
@@ -30,9 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json
+from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json, to_saved
 from slime.buffer.ledger import Ledger
-from slime.buffer.origin import BLANK, Issued, Origin
+from slime.buffer.origin import BLANK, Issued, Origin, make_group, note_quarantines, num_quarantines
 from slime.buffer.prompts import Prompts, PromptWalk
 from slime.buffer.storage import read_json, write_json
 from slime.core.errors import CheckpointError, DataError, LedgerError
@@ -70,10 +69,8 @@ class DataBuffer:
         self._finished: list[Group] = []
         self._in_flight: dict[int, Issued] = {}
         self._origins: dict[int, Origin] = {}
-        self._next_group_index = 0
-        self._next_index = 0
-        self._num_issued = 0
-        self._num_trained = 0
+        self._next_group_index = self._next_index = 0
+        self._num_issued = self._num_trained = 0
         self._filtered: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._returned: Counter[str] = Counter()
@@ -102,30 +99,17 @@ class DataBuffer:
         for _ in range(n):
             group_index, count = self._next_group_index, self._n_samples_per_prompt
             row = None if self._walk is None else self._walk.next_row()
-            origin = Origin(row, self._next_index, count)
+            origin = self._origins[group_index] = Origin(row, self._next_index, count)
             self._next_group_index += 1
             self._next_index += count
             self._num_issued += 1
-            self._origins[group_index] = origin
             self._in_flight[group_index] = Issued(0, None)
             groups.append(self._make(group_index, origin, 0))
         return groups
 
     def _make(self, group_index: int, origin: Origin, attempts: int) -> Group:
-        """A group as it starts; every sample owns its containers."""
         row = BLANK if self._walk is None or origin.row is None else self._walk.prompts[origin.row]
-        samples = [
-            Sample(
-                group_index=group_index,
-                index=origin.first_index + i,
-                prompt=copy.deepcopy(row.prompt),
-                tokens=list(row.prompt_tokens or ()),
-                label=copy.deepcopy(row.label),
-                metadata=copy.deepcopy(dict(row.metadata)),
-            )
-            for i in range(origin.num_executions)
-        ]
-        return Group(group_index=group_index, samples=tuple(samples), attempts=attempts)
+        return make_group(row, group_index, origin, attempts)
 
     def _take_buffered(self, n: int) -> list[Group]:
         """Removes up to `n` groups from the queue, by the user's filter if there is one."""
@@ -137,8 +121,7 @@ class DataBuffer:
         self._queue = kept
         for index in dropped:
             self._origins.pop(index, None)
-        if dropped:
-            self._filtered["buffer_filter"] += len(dropped)
+            self._filtered["buffer_filter"] += 1
         return chosen
 
     def start_over(self, group: Group) -> Group:
@@ -152,6 +135,12 @@ class DataBuffer:
             self._issue(fresh)
             return fresh
 
+    def note(self, group: Group) -> None:
+        """A group in flight is issued again, after a resume, as it is now. Raises as `put_back` does."""
+        with self._lock:
+            self._require_in_flight([group.group_index], "noted")
+            self._issue(group)
+
     def is_stale(self, group: Group) -> bool:
         """Whether a token of the group is older than training now allows."""
         return self.max_staleness is not None and age(group, self.weight_version) > self.max_staleness
@@ -163,10 +152,10 @@ class DataBuffer:
         return self.start_over(group)
 
     def _fresh(self, group: Group, attempts: int) -> Group:
-        """From its dataset row; a group made outside loses its responses only."""
+        """From its dataset row, with the count of its quarantines; a group made outside loses its responses only."""
         origin = self._origins.get(group.group_index)
         if origin is not None:
-            return self._make(group.group_index, origin, attempts)
+            return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
         return replace(reset_group(group), attempts=attempts)
 
     # ---- taking back and settling --------------------------------------------------------------------------------
@@ -354,8 +343,8 @@ class DataBuffer:
                 "returned": dict(self._returned),
                 "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
                 "in_flight": in_flight,
-                "buffered": [group.to_dict() for group in self._queue],
-                "finished": [group.to_dict() for group in self._finished],
+                "buffered": [to_saved(group) for group in self._queue],
+                "finished": [to_saved(group, finished=True) for group in self._finished],
                 "weight_version": self.weight_version,
             }
             return dict(json.loads(json.dumps(state)))
