@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json, to_saved
+from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json
 from slime.buffer.ledger import Ledger
 from slime.buffer.origin import BLANK, Issued, Origin, make_group, note_quarantines, num_quarantines
 from slime.buffer.prompts import Prompts, PromptWalk
@@ -67,6 +67,8 @@ class DataBuffer:
         self._lock = threading.RLock()
         self._queue: list[Group] = []
         self._finished: list[Group] = []
+        self._texts: dict[int, str] = {}
+        """Buffered groups as they will be saved, written when they came: a save need not convert millions of tokens."""
         self._in_flight: dict[int, Issued] = {}
         self._origins: dict[int, Origin] = {}
         self._next_group_index = self._next_index = 0
@@ -88,7 +90,8 @@ class DataBuffer:
             return [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
 
     def _issue(self, group: Group) -> None:
-        self._in_flight[group.group_index] = Issued(group.attempts, to_json(group))
+        text = self._texts.pop(group.group_index, None) or to_json(group)
+        self._in_flight[group.group_index] = Issued(group.attempts, text)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """`get_groups` under its public name, for user rollout functions: a list of samples per prompt."""
@@ -121,6 +124,7 @@ class DataBuffer:
         self._queue = kept
         for index in dropped:
             self._origins.pop(index, None)
+            self._texts.pop(index, None)
             self._filtered["buffer_filter"] += 1
         return chosen
 
@@ -154,6 +158,7 @@ class DataBuffer:
     def _fresh(self, group: Group, attempts: int) -> Group:
         """From its dataset row, with the count of its quarantines; a group made outside loses its responses only."""
         origin = self._origins.get(group.group_index)
+        self._texts.pop(group.group_index, None)
         if origin is not None:
             return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
         return replace(reset_group(group), attempts=attempts)
@@ -169,14 +174,15 @@ class DataBuffer:
         """
         with self._lock:
             self._require_in_flight([g.group_index for g in groups], "put back")
-            back = []
+            back, texts = [], {}
             for group in groups:
                 attempts = self._in_flight[group.group_index].attempts + 1
                 again = replace(group, attempts=attempts) if keep_partial else self._fresh(group, attempts)
-                to_json(again)
+                texts[group.group_index] = to_json(again)
                 back.append(again)
             for group in back:
                 del self._in_flight[group.group_index]
+            self._texts |= texts
             self._returned[reason] += len(back)
             self._keep(back)
 
@@ -184,7 +190,7 @@ class DataBuffer:
         """Takes a finished group in flight, which waits to be trained. Raises as `put_back` does."""
         with self._lock:
             self._require_in_flight([group.group_index], "kept as finished")
-            to_json(group)
+            self._texts[group.group_index] = to_json(group, finished=True)
             del self._in_flight[group.group_index]
             self._finished.append(group)
 
@@ -325,29 +331,31 @@ class DataBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, JSON-serialisable, sharing nothing with the live buffer. Raises `LedgerError` if unbalanced."""
+        return dict(json.loads(self._text()))
+
+    def _text(self) -> str:
+        """`state_dict` as JSON."""
         with self._lock:
             self.ledger().check()
-            in_flight = [
-                {"group_index": i, "attempts": g.attempts, "group": json.loads(g.snapshot) if g.snapshot else None}
-                for i, g in self._in_flight.items()
-            ]
-            state = {
-                "format": FORMAT,
-                "walk": None if self._walk is None else self._walk.state_dict(),
-                "next_group_index": self._next_group_index,
-                "next_index": self._next_index,
-                "issued": self._num_issued,
-                "trained": self._num_trained,
-                "filtered": dict(self._filtered),
-                "failed": dict(self._failed),
-                "returned": dict(self._returned),
-                "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
-                "in_flight": in_flight,
-                "buffered": [to_saved(group) for group in self._queue],
-                "finished": [to_saved(group, finished=True) for group in self._finished],
-                "weight_version": self.weight_version,
+            groups = {
+                "in_flight": [
+                    f'{{"group_index": {i}, "attempts": {g.attempts}, "group": {g.snapshot or "null"}}}'
+                    for i, g in self._in_flight.items()
+                ],
+                "buffered": [self._texts.get(g.group_index) or to_json(g) for g in self._queue],
+                "finished": [self._texts.get(g.group_index) or to_json(g, finished=True) for g in self._finished],
             }
-            return dict(json.loads(json.dumps(state)))
+            parts = [f'"{name}": [{", ".join(texts)}]' for name, texts in groups.items()]
+            return f"{json.dumps(self._figures())[:-1]}, {', '.join(parts)}}}"
+
+    def _figures(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT, "walk": None if self._walk is None else self._walk.state_dict(),
+            "next_group_index": self._next_group_index, "next_index": self._next_index, "issued": self._num_issued,
+            "trained": self._num_trained, "filtered": dict(self._filtered), "failed": dict(self._failed),
+            "returned": dict(self._returned), "weight_version": self.weight_version,
+            "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the state. Raises `CheckpointError` if it belongs to other data, order or format."""
@@ -372,14 +380,14 @@ class DataBuffer:
             self._queue = again + [Group.from_dict(g) for g in state["buffered"]]
             self._finished = [Group.from_dict(g) for g in state.get("finished", ())]
             self.weight_version = state.get("weight_version", self.weight_version)
-            self._in_flight = {}
+            self._in_flight, self._texts = {}, {}
             self.ledger().check()
         if again:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def save(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Writes the state as JSON to the file `path`, durably (fsync, then rename)."""
-        write_json(path, self.state_dict())
+        write_json(path, self._text())
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Restores what `save` wrote. Raises `CheckpointError` if the file is missing, damaged or of other data."""

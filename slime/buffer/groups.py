@@ -72,15 +72,6 @@ def age(group: Group, version: int) -> int:
     return version - min((v for s in group.samples for v in s.weight_versions), default=version)
 
 
-def to_saved(group: Group, *, finished: bool = False) -> dict[str, Any]:
-    """The group as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is cut where nobody will grade it any more.
-
-    That is in scored samples, and in all of a `finished` group. Others would be graded, or continued, with a part of
-    their text: they start over after a resume.
-    """
-    return group.with_samples([_with_bounded_text(s, finished) for s in group.samples]).to_dict()
-
-
 def _with_bounded_text(sample: Sample, finished: bool) -> Sample:
     if len(sample.response) <= MAX_SAVED_TEXT:
         return sample
@@ -89,10 +80,14 @@ def _with_bounded_text(sample: Sample, finished: bool) -> Sample:
     return dataclasses.replace(sample, response=sample.response[:MAX_SAVED_TEXT]) if keep else reset(sample)
 
 
-def to_json(group: Group) -> str:
-    """The group as it is saved, as text. Raises `DataError` if a user put something else into it."""
+def to_json(group: Group, *, finished: bool = False) -> str:
+    """The group as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is cut where nobody will grade it any more.
+
+    That is in scored samples, and in all of a `finished` group. Others would be graded, or continued, with a part of
+    their text: they start over after a resume. Raises `DataError` if a user put something else than JSON into it.
+    """
     try:
-        return json.dumps(to_saved(group))
+        return json.dumps(group.with_samples([_with_bounded_text(s, finished) for s in group.samples]).to_dict())
     except (TypeError, ValueError) as error:
         raise DataError(
             f"got group {group.group_index} holding something that is not JSON ({error}), because the buffer is part "

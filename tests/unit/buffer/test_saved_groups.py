@@ -88,3 +88,17 @@ def test_a_giant_text_does_not_fill_checkpoints() -> None:
     (again,) = resumed.get_groups(1)
     assert [s.response_length for s in again.samples] == [2, 0, 2] and again.samples[1].status is Status.PENDING
     assert len(buffer.get_groups(1)[0].samples[0].response) == MAX_SAVED_TEXT + 9, "the run itself goes on with all"
+
+
+def test_what_waits_is_saved_as_it_came() -> None:
+    """It is written once, when it comes: a save converts no token, and nothing that happens later can make it fail."""
+    buffer = make()
+    finished, waiting, out = buffer.get_groups(3)
+    buffer.put_finished(finished)
+    buffer.put_back([waiting], "aborted")
+    came = buffer.state_dict()
+    for group in (finished, waiting, out):
+        group.samples[0].metadata["late"] = object()
+    assert buffer.state_dict() == came
+    buffer.take_finished(1)
+    assert [g["group"] and g["group"]["group_index"] for g in buffer.state_dict()["in_flight"]] == [None, 0]
