@@ -108,10 +108,27 @@ def test_a_bound_keeps_finished_groups_of_a_step_for_the_next(tmp_path: Path) ->
     assert asyncio.run(with_manager(rollout_args(tmp_path, *flags), engine, work)) > 0, "no surplus was kept"
 
 
+PUBLIC_NAME = "slime.rollout.fully_async:generate_rollout_fully_async"
+
+
+@pytest.mark.parametrize("name", [PUBLIC_NAME, PUBLIC_NAME.replace(":", ".")])
+def test_the_public_name_means_the_switch(tmp_path: Path, name: str) -> None:
+    flags = ("--max-weight-staleness", "1")
+    by_name = rollout_args(tmp_path, "--rollout-function-path", name, *flags, synchronous=False)
+    by_switch = rollout_args(tmp_path, "--fully-async", *flags, synchronous=False)
+    assert by_name.fully_async and by_name.replace(run_id="") == by_switch.replace(run_id="")
+    both = rollout_args(tmp_path, "--rollout-function-path", name, "--fully-async", *flags, synchronous=False)
+    assert both.replace(run_id="") == by_switch.replace(run_id="")
+    with pytest.raises(ConfigError, match="no-fully-async"):
+        rollout_args(tmp_path, "--rollout-function-path", name, "--no-fully-async", synchronous=False)
+
+
 @pytest.mark.parametrize(
     ("flags", "synchronous", "text"),
     [
         (["--fully-async"], True, "train_async.py"),
+        (["--rollout-function-path", PUBLIC_NAME], True, "train_async.py"),
+        (["--rollout-function-path", "examples.small_hooks:rollout", "--fully-async"], False, "rollout_function_path"),
         (["--max-weight-staleness", "1"], False, "add --fully-async"),
         (["--max-groups-in-flight", "9"], False, "add the switch"),
         (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
