@@ -137,8 +137,17 @@ def _algorithm(draft: Draft) -> None:
         draft.derive("critic_load", v["hf_checkpoint"], "the critic starts from the policy's weights")
 
 
+FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
+"""The public name of `--fully-async`; its worker outlives a call, so that no function of one step could be it."""
+
+
 def _fully_async(draft: Draft) -> None:
     v = draft.values
+    refused = "fully_async" in draft.given and not v["fully_async"]
+    if v["rollout_function_path"].replace(":", ".") == FULLY_ASYNC and not refused:
+        draft.given.discard("rollout_function_path")
+        draft.derive("rollout_function_path", HookArgs.rollout_function_path, f"{FULLY_ASYNC} means --fully-async")
+        draft.derive("fully_async", True, f"--rollout-function-path {FULLY_ASYNC}")
     if not v["fully_async"]:
         return
     draft.derive("max_weight_staleness", 2, "--fully-async")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.config.args import Args
+from slime.config.derive import FULLY_ASYNC
 from slime.config.rules import Rule, was_given
 
 
@@ -53,6 +54,8 @@ def _one_step_off_has_no_bound(args: Args) -> str | None:
 
 
 def _worker_is_needed(args: Args) -> str | None:
+    if args.rollout_function_path.replace(":", ".") == FULLY_ASYNC:
+        return "got --no-fully-async with --rollout-function-path of its worker; drop one of the two"
     if args.fully_async or args.max_groups_in_flight is None:
         return None
     return "got --max-groups-in-flight without --fully-async, whose worker it bounds; add the switch or drop it"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.core.sample import Sample
 from slime.rollout.client import NEVER_SENT, REQUEST_SCOPE, Generation, RequestScope
 
 T = TypeVar("T")
@@ -64,8 +65,8 @@ class InProcessEngine:
     """Part of the requests that fail, are refused or expire."""
     version: int = 1
     pause_mode: str = "abort"
-    num_running: int = 0
-    most_running: int = 0
+    running: int = 0
+    pace: float = 1.0
     _serving: asyncio.Event = field(default_factory=asyncio.Event)
     _aborts: set[asyncio.Event] = field(default_factory=set)
 
@@ -85,12 +86,11 @@ class InProcessEngine:
             raise self.rng.choice([EngineError("503"), RequestRejected("400"), DeadlineExceeded("no answer")])
         abort = asyncio.Event()
         self._aborts.add(abort)
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
+        self.running += 1
         try:
             return await self._sample(sampling_params["max_new_tokens"], abort)
         finally:
-            self.num_running -= 1
+            self.running -= 1
             self._aborts.discard(abort)
 
     async def _sample(self, limit: int, abort: asyncio.Event) -> Generation:
@@ -113,11 +113,22 @@ class InProcessEngine:
         self._serving.clear()
         for abort in self._aborts if self.pause_mode == "abort" else ():
             abort.set()
-        while self.num_running and self.pause_mode == "abort":
+        while self.running and self.pause_mode == "abort":
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.rng.random())
         self.version = version
         self._serving.set()
+
+    @property
+    def client(self) -> InProcessEngine:
+        return self
+
+    async def num_running(self) -> int:
+        return self.running
+
+    def versions(self, sample: Sample) -> list[int]:
+        """[R] from the ids."""
+        return [token // 1000 for token in sample.tokens[sample.prompt_length :]]
 
     async def abort_scope(self, scope: RequestScope) -> None:
         scope.aborted = True

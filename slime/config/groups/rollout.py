@@ -56,7 +56,8 @@ class RolloutArgs:
     """Steps between weight syncs (train_async.py only)."""
     fully_async: bool = False
     """Generate without pause, also while weights are published: a worker keeps groups running, and each step trains the
-    oldest finished ones (train_async.py only)."""
+    oldest finished ones (train_async.py only). Default: whether rollout_function_path is
+    slime.rollout.fully_async.generate_rollout_fully_async."""
     max_groups_in_flight: int | None = derived()
     """Groups that the worker of fully_async has running or finished and waiting, at most. Default:
     (max_weight_staleness + 1) * rollout_batch_size."""

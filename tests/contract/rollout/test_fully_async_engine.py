@@ -1,0 +1,66 @@
+"""The worker of `--fully-async` on a real engine behind a real router, while real publications change its weights.
+
+The laws are those of the fake clock (`tests/support/async_laws.py`), and each token says by its log-prob what sampled
+it (`tests/support/labelled_engine.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.async_laws import HEAVY_TAILED, Schedule
+from tests.support.labelled_engine import TOLERANCE, LabelledEngine, log_prob
+from tests.support.rollout import rollout_args
+from tests.support.tiny import VOCAB_SIZE
+
+
+def test_a_log_prob_is_of_one_version() -> None:
+    for token in range(2):
+        values = sorted(log_prob(token, version) for version in range(20))
+        assert min(b - a for a, b in itertools.pairwise(values)) > 100 * TOLERANCE
+    assert VOCAB_SIZE % 2 == 0
+
+
+def run_schedules(tmp_path: Path, engine_server: Any, router: Any, seeds: range, num_steps: int) -> dict[str, int]:
+    flags = ("--fully-async", "--rm-type", "random", "--custom-generate-function-path", HEAVY_TAILED)
+    settings = rollout_args(tmp_path, *flags, synchronous=False)
+
+    async def work() -> dict[str, int]:
+        engine = LabelledEngine(engine_server.url, router.url, Path(engine_server.model_path))
+        seen = {"evaluations": 0, "stale tokens": 0, "samples of several versions": 0, "kills": 0}
+        try:
+            for seed in seeds:
+                schedule = Schedule(settings, seed, num_steps=num_steps, faults=False)
+                await engine.publish(1)
+                try:
+                    await schedule.run(engine)
+                except BaseException as error:
+                    error.add_note(f"schedule {seed}")
+                    raise
+                seen["evaluations"] += schedule.num_evaluations
+                seen["stale tokens"] += schedule.num_stale_tokens
+                seen["samples of several versions"] += schedule.num_mixed
+                seen["kills"] += schedule.killed_at is not None
+        finally:
+            await engine.close()
+        print(seen, f"pauses {engine.pause_s}")
+        return seen
+
+    return asyncio.run(work())
+
+
+def test_the_laws_hold_on_a_real_engine(tmp_path: Path, engine_server: Any, router: Any) -> None:
+    seen = run_schedules(tmp_path, engine_server, router, range(6), num_steps=3)
+    assert seen["kills"] and seen["stale tokens"] and seen["evaluations"], seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_laws_hold_on_a_real_engine_under_many_schedules(tmp_path: Path, engine_server: Any, router: Any) -> None:
+    seen = run_schedules(tmp_path, engine_server, router, range(100, 160), num_steps=5)
+    assert min(seen.values()) >= 10, seen

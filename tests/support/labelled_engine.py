@@ -1,0 +1,109 @@
+"""A real engine whose tokens tell which weights sampled them, published to as a trainer publishes.
+
+Every embedding is the same vector and no layer adds to it, so that the last hidden state is known and the logits are
+one column of the output layer: in version v those of even ids are `v * LOGIT_STEP`, the others 0. The two log-probs
+that a token can have are of no other version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from slime.core.sample import Sample
+from slime.rollout.client import EngineClient
+from slime.serving.control import HttpEngineControl
+from slime.serving.wire import digest, serialize_bucket
+from slime.weights.publish import publish
+from slime.weights.tables import FamilyTable, table_for
+from slime.weights.targets import EngineTarget, Peers
+from slime.weights.transports import TensorTransport
+from tests.support.tiny import VOCAB_SIZE
+
+LOGIT_STEP = 0.125
+TOLERANCE = 1e-5
+"""Nats; the log-probs of neighbouring versions are further apart than 0.01 up to version 20."""
+StateDict = dict[str, torch.Tensor]
+
+
+def read_model(path: Path) -> tuple[FamilyTable, StateDict]:
+    """The weight table of a checkpoint, and its weights in the table's order."""
+    table = table_for(json.loads((path / "config.json").read_text()))
+    state = {n: t for n, t in load_file(path / "model.safetensors").items() if n in table.hf_names}
+    return table, {n: state[n] for n in table.hf_names}
+
+
+def labelled(state: StateDict, version: int) -> StateDict:
+    """The weights of `version`, in the shapes of a checkpoint (Qwen3)."""
+    new = {name: torch.ones_like(t) if t.ndim == 1 else torch.zeros_like(t) for name, t in state.items()}
+    new["model.embed_tokens.weight"] = torch.ones_like(state["model.embed_tokens.weight"])
+    new["lm_head.weight"][::2, 0] = version * LOGIT_STEP
+    return new
+
+
+def log_prob(token: int, version: int) -> float:
+    """Nats, of sampling `token` at temperature 1."""
+    logit = version * LOGIT_STEP
+    return (logit if token % 2 == 0 else 0.0) - math.log(VOCAB_SIZE / 2 * (math.exp(logit) + 1))
+
+
+class LabelledEngine:
+    """One server behind a router; `async_laws.Engine`. Made on an event loop."""
+
+    pace = 0.1
+
+    def __init__(self, url: str, router_url: str, model_path: Path, *, request_timeout_s: float = 60.0) -> None:
+        self.url, self.client = url, EngineClient(router_url, request_timeout_s=request_timeout_s)
+        self.version = 0
+        self.pause_s: list[float] = []
+        self._table, self._state = read_model(model_path)
+        self._control = HttpEngineControl(url, 1, timeout_s=60)
+        self._transport = TensorTransport(serialize_bucket, Peers())
+
+    async def publish(self, version: int) -> None:
+        """Sends all weights, and compares what the engine then holds."""
+        await asyncio.to_thread(self._publish, labelled(self._state, version), version)
+        self.version = version
+
+    async def close(self) -> None:
+        """The server has the weights of its checkpoint again."""
+        await self.client.close()
+        await asyncio.to_thread(self._publish, self._state, 1)
+        self._transport.close()
+        self._control.close()
+
+    def _publish(self, state: StateDict, version: int) -> None:
+        metrics = publish(
+            iter(state.items()), table=self._table, targets=[EngineTarget(self._control)], transport=self._transport,
+            digest=digest, version=version, buffer_bytes=2**20,
+        )  # fmt: skip
+        self.pause_s.append(metrics["update_weights_pause_time"])
+
+    async def num_running(self) -> int:
+        """An abort needs a moment to reach the scheduler."""
+        deadline = time.monotonic() + 2.0
+        while (num := await asyncio.to_thread(self._num_running)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return num
+
+    def _num_running(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/v1/loads?include=core", timeout=30) as response:
+            loads = json.load(response)["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    def versions(self, sample: Sample) -> list[int]:
+        """[R] the newest version up to now that gives the token its log-prob; -1 if none does."""
+        response = sample.tokens[sample.prompt_length :]
+        return [self._version_of(t, p) for t, p in zip(response, sample.rollout_log_probs or (), strict=True)]
+
+    def _version_of(self, token: int, value: float) -> int:
+        known: Any = (v for v in range(self.version + 1) if abs(log_prob(token, v) - value) < TOLERANCE)
+        return next(known, -1)

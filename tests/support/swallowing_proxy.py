@@ -1,0 +1,60 @@
+"""A proxy in front of a router that swallows requests: the client waits for an answer that never comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+
+@dataclass
+class SwallowingProxy:
+    """Forwards to `target`, but for the `/generate` requests that it was told to swallow."""
+
+    target: str
+    to_swallow: int = 1
+    """How many of the next requests get no answer."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of all `/generate` requests, the swallowed ones included."""
+    swallowed: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/generate":
+            self.requests.append(await request.json())
+            if self.to_swallow:
+                self.to_swallow -= 1
+                self.swallowed.append(self.requests[-1])
+                await self._over.wait()
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.request(request.method, f"{self.target}{request.path}", data=body,
+                            headers={"Content-Type": "application/json"}) as answer,
+        ):  # fmt: skip
+            return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+
+
+@contextlib.asynccontextmanager
+async def swallowing(target: str, to_swallow: int = 1) -> AsyncIterator[SwallowingProxy]:
+    """Serves on a free port of the loopback for the block."""
+    proxy = SwallowingProxy(target, to_swallow)
+    app = web.Application(client_max_size=2**26)
+    app.router.add_route("*", "/{path:.*}", proxy.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    proxy.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    try:
+        yield proxy
+    finally:
+        proxy._over.set()
+        await runner.cleanup()
