@@ -140,8 +140,9 @@ def _fully_async(draft: Draft) -> None:
     draft.derive("max_weight_staleness", 2, "--fully-async")
     bound, why = v["max_weight_staleness"], "--fully-async publishes while groups are half done"
     draft.derive("partial_rollout", True, why)
-    most = ((bound or 0) + 1) * (v["rollout_batch_size"] or 0)
-    draft.derive("max_groups_in_flight", most, f"(max_weight_staleness {bound} + 1) * rollout_batch_size")
+    ahead = min(bound or 0, 1) + 1  # with more, long responses get old before they are finished
+    most = ahead * (v["rollout_batch_size"] or 0)
+    draft.derive("max_groups_in_flight", most, f"{ahead} * rollout_batch_size, max_weight_staleness {bound}")
     corrected = v["use_rollout_logprobs"] or v["rejection_level"] or v["custom_loss_function_path"]
     if not corrected and v["loss_type"] == "policy_loss" and v["compute_advantages_and_returns"]:
         draft.derive("use_tis", True, "--fully-async trains on tokens of older weights")

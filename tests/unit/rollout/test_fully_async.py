@@ -171,7 +171,7 @@ def test_steps_through_the_manager_train_what_is_finished_and_count_how_old_it_i
         return seen, metrics
 
     args = rollout_args(tmp_path, "--custom-rm-path", f"{HOOKS}:reward", "--fully-async", synchronous=False)
-    assert (args.max_weight_staleness, args.max_groups_in_flight) == (2, 12) and args.partial_rollout and args.use_tis
+    assert (args.max_weight_staleness, args.max_groups_in_flight) == (2, 8) and args.partial_rollout and args.use_tis
     seen, metrics = asyncio.run(with_manager(args, engine, work))
     assert len(seen) == len(set(seen)) == 12
     assert all(0 <= m["rollout/staleness/mean"] <= m["rollout/staleness/max"] <= 2 for m in metrics)
