@@ -1,6 +1,6 @@
 """Samples per second of the loops on the tiny model, with response lengths of a heavy tail.
 
-    python -m benchmarks.asynchronous [--steps 8] [--modes sync partial one_step_off fully_async] [--keep DIR]
+    python -m benchmarks.asynchronous [--steps 8] [--modes sync partial ... in_place] [--keep DIR]
 
 Each sample has a length of its own, drawn by its id from a Pareto distribution, so that every mode has the same work
 per sample; the model never ends by itself. Steps before `WARM_UP` are left out. Needs two cores and no GPU.
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,11 +27,14 @@ SHORTEST, LONGEST, SHAPE = 20, 900, 1.1
 """Of the lengths: tokens, tokens, exponent of the tail."""
 PROMPTS, SAMPLES, WARM_UP = 8, 4, 2
 
+WORKER = ["--fully-async", "--max-weight-staleness", "4"]
 MODES: dict[str, tuple[str, list[str]]] = {
     "sync": ("train.py", []),
     "partial": ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "16"]),
     "one_step_off": ("train_async.py", []),
-    "fully_async": ("train_async.py", ["--fully-async", "--max-weight-staleness", "4"]),
+    "fully_async": ("train_async.py", WORKER),
+    "retract": ("train_async.py", [*WORKER, "--pause-generation-mode", "retract"]),
+    "in_place": ("train_async.py", [*WORKER, "--pause-generation-mode", "in_place"]),
 }
 
 
@@ -90,9 +94,11 @@ def main() -> None:
         tokens = sum(step["rollout/response_tokens"] for step in steps) / seconds
         oldest = max(step["rollout/staleness/max"] for step in steps)
         base = base or samples
+        idle = sum(step.get("perf/rollout_idle_time", 0.0) for step in steps)
+        pause = statistics.median(step.get("perf/update_weights_pause_time", 0.0) for step in steps)
         print(
             f"{mode:13} {samples:6.2f} samples/s ({samples / base:.2f}x) {tokens:7.0f} trained tokens/s, "
-            f"oldest token {oldest:.0f} versions, idle {sum(s.get('perf/rollout_idle_time', 0.0) for s in steps):.1f} s"
+            f"oldest token {oldest:.0f} versions, idle {idle:.1f} s, paused {pause:.3f} s"
         )
 
 
