@@ -370,7 +370,8 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) ->
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
     if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read anew
         return Generation((), (), reason, int(version), "")
-    if token_versions and (len(versions) != len(tokens) or any(not 0 <= v <= int(version) for v in versions)):
+    odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: nothing was ever published
+    if token_versions and (odd or len(versions) != len(tokens)):
         raise EngineError(
             f"got versions {sorted(set(versions))} of {len(versions)} tokens for {len(tokens)}, because the engine did "
             "not label each; look for errors of hooks in its log"

@@ -5,6 +5,7 @@
             sample.append_response_tokens(part.tokens, log_probs=part.log_probs, weight_version=part.weight_version,
                                           text=part.text, finish_reason=part.finish_reason)
             if "</tool>" in sample.response:
+                sample.status = Status.COMPLETED
                 break
 
 Who ends it: the engine, or the consumer by closing the iterator; then the request is aborted in the engine, and what it

@@ -215,7 +215,7 @@ def test_an_engine_that_labels_tokens_is_taken_at_its_word() -> None:
     assert sample.token_versions == [7, 8] and sample.weight_versions == [7, 8]
 
 
-@pytest.mark.parametrize("labels", [None, [], [3], [-1, 3], [3, 4], [3, 3, 3]])
+@pytest.mark.parametrize("labels", [None, [], [3], [-1, 3], [0, 0], [3, 4], [3, 3, 3]])
 def test_a_token_without_its_label_is_an_error(labels: list[int] | None) -> None:
     whole = {**answer(**LABELLED, token_weight_version=labels), "output_ids": [4, 5]}
     with pytest.raises(EngineError, match="did not label each"):
