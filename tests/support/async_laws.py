@@ -125,7 +125,7 @@ class Schedule:
     async def _steps(self, engine: Engine, buffer: DataBuffer, start: int, killed_at: int | None) -> tuple[Any, int]:
         """-> (state of the buffer at the kill, the step to go on with)."""
         rng, pace = self.rng, engine.pace
-        graders: Any = Graders(rng, pace)
+        graders: Any = Graders(random.Random(rng.random()), pace)
         loop = asyncio.get_running_loop()
         context = RolloutContext(self.args, engine.client, None, graders, Progress(), loop, eval_datasets=(held_out(),))
         worker = RolloutWorker(context, buffer)
