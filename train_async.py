@@ -27,14 +27,17 @@ def train_async(args: Args) -> None:
             ahead = rollout_id + 1 < args.num_rollout and not args.fully_async
             following = run.start_generation(rollout_id + 1) if ahead else None
             run.train(rollout_id, batch)
-            if run.saves_after(rollout_id):
+            publishes = (rollout_id + 1) % args.update_weights_interval == 0 or rollout_id + 1 == args.num_rollout
+            if run.saves_after(rollout_id) and not args.fully_async:
                 run.save(rollout_id)
-            if (rollout_id + 1) % args.update_weights_interval == 0 or rollout_id + 1 == args.num_rollout:
+            if publishes:
                 if following is not None:
                     run.wait_for_generation(following)
                 run.publish_weights()
-                if not args.fully_async or rollout_id == start or run.saves_after(rollout_id):
-                    run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
+            if run.saves_after(rollout_id) and args.fully_async:
+                run.save(rollout_id)  # what the publication interrupted is back in the buffer now, with its tokens
+            if publishes and (not args.fully_async or rollout_id == start or run.saves_after(rollout_id)):
+                run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
             if run.evaluates_after(rollout_id):
                 run.evaluate(rollout_id)
             run.end_step(rollout_id)

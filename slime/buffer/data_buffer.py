@@ -13,14 +13,13 @@ Invariants
 2. `group_index` and `index` increase over the whole run and are never used twice, resume included.
 3. Returned groups are served before new prompts, first in, first out.
 4. `load(save())` continues as if never stopped. What was in flight at the save is issued again first, as it was when
-   it was last issued: no prompt is skipped, and none is trained twice because training is confirmed before saving.
+   it was last issued or noted: no prompt is skipped, none is trained twice because training is confirmed before saving.
 5. With `max_staleness`, no group that leaves the buffer holds a token of weights more than so many versions before
    `weight_version`; an older one starts over from its prompt, counted as returned for the reason "stale".
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import threading
@@ -32,7 +31,7 @@ from typing import Any
 
 from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json
 from slime.buffer.ledger import Ledger
-from slime.buffer.origin import BLANK, Issued, Origin
+from slime.buffer.origin import BLANK, Issued, Origin, make_group, note_quarantines, num_quarantines
 from slime.buffer.prompts import Prompts, PromptWalk
 from slime.buffer.storage import read_json, write_json
 from slime.core.errors import CheckpointError, DataError, LedgerError
@@ -68,12 +67,12 @@ class DataBuffer:
         self._lock = threading.RLock()
         self._queue: list[Group] = []
         self._finished: list[Group] = []
+        self._texts: dict[int, str] = {}
+        """Buffered groups as they will be saved, written when they came: a save need not convert millions of tokens."""
         self._in_flight: dict[int, Issued] = {}
         self._origins: dict[int, Origin] = {}
-        self._next_group_index = 0
-        self._next_index = 0
-        self._num_issued = 0
-        self._num_trained = 0
+        self._next_group_index = self._next_index = 0
+        self._num_issued = self._num_trained = 0
         self._filtered: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._returned: Counter[str] = Counter()
@@ -91,7 +90,8 @@ class DataBuffer:
             return [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
 
     def _issue(self, group: Group) -> None:
-        self._in_flight[group.group_index] = Issued(group.attempts, to_json(group))
+        text = self._texts.pop(group.group_index, None) or to_json(group)
+        self._in_flight[group.group_index] = Issued(group.attempts, text)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """`get_groups` under its public name, for user rollout functions: a list of samples per prompt."""
@@ -102,30 +102,17 @@ class DataBuffer:
         for _ in range(n):
             group_index, count = self._next_group_index, self._n_samples_per_prompt
             row = None if self._walk is None else self._walk.next_row()
-            origin = Origin(row, self._next_index, count)
+            origin = self._origins[group_index] = Origin(row, self._next_index, count)
             self._next_group_index += 1
             self._next_index += count
             self._num_issued += 1
-            self._origins[group_index] = origin
             self._in_flight[group_index] = Issued(0, None)
             groups.append(self._make(group_index, origin, 0))
         return groups
 
     def _make(self, group_index: int, origin: Origin, attempts: int) -> Group:
-        """A group as it starts; every sample owns its containers."""
         row = BLANK if self._walk is None or origin.row is None else self._walk.prompts[origin.row]
-        samples = [
-            Sample(
-                group_index=group_index,
-                index=origin.first_index + i,
-                prompt=copy.deepcopy(row.prompt),
-                tokens=list(row.prompt_tokens or ()),
-                label=copy.deepcopy(row.label),
-                metadata=copy.deepcopy(dict(row.metadata)),
-            )
-            for i in range(origin.num_executions)
-        ]
-        return Group(group_index=group_index, samples=tuple(samples), attempts=attempts)
+        return make_group(row, group_index, origin, attempts)
 
     def _take_buffered(self, n: int) -> list[Group]:
         """Removes up to `n` groups from the queue, by the user's filter if there is one."""
@@ -137,8 +124,8 @@ class DataBuffer:
         self._queue = kept
         for index in dropped:
             self._origins.pop(index, None)
-        if dropped:
-            self._filtered["buffer_filter"] += len(dropped)
+            self._texts.pop(index, None)
+            self._filtered["buffer_filter"] += 1
         return chosen
 
     def start_over(self, group: Group) -> Group:
@@ -152,6 +139,12 @@ class DataBuffer:
             self._issue(fresh)
             return fresh
 
+    def note(self, group: Group) -> None:
+        """A group in flight is issued again, after a resume, as it is now. Raises as `put_back` does."""
+        with self._lock:
+            self._require_in_flight([group.group_index], "noted")
+            self._issue(group)
+
     def is_stale(self, group: Group) -> bool:
         """Whether a token of the group is older than training now allows."""
         return self.max_staleness is not None and age(group, self.weight_version) > self.max_staleness
@@ -163,10 +156,11 @@ class DataBuffer:
         return self.start_over(group)
 
     def _fresh(self, group: Group, attempts: int) -> Group:
-        """From its dataset row; a group made outside loses its responses only."""
+        """From its dataset row, with the count of its quarantines; a group made outside loses its responses only."""
         origin = self._origins.get(group.group_index)
+        self._texts.pop(group.group_index, None)
         if origin is not None:
-            return self._make(group.group_index, origin, attempts)
+            return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
         return replace(reset_group(group), attempts=attempts)
 
     # ---- taking back and settling --------------------------------------------------------------------------------
@@ -180,14 +174,15 @@ class DataBuffer:
         """
         with self._lock:
             self._require_in_flight([g.group_index for g in groups], "put back")
-            back = []
+            back, texts = [], {}
             for group in groups:
                 attempts = self._in_flight[group.group_index].attempts + 1
                 again = replace(group, attempts=attempts) if keep_partial else self._fresh(group, attempts)
-                to_json(again)
+                texts[group.group_index] = to_json(again)
                 back.append(again)
             for group in back:
                 del self._in_flight[group.group_index]
+            self._texts |= texts
             self._returned[reason] += len(back)
             self._keep(back)
 
@@ -195,7 +190,7 @@ class DataBuffer:
         """Takes a finished group in flight, which waits to be trained. Raises as `put_back` does."""
         with self._lock:
             self._require_in_flight([group.group_index], "kept as finished")
-            to_json(group)
+            self._texts[group.group_index] = to_json(group, finished=True)
             del self._in_flight[group.group_index]
             self._finished.append(group)
 
@@ -336,29 +331,31 @@ class DataBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, JSON-serialisable, sharing nothing with the live buffer. Raises `LedgerError` if unbalanced."""
+        return dict(json.loads(self._text()))
+
+    def _text(self) -> str:
+        """`state_dict` as JSON."""
         with self._lock:
             self.ledger().check()
-            in_flight = [
-                {"group_index": i, "attempts": g.attempts, "group": json.loads(g.snapshot) if g.snapshot else None}
-                for i, g in self._in_flight.items()
-            ]
-            state = {
-                "format": FORMAT,
-                "walk": None if self._walk is None else self._walk.state_dict(),
-                "next_group_index": self._next_group_index,
-                "next_index": self._next_index,
-                "issued": self._num_issued,
-                "trained": self._num_trained,
-                "filtered": dict(self._filtered),
-                "failed": dict(self._failed),
-                "returned": dict(self._returned),
-                "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
-                "in_flight": in_flight,
-                "buffered": [group.to_dict() for group in self._queue],
-                "finished": [group.to_dict() for group in self._finished],
-                "weight_version": self.weight_version,
+            groups = {
+                "in_flight": [
+                    f'{{"group_index": {i}, "attempts": {g.attempts}, "group": {g.snapshot or "null"}}}'
+                    for i, g in self._in_flight.items()
+                ],
+                "buffered": [self._texts.get(g.group_index) or to_json(g) for g in self._queue],
+                "finished": [self._texts.get(g.group_index) or to_json(g, finished=True) for g in self._finished],
             }
-            return dict(json.loads(json.dumps(state)))
+            parts = [f'"{name}": [{", ".join(texts)}]' for name, texts in groups.items()]
+            return f"{json.dumps(self._figures())[:-1]}, {', '.join(parts)}}}"
+
+    def _figures(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT, "walk": None if self._walk is None else self._walk.state_dict(),
+            "next_group_index": self._next_group_index, "next_index": self._next_index, "issued": self._num_issued,
+            "trained": self._num_trained, "filtered": dict(self._filtered), "failed": dict(self._failed),
+            "returned": dict(self._returned), "weight_version": self.weight_version,
+            "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the state. Raises `CheckpointError` if it belongs to other data, order or format."""
@@ -383,14 +380,14 @@ class DataBuffer:
             self._queue = again + [Group.from_dict(g) for g in state["buffered"]]
             self._finished = [Group.from_dict(g) for g in state.get("finished", ())]
             self.weight_version = state.get("weight_version", self.weight_version)
-            self._in_flight = {}
+            self._in_flight, self._texts = {}, {}
             self.ledger().check()
         if again:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def save(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Writes the state as JSON to the file `path`, durably (fsync, then rename)."""
-        write_json(path, self.state_dict())
+        write_json(path, self._text())
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Restores what `save` wrote. Raises `CheckpointError` if the file is missing, damaged or of other data."""

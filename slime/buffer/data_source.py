@@ -94,6 +94,7 @@ class DataSourceBuffer(DataBuffer):
 
     def _keep(self, groups: Sequence[Group]) -> None:
         self._lent.update({group.group_index: group.attempts for group in groups})
+        self._texts.clear()  # what the source gives back may be something else
         self._source.add_samples([list(group.samples) for group in groups])
 
     def _state_of(self, group_index: int) -> str:
@@ -106,8 +107,8 @@ class DataSourceBuffer(DataBuffer):
     def num_buffered(self) -> int:
         return super().num_buffered + len(self._lent)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "lent": [list(item) for item in self._lent.items()], "saved_at": self._saved_at}
+    def _figures(self) -> dict[str, Any]:
+        return {**super()._figures(), "lent": [list(item) for item in self._lent.items()], "saved_at": self._saved_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._lent = {index: attempts for index, attempts in state["lent"]}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.core.errors import DataError, LedgerError
 from slime.core.sample import Group, Sample, Status
 
+logger = logging.getLogger(__name__)
+
+MAX_SAVED_TEXT = 2**24
+"""Characters of one response's text that a checkpoint holds; a million tokens are rarely more."""
 BufferFilter = Callable[[list[list[Sample]], int], list[list[Sample]]]
 """`(buffered groups, n) -> at most n groups to issue`; removes what it takes, or drops, from the list in place."""
 
@@ -67,10 +72,22 @@ def age(group: Group, version: int) -> int:
     return version - min((v for s in group.samples for v in s.weight_versions), default=version)
 
 
-def to_json(group: Group) -> str:
-    """The group as JSON text. Raises `DataError` if a user put something else into it."""
+def _with_bounded_text(sample: Sample, finished: bool) -> Sample:
+    if len(sample.response) <= MAX_SAVED_TEXT:
+        return sample
+    logger.warning("checkpoint: cut a text of %d characters of sample %s", len(sample.response), sample.index)
+    keep = finished or sample.reward is not None
+    return dataclasses.replace(sample, response=sample.response[:MAX_SAVED_TEXT]) if keep else reset(sample)
+
+
+def to_json(group: Group, *, finished: bool = False) -> str:
+    """The group as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is cut where nobody will grade it any more.
+
+    That is in scored samples, and in all of a `finished` group. Others would be graded, or continued, with a part of
+    their text: they start over after a resume. Raises `DataError` if a user put something else than JSON into it.
+    """
     try:
-        return json.dumps(group.to_dict())
+        return json.dumps(group.with_samples([_with_bounded_text(s, finished) for s in group.samples]).to_dict())
     except (TypeError, ValueError) as error:
         raise DataError(
             f"got group {group.group_index} holding something that is not JSON ({error}), because the buffer is part "

@@ -1,10 +1,12 @@
-"""What the Data Buffer remembers of a group that is out: where it came from, and how it was when it was issued."""
+"""What the Data Buffer remembers of a group: where it came from, how it was when issued, how often quarantined."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from slime.core.prompt import PromptRow
+from slime.core.sample import Group, Sample
 
 BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
 """The prompt of every group when there is no dataset: the rollout function makes its own."""
@@ -27,3 +29,28 @@ class Issued:
     attempts: int
     snapshot: str | None
     """None: it was new, and its origin says it all."""
+
+
+def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) -> Group:
+    """A group as it starts; every sample owns its containers."""
+    samples = [
+        Sample(
+            group_index=group_index, index=origin.first_index + i, prompt=copy.deepcopy(row.prompt),
+            tokens=list(row.prompt_tokens or ()), label=copy.deepcopy(row.label),
+            metadata=copy.deepcopy(dict(row.metadata)),
+        )
+        for i in range(origin.num_executions)
+    ]  # fmt: skip
+    return Group(group_index=group_index, samples=tuple(samples), attempts=attempts)
+
+
+def num_quarantines(group: Group) -> int:
+    """How often the group was quarantined."""
+    return max(int(s.metadata.get("quarantined", 0)) for s in group.samples)
+
+
+def note_quarantines(group: Group, times: int) -> Group:
+    """Writes it into the samples, where it is saved with them."""
+    for sample in group.samples if times else ():
+        sample.metadata["quarantined"] = times
+    return group

@@ -10,13 +10,13 @@ from typing import Any
 from slime.core.errors import CheckpointError
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` durably; a crash leaves the old file or the new one."""
+def write_json(path: Path, text: str) -> None:
+    """Writes JSON text durably; a crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

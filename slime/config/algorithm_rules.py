@@ -50,8 +50,6 @@ def kl_is_complete(args: Args) -> str | None:
     if args.kl_coef and args.kl_loss_coef:
         return (f"got kl_coef {args.kl_coef} with kl_loss_coef {args.kl_loss_coef}, which would hold the policy to the "
                 "reference twice; give one of them")  # fmt: skip
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        return f"got kl_loss_coef {args.kl_loss_coef} without --use-kl-loss, so it would be ignored; add the switch"
     return None
 
 

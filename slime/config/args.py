@@ -95,11 +95,12 @@ class Args(
         return dataclasses.replace(self, **changes)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable copy with secrets masked."""
+        """A JSON-serialisable copy with secrets masked, and with the evaluation datasets that the settings mean."""
+        from slime.config.eval_config import eval_datasets
         from slime.config.table import secret_settings
 
         secrets = secret_settings()
-        out: dict[str, Any] = {"format": 1}
+        out: dict[str, Any] = {"format": 1, "eval_datasets": [dict(vars(one)) for one in eval_datasets(self)]}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if one.name in _MAPPINGS:

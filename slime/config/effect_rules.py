@@ -1,4 +1,4 @@
-"""What needs what: a setting of the algorithm that the user gave has to act on what the run computes.
+"""What needs what: a setting that the user gave has to act on what the run does.
 
 A setting may stand in several entries of `NEEDS`; all of them must hold, and the first that does not is told. A test
 demands that every setting of the algorithm, the corrections, the teacher and the critic is here or always acts.
@@ -47,6 +47,14 @@ def _policy_term(args: Args) -> bool:
 
 def _kl(args: Args) -> bool:
     return bool(args.kl_coef) or (args.use_kl_loss and args.loss_type == "policy_loss")
+
+
+def _renders(args: Args) -> bool:
+    return args.apply_chat_template or args.loss_type == "sft_loss" or args.rollout_function_path == SFT_ROLLOUT
+
+
+def _loads(args: Args) -> bool:
+    return not args.origins.get("load", "default").startswith("default")  # dropped where it is --save and still empty
 
 
 def _scaled(args: Args) -> bool:
@@ -119,7 +127,7 @@ NEEDS: tuple[Need, ...] = (
     Need("drop_masked_executions", lambda a: a.loss_aggregation != "token_mean",
          "a loss_aggregation that counts executions, which token_mean does not"),
     # The reference.
-    Need("use_unbiased_kl", _is("use_kl_loss", True), "--use-kl-loss"),
+    Need("use_unbiased_kl kl_loss_coef", _is("use_kl_loss", True), "--use-kl-loss"),
     Need("kl_loss_type", _kl, "--kl-coef, or --use-kl-loss with loss_type policy_loss"),
     Need("ref_load ref_update_interval", lambda a: a.use_kl_loss or bool(a.kl_coef), "--use-kl-loss or --kl-coef"),
     # Parameters and copies.
@@ -136,6 +144,14 @@ NEEDS: tuple[Need, ...] = (
          "weights of slime's own; --custom-tis-function-path replaces them"),
     Need("rejection_low rejection_high rejection_veto", lambda a: a.rejection_level is not None, "--rejection-level"),
     Need("opsm_delta", _is("use_opsm", True), "--use-opsm"),
+    # Everything else.
+    Need("max_tokens_per_gpu", _is("use_dynamic_batch_size", True), "--use-dynamic-batch-size"),
+    Need("mask_offpolicy_in_partial_rollout", _is("partial_rollout", True), "--partial-rollout"),
+    Need("apply_chat_template_kwargs", _renders, "--apply-chat-template"),
+    Need("offload offload_train offload_rollout", _is("colocate", True), "--colocate: nobody else takes the memory"),
+    Need("async_save no_save_optim save_keep_last save_retain_interval", lambda a: a.save is not None, "--save"),
+    Need("save_retain_interval", lambda a: a.save_keep_last is not None, "--save-keep-last: all are kept anyway"),
+    Need("ckpt_step no_load_optim no_load_rng finetune", _loads, "--load"),
 )  # fmt: skip
 """In the order in which a setting's conditions are looked at."""
 

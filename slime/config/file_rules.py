@@ -24,19 +24,6 @@ def saving_has_a_place(args: Args) -> str | None:
     return f"got save_interval {args.save_interval} without --save or --save-hf; say where to"
 
 
-def retention_makes_sense(args: Args) -> str | None:
-    """Settings of saving go with --save, and the newest checkpoint stays."""
-    for name in ("async_save", "no_save_optim", "save_keep_last", "save_retain_interval"):
-        if getattr(args, name) and args.save is None:
-            return f"got {name} {getattr(args, name)} without --save, which it would act on; say where to or drop it"
-        if name.startswith("save") and getattr(args, name) is not None and getattr(args, name) < 1:
-            return f"got {name} {getattr(args, name)}; give 1 or more"
-    if args.save_retain_interval is not None and args.save_keep_last is None:
-        return (f"got save_retain_interval {args.save_retain_interval} without --save-keep-last: all are kept anyway; "
-                "add it or drop this")  # fmt: skip
-    return None
-
-
 def prompts_exist(args: Args) -> str | None:
     """Something to generate from."""
     if args.prompt_data is not None or args.num_rollout == 0 or args.data_source_path or args.load_debug_rollout_data:
@@ -71,8 +58,6 @@ def engines_serve_plain_weights(args: Args) -> str | None:
 
 def load_holds_a_checkpoint(args: Args) -> str | None:
     """A run that is meant to continue does not start anew. (--load that is --save and empty was dropped before.)"""
-    if args.ckpt_step is not None and args.load is None:
-        return f"got ckpt_step {args.ckpt_step} without a checkpoint to load; name the folder with --load, or drop it"
     if args.load is None or not Path(args.load).is_dir():
         return None
     if has_checkpoint(args.load):
@@ -135,6 +120,6 @@ def _in_use(args: Args) -> list[tuple[str, str]]:
 
 
 FILE_RULES: tuple[Rule, ...] = (
-    saving_has_a_place, retention_makes_sense, prompts_exist, files_exist, engines_serve_plain_weights,
-    load_holds_a_checkpoint, one_first_step, export_replaces_nothing_else,
+    saving_has_a_place, prompts_exist, files_exist, engines_serve_plain_weights, load_holds_a_checkpoint,
+    one_first_step, export_replaces_nothing_else,
 )  # fmt: skip

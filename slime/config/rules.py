@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Callable
 
 from slime.config.args import Args
-from slime.config.derive import SFT_ROLLOUT
 from slime.config.eval_config import eval_datasets
 from slime.config.megatron_defaults import FIXED
 
@@ -51,7 +50,8 @@ def timeouts_are_positive(args: Args) -> str | None:
 @rule
 def intervals_are_positive(args: Args) -> str | None:
     """Intervals count steps."""
-    wrong = [f"{n} {getattr(args, n)}" for n in ("save_interval", "eval_interval", "num_epoch", "ref_update_interval")
+    wrong = [f"{n} {getattr(args, n)}" for n in ("save_interval", "save_keep_last",
+             "save_retain_interval", "eval_interval", "num_epoch", "ref_update_interval")
              if getattr(args, n) is not None and getattr(args, n) < 1]  # fmt: skip
     return f"got {', '.join(wrong)}, which must be at least 1; leave it out to switch it off" if wrong else None
 
@@ -233,14 +233,6 @@ def colocate_shares_all_gpus(args: Args) -> str | None:
 
 
 @rule
-def offload_needs_colocate(args: Args) -> str | None:
-    """Handing memory over needs somebody to take it."""
-    if args.colocate or not (args.offload_train or args.offload_rollout):
-        return None
-    return "got an offload flag without --colocate: nobody would use the memory; add --colocate or drop it"
-
-
-@rule
 def one_host(args: Args) -> str | None:
     """Engines and router listen on loopback."""
     if args.actor_num_nodes <= 1:
@@ -295,16 +287,6 @@ def nccl_needs_separate_gpus(args: Args) -> str | None:
 
 
 @rule
-def template_arguments_are_used(args: Args) -> str | None:
-    """Arguments of a template that is not applied."""
-    renders = args.apply_chat_template or args.loss_type == "sft_loss" or args.rollout_function_path == SFT_ROLLOUT
-    if renders or not args.apply_chat_template_kwargs:
-        return None
-    return (f"got apply_chat_template_kwargs {args.apply_chat_template_kwargs} without --apply-chat-template, so they "
-            "would be ignored; add the switch")  # fmt: skip
-
-
-@rule
 def one_warm_up(args: Args) -> str | None:
     """Two flags say how long the warm-up is."""
     fraction, iters = args.megatron["lr_warmup_fraction"], args.megatron["lr_warmup_iters"]
@@ -318,8 +300,6 @@ def dynamic_batches_have_a_limit(args: Args) -> str | None:
     """A micro-batch is limited by samples or by tokens."""
     if args.use_dynamic_batch_size and not args.max_tokens_per_gpu:
         return "got --use-dynamic-batch-size without --max-tokens-per-gpu, which is its limit; give it"
-    if args.max_tokens_per_gpu and not args.use_dynamic_batch_size:
-        return "got --max-tokens-per-gpu without --use-dynamic-batch-size, so it would be ignored; add the switch"
     return None
 
 
@@ -360,12 +340,4 @@ def lengths_fit(args: Args) -> str | None:
         return (
             f"got rollout_max_prompt_len {prompt} above rollout_max_context_len {context} - 1; no token would be left"
         )
-    return None
-
-
-@rule
-def partial_mask_needs_partial_rollout(args: Args) -> str | None:
-    """The mask concerns continued samples only."""
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        return "got --mask-offpolicy-in-partial-rollout without --partial-rollout, so it does nothing; add the switch"
     return None

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
 """Distributions whose versions decide what a run computes."""
-SECRET = re.compile(r"(^|_)(key|token|secret|password)$")
+SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)key|token|secret|password)$")
 SUBFOLDERS = ("logs", "traces")
 HIDDEN = "<hidden>"
 

@@ -28,6 +28,7 @@ from collections import Counter
 from typing import Any, Protocol
 
 from slime.buffer.groups import reset_group
+from slime.buffer.origin import note_quarantines, num_quarantines
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, HookError
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
@@ -52,24 +53,13 @@ ABORT_LIMIT_S = 30.0
 """After this, tasks that still run (tools, sandboxes) are cancelled."""
 
 
-def num_quarantines(group: Group) -> int:
-    """How often the group was quarantined."""
-    return max(int(s.metadata.get("quarantined", 0)) for s in group.samples)
-
-
-def note_quarantines(group: Group, times: int) -> Group:
-    """Writes it into the samples, where it is saved with them."""
-    for sample in group.samples if times else ():
-        sample.metadata["quarantined"] = times
-    return group
-
-
 class GroupSource(Protocol):
     """What the loop needs of the Data Buffer."""
 
     def get_groups(self, n: int) -> list[Group]: ...
     def put_back(self, groups: list[Group], reason: str) -> None: ...
     def start_over(self, group: Group) -> Group: ...
+    def note(self, group: Group) -> None: ...
     def mark_filtered(self, group_indices: list[int], reason: str) -> None: ...
     def mark_failed(self, group_indices: list[int], reason: str) -> None: ...
 
@@ -179,7 +169,7 @@ class StepLoop:
         if not first or self.args.partial_rollout or may_be_older or not worked_on:
             return group
         self.num_reset += 1
-        return note_quarantines(self.source.start_over(group), num_quarantines(group))
+        return self.source.start_over(group)
 
     async def _settle(self, task: asyncio.Task[GroupResult], group: Group) -> None:
         """Accepts, filters, retries or drops one ended group."""
@@ -245,6 +235,7 @@ class StepLoop:
         if result.outcome is Outcome.EXPIRED and times < MAX_TRIES:
             logger.warning("group %d is quarantined until the next step: %s", index, result.reason)
             self.quarantined.append(note_quarantines(result.group, times))
+            self.source.note(self.quarantined[-1])
             self.num_quarantined += 1
             self._check_failed(result.reason)
             return

@@ -159,7 +159,10 @@ def _hear_ctrl_c() -> None:
 class RealRun:
     """One process tree. Use as a context manager: whatever happens in the block, its driver is ended."""
 
-    def __init__(self, run_dir: Path, flags: Flags, *, script: str = "train.py") -> None:
+    def __init__(
+        self, run_dir: Path, flags: Flags, *, script: str = "train.py", more_env: dict[str, str] | None = None
+    ) -> None:
+        """`more_env`: variables beside those of `environment`."""
         self.run_dir = run_dir
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._output = run_dir.with_name(f"{run_dir.name}.{time.time_ns()}.out")
@@ -173,7 +176,7 @@ class RealRun:
             self._driver = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=environment(),
+                env={**environment(), **(more_env or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def test_an_entry_wins_over_the_defaults_and_they_over_the_command_line(tmp_path
     a, b = eval_datasets(args)
     assert (a.name, a.temperature, a.n_samples_per_eval_prompt, a.label_key) == ("a", 0.0, 4, "label")
     assert (b.temperature, b.top_k, b.stop, b.max_response_len) == (0.6, 3, None, 8)
+    recorded = json.loads(json.dumps(args.to_json_dict()))["eval_datasets"]
+    assert [(one["name"], one["path"], one["temperature"]) for one in recorded] == [("a", data, 0.0), ("b", data, 0.6)]
     assert eval_sampling_params(a) == {
         "temperature": 0.0, "top_p": 0.9, "top_k": -1, "skip_special_tokens": False, "stop": ["x"], "max_new_tokens": 8,
     }  # fmt: skip

@@ -54,9 +54,10 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_secrets_are_not_written(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
     assert "abc" not in (folder.path / "args.json").read_text()
-    assert plain({"api_key": "s", "input_key": None, "num_tokens": 3}) == {
+    assert plain({"api_key": "s", "input_key": "text", "eval_label_key": "a", "num_tokens": 3}) == {
         "api_key": HIDDEN,
-        "input_key": None,
+        "input_key": "text",
+        "eval_label_key": "a",
         "num_tokens": 3,
     }
     assert hide_secrets(["--wandb-key", "s", "--lr", "1", "--auth-token=s"]) == [

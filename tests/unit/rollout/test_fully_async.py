@@ -35,7 +35,9 @@ def run_schedules(settings: Any, seeds: range) -> None:
         for seed in seeds:
             try:
                 schedule = Schedule(settings, seed, num_steps=5, faults=True)
-                run_on_fake_clock(schedule.run(InProcessEngine(schedule.rng, schedule.fault_rate)))
+                pause_mode = schedule.rng.choice(["abort", "in_place"])
+                engine = InProcessEngine(schedule.rng, schedule.fault_rate, pause_mode=pause_mode)
+                run_on_fake_clock(schedule.run(engine))
             except EngineError as error:
                 assert "failed groups in step" in str(error), f"seed {seed}"
             except BaseException as error:
@@ -135,6 +137,7 @@ def test_the_public_name_means_the_switch(tmp_path: Path, name: str) -> None:
         (["--fully-async", "--max-groups-in-flight", "3"], False, "never be full"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
+        (["--pause-generation-mode", "retract"], False, "without --fully-async"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

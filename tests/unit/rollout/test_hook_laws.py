@@ -202,7 +202,10 @@ def test_an_asynchronous_run_quarantines_as_well(tmp_path: Path) -> None:
     async def work(manager: RolloutManager) -> None:
         trained: set[int] = set()
         for step in range(9):
-            batch, _ = await manager.generate(step)
+            batch, metrics = await manager.generate(step)
+            if metrics["rollout/num_quarantined_groups"]:
+                (held,) = [g for g in manager._source.state_dict()["in_flight"] if g["group_index"] == 0]
+                assert held["group"]["samples"][0]["metadata"]["quarantined"] == 1, "a resume would not know"
             trained |= {s.group_index for s in batch.samples}
             if 0 in trained:
                 assert manager.commit(step)["data/returned/quarantined"] == 1

@@ -1,0 +1,104 @@
+"""Laws of what the Data Buffer's checkpoint holds of a group: what it had when it was noted, and no giant text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slime.buffer.data_buffer import DataBuffer
+from slime.buffer.groups import MAX_SAVED_TEXT
+from slime.buffer.origin import note_quarantines, num_quarantines
+from slime.core.errors import LedgerError
+from slime.core.prompt import Fingerprint, PromptRow
+from slime.core.sample import Group, Status
+
+
+class Rows:
+    """Three prompts."""
+
+    fingerprint = Fingerprint(source="rows", num_rows=3, digest="d")
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, row: int) -> PromptRow:
+        return PromptRow(f"p{row}", (row + 1, 7), label=row, metadata={}, source="")
+
+
+def make() -> DataBuffer:
+    return DataBuffer(Rows(), n_samples_per_prompt=3)
+
+
+def resume(buffer: DataBuffer) -> DataBuffer:
+    resumed = make()
+    resumed.load_state_dict(buffer.state_dict())
+    return resumed
+
+
+def extend(group: Group, version: int) -> None:
+    """Partial work, in place, as a generate function does it."""
+    for sample in group.samples:
+        sample.append_response_tokens([5, 6], log_probs=[-0.1, -1 / 3], weight_version=version, text="ab")
+        sample.status = Status.ABORTED
+
+
+def test_quarantines_are_still_known_when_a_group_starts_over() -> None:
+    buffer = make()
+    (group,) = buffer.get_groups(1)
+    extend(note_quarantines(group, 2), 1)
+    buffer.put_back([group], "quarantined")
+    resumed = resume(buffer)
+    resumed.max_staleness, resumed.weight_version = 0, 2
+    (fresh,) = resumed.get_groups(1)
+    assert fresh.samples[0].response_length == 0 and num_quarantines(fresh) == 2
+    assert resumed.ledger().returned["stale"] == 1
+
+
+def test_a_group_in_flight_is_saved_as_it_was_noted() -> None:
+    buffer = make()
+    (group,) = buffer.get_groups(1)
+    extend(group, 1)
+    buffer.note(group)
+    noted = json.loads(json.dumps(group.to_dict()))
+    extend(group, 2)
+    resumed = resume(buffer)
+    assert resumed.get_groups(1)[0].to_dict() == noted
+    buffer.mark_trained([group.group_index])
+    with pytest.raises(LedgerError, match="noted"):
+        buffer.note(group)
+
+
+def test_a_giant_text_does_not_fill_checkpoints() -> None:
+    """What nobody grades any more keeps all but the end of its text; the rest starts over rather than be graded so."""
+    buffer = make()
+    finished, waiting = buffer.get_groups(2)
+    for group in (finished, waiting):
+        extend(group, 1)
+        for sample in group.samples[:2]:
+            sample.response, sample.status = "x" * (MAX_SAVED_TEXT + 9), Status.COMPLETED
+        group.samples[0].reward = 1.0
+    buffer.put_back([waiting], "unscored")
+    buffer.put_finished(finished)
+    resumed = resume(buffer)
+    ((first, second, third),) = (group.samples for group in resumed.take_finished(1))
+    assert first.response == second.response == "x" * MAX_SAVED_TEXT
+    assert first.tokens == finished.samples[0].tokens and (first.reward, second.reward) == (1.0, None)
+    assert third == finished.samples[2]
+    (again,) = resumed.get_groups(1)
+    assert [s.response_length for s in again.samples] == [2, 0, 2] and again.samples[1].status is Status.PENDING
+    assert len(buffer.get_groups(1)[0].samples[0].response) == MAX_SAVED_TEXT + 9, "the run itself goes on with all"
+
+
+def test_what_waits_is_saved_as_it_came() -> None:
+    """It is written once, when it comes: a save converts no token, and nothing that happens later can make it fail."""
+    buffer = make()
+    finished, waiting, out = buffer.get_groups(3)
+    buffer.put_finished(finished)
+    buffer.put_back([waiting], "aborted")
+    came = buffer.state_dict()
+    for group in (finished, waiting, out):
+        group.samples[0].metadata["late"] = object()
+    assert buffer.state_dict() == came
+    buffer.take_finished(1)
+    assert [g["group"] and g["group"]["group_index"] for g in buffer.state_dict()["in_flight"]] == [None, 0]
