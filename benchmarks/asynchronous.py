@@ -1,20 +1,30 @@
-"""Samples per second of the loops on the tiny model, with response lengths of a heavy tail.
+"""Sync, partial rollout and fully async on the tiny model: samples per second and reward, with lengths of a heavy tail.
 
-    python -m benchmarks.asynchronous [--steps 8] [--modes sync partial one_step_off fully_async] [--keep DIR]
+    python -m benchmarks.asynchronous [--seeds 3] [--steps 24] [--modes sync partial fully_async] [--keep DIR]
 
-Each sample has a length of its own, drawn by its id from a Pareto distribution, so that every mode has the same work
-per sample; the model never ends by itself. Steps before `WARM_UP` are left out. Needs two cores and no GPU.
+Each sample has a length of its own, drawn by its id from a Pareto distribution and forced, so that every mode is given
+the same work per sample and the reward (part of the response that is digits) cannot depend on the length. A seed has a
+model, an order of prompts and lengths of its own; its modes run one after the other before the next seed begins, so
+that a drift of the machine meets all of them. Steps before `WARM_UP` are not timed.
+
+A mode that trains short responses first has more samples per second for less work. So the tokens that were trained and
+those that were sampled (`requests.jsonl` of a run folder: a line per answer of the engine) are counted as well, and the
+mean length of what was trained stands beside that of what was issued. Needs two cores and no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +32,13 @@ from slime.core.sample import Sample
 from slime.rollout.generate import generate
 
 ROOT = Path(__file__).parents[1]
-SHORTEST, LONGEST, SHAPE = 20, 900, 1.1
+SHORTEST, LONGEST, SHAPE = 30, 600, 1.1
 """Of the lengths: tokens, tokens, exponent of the tail."""
-PROMPTS, SAMPLES, WARM_UP = 8, 4, 2
+PROMPTS, SAMPLES, WARM_UP = 8, 4, 4
+LR = "1e-2"
+EVAL_PROMPTS, EVAL_SAMPLES, EVAL_TOKENS = 64, 4, 32
+T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
+"""Student's t of a two-sided interval of 95 %, by degrees of freedom."""
 
 MODES: dict[str, tuple[str, list[str]]] = {
     "sync": ("train.py", []),
@@ -34,66 +48,173 @@ MODES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def length_of(index: int) -> int:
+def length_of(index: int, seed: int) -> int:
     """Tokens of the sample with this id."""
-    return min(LONGEST, int(SHORTEST * random.Random(index).paretovariate(SHAPE)))
+    return min(LONGEST, int(SHORTEST * random.Random(f"{seed} {index}").paretovariate(SHAPE)))
 
 
 async def generate_heavy_tailed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """As many tokens as the sample's id asks for."""
-    most = length_of(sample.index or 0)
-    return await generate(args, sample, {**sampling_params, "max_new_tokens": most, "ignore_eos": True})
+    """As many tokens as the sample's id asks for; an evaluation, whose ids are negative, as many as it asks for."""
+    index, before = sample.index or 0, sample.response_length
+    most = sampling_params["max_new_tokens"] if index < 0 else length_of(index, args.rollout_seed)
+    sample = await generate(args, sample, {**sampling_params, "max_new_tokens": most, "ignore_eos": True})
+    if index >= 0:
+        row = {"time": time.time(), "index": index, "tokens": sample.response_length - before}
+        await asyncio.to_thread(_append, Path(args.run_dir) / "requests.jsonl", row)
+    return sample
 
 
-def run(mode: str, folder: Path, num_steps: int) -> list[dict[str, float]]:
-    """One run; its metrics, a dict per step."""
+def _append(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def command_of(mode: str, folder: Path, seed: int, num_steps: int) -> list[str]:
+    """The command line of one run."""
     script, flags = MODES[mode]
     command = [
-        sys.executable, script, "--hf-checkpoint", folder / "model", "--prompt-data", folder / "digits.jsonl",
-        "--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--run-dir", folder / mode,
+        sys.executable, script, "--hf-checkpoint", folder / f"model-{seed}", "--run-dir", folder / f"{mode}-{seed}",
+        "--prompt-data", folder / "digits.jsonl", "--input-key", "prompt", "--label-key", "label",
+        "--apply-chat-template", "--rollout-shuffle", "--rollout-seed", seed, "--seed", seed,
+        "--custom-generate-function-path", "benchmarks.asynchronous:generate_heavy_tailed",
         "--custom-rm-path", "recipes.tiny.tasks:digit_fraction", "--rollout-batch-size", PROMPTS,
         "--n-samples-per-prompt", SAMPLES, "--rollout-max-response-len", LONGEST, "--num-rollout", num_steps,
-        "--custom-generate-function-path", "benchmarks.asynchronous:generate_heavy_tailed", "--no-bf16",
-        "--lr", "1e-4", "--update-weight-transport", "tensor", "--use-dynamic-batch-size",
-        "--max-tokens-per-gpu", "8192", *flags,
+        "--eval-prompt-data", "held_out", folder / "held_out.jsonl", "--eval-interval", num_steps,
+        "--skip-eval-before-train", "--n-samples-per-eval-prompt", EVAL_SAMPLES, "--eval-max-response-len",
+        EVAL_TOKENS, "--no-bf16", "--lr", LR, "--lr-decay-style", "constant", "--update-weight-transport", "tensor",
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192", *flags,
     ]  # fmt: skip
-    with (folder / f"{mode}.log").open("w") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run([str(c) for c in command], cwd=ROOT, env=environment, stdout=log, stderr=log, check=True)
+    return [str(c) for c in command]
+
+
+def read(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """What a run logged: its metrics, a dict per step with the time at which the step was trained, and its requests."""
     steps: dict[int, dict[str, float]] = {}
-    for line in (folder / mode / "metrics.jsonl").read_text().splitlines():
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        for axis in ("rollout/step", "train/step"):
+        if "train/step" in row:
+            row["trained_at"] = row["time"]
+        for axis in ("rollout/step", "train/step", "eval/step"):
             if axis in row:
                 steps.setdefault(int(row[axis]), {}).update(row)
-    return [steps[step] for step in sorted(steps)]
+    requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    return [steps[step] for step in sorted(steps)], requests
+
+
+def measure(steps: list[dict[str, float]], requests: list[dict[str, float]], seed: int) -> dict[str, float]:
+    """The figures of one run. Rates are of the time from the last warm-up step's training to the last step's training,
+    so that neither the start nor the evaluation counts; lengths and the mean reward are of all steps.
+    """
+    begin, end = steps[WARM_UP - 1]["trained_at"], steps[-1]["trained_at"]
+    timed, seconds = steps[WARM_UP:], end - begin
+    num, tokens = PROMPTS * SAMPLES * len(timed), sum(step["rollout/response_tokens"] for step in timed)
+    issued = [length_of(i, seed) for i in range(PROMPTS * SAMPLES * len(steps))]
+    every = sum(step["rollout/response_tokens"] for step in steps)
+    sampled = sum(r["tokens"] for r in requests if begin < r["time"] <= end)
+    return {
+        "seconds": seconds,
+        "samples_per_s": num / seconds,
+        "tokens_per_s": tokens / seconds,
+        "sampled_per_s": sampled / seconds,
+        "trained_length": every / len(issued),
+        "issued_length": statistics.fmean(issued),
+        "started_over": steps[-1].get("data/returned/stale", 0.0),
+        "oldest": max(step["rollout/staleness/max"] for step in steps),
+        "age": statistics.fmean(step["rollout/staleness/mean"] for step in timed),
+        "train_s": sum(step["perf/train_time"] for step in timed[:-1]) / len(timed[:-1]),
+        "publish_s": sum(step["perf/update_weights_time"] for step in timed[:-1]) / len(timed[:-1]),
+        "reward": steps[-1]["eval/held_out"],
+        "mean_reward": statistics.fmean(step["rollout/raw_reward"] for step in steps),
+    }
+
+
+def run(mode: str, folder: Path, seed: int, num_steps: int) -> dict[str, float]:
+    """One run and its figures."""
+    with (folder / f"{mode}-{seed}.log").open("w") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = command_of(mode, folder, seed, num_steps)
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=True)
+    return measure(*read(folder / f"{mode}-{seed}"), seed)
+
+
+def difference(of: list[float], to: list[float]) -> str:
+    """Mean difference of pairs with its interval of 95 %."""
+    gaps = [a - b for a, b in zip(of, to, strict=True)]
+    if len(gaps) < 2:
+        return f"{gaps[0]:+.3f}"
+    half = T_95.get(len(gaps) - 1, 1.96) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return f"{statistics.fmean(gaps):+.3f} ± {half:.3f}"
+
+
+Figures = dict[str, list[dict[str, float]]]
+"""By mode: the figures of each seed."""
+
+
+def ratio(figures: Figures, mode: str, key: str) -> str:
+    """To the first mode: mean, least and most over the seeds."""
+    first = next(iter(figures.values()))
+    each = [a[key] / b[key] for a, b in zip(figures[mode], first, strict=True)]
+    return f"{statistics.fmean(each):.2f}x ({min(each):.2f}-{max(each):.2f})"
+
+
+def speeds(figures: Figures) -> str:
+    """Means over the seeds, a row per mode; ratios with the least and the most of a seed."""
+    rows = [
+        "| mode | samples/s | | trained tokens/s | | sampled tokens/s | mean length trained, issued | "
+        "age of a token: mean, oldest | train s | publish s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, mode in figures.items():
+        mean = {key: statistics.fmean(m[key] for m in mode) for key in mode[0]}
+        oldest = max(m["oldest"] for m in mode)
+        rows.append(
+            f"| {name} | {mean['samples_per_s']:.2f} | {ratio(figures, name, 'samples_per_s')} | "
+            f"{mean['tokens_per_s']:.0f} | {ratio(figures, name, 'tokens_per_s')} | {mean['sampled_per_s']:.0f} | "
+            f"{mean['trained_length']:.0f}, {mean['issued_length']:.0f} | {mean['age']:.1f}, {oldest:.0f} | "
+            f"{mean['train_s']:.2f} | {mean['publish_s']:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+def rewards(figures: Figures) -> str:
+    """Per seed, mean with standard deviation, and the paired difference to the first mode with its interval of 95 %."""
+    rows = ["| mode | final reward by seed | mean ± sd | to the first | mean while training | to the first |"]
+    rows.append("|---|---|---|---|---|---|")
+    first = next(iter(figures.values()))
+    for name, mode in figures.items():
+        cells = [name, ", ".join(f"{m['reward']:.3f}" for m in mode)]
+        for key in ("reward", "mean_reward"):
+            each, others = [m[key] for m in mode], [m[key] for m in first]
+            spread = statistics.stdev(each) if len(each) > 1 else 0.0
+            cells += [f"{statistics.fmean(each):.3f} ± {spread:.3f}", difference(each, others)]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
 
 
 def main() -> None:
-    """Runs the modes one after the other and prints a line each."""
-    from recipes.tiny.tasks import write_all
+    """Runs every mode of every seed, and prints the table after each seed."""
+    from recipes.tiny.tasks import digits_rows, write_rows
     from tests.support.tiny import write_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--modes", nargs="+", default=["sync", "partial", "fully_async"], choices=list(MODES))
     parser.add_argument("--keep", type=Path, default=None)
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="slime-async-"))
-    write_all(folder)
-    write_tiny_model(folder / "model", "qwen3")
-    base = 0.0
-    for mode in options.modes:
-        steps = run(mode, folder, options.steps)[WARM_UP:]
-        seconds = sum(step["perf/step_time"] for step in steps)
-        samples = PROMPTS * SAMPLES * len(steps) / seconds
-        tokens = sum(step["rollout/response_tokens"] for step in steps) / seconds
-        oldest = max(step["rollout/staleness/max"] for step in steps)
-        base = base or samples
-        print(
-            f"{mode:13} {samples:6.2f} samples/s ({samples / base:.2f}x) {tokens:7.0f} trained tokens/s, "
-            f"oldest token {oldest:.0f} versions, idle {sum(s.get('perf/rollout_idle_time', 0.0) for s in steps):.1f} s"
-        )
+    write_rows(folder / "digits.jsonl", digits_rows(512))
+    write_rows(folder / "held_out.jsonl", digits_rows(EVAL_PROMPTS, seed=1))
+    figures: dict[str, list[dict[str, float]]] = {mode: [] for mode in options.modes}
+    for seed in range(1, options.seeds + 1):
+        write_tiny_model(folder / f"model-{seed}", "qwen3", seed=seed)
+        for mode in options.modes:
+            figures[mode].append(run(mode, folder, seed, options.steps))
+            (folder / "figures.json").write_text(json.dumps(figures, indent=1))
+            print(
+                f"seed {seed} {mode}: {json.dumps({k: round(v, 3) for k, v in figures[mode][-1].items()})}", flush=True
+            )
+        print(f"{speeds(figures)}\n\n{rewards(figures)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,12 @@ class RolloutActor:
     async def probe(self) -> TrainBatch:
         return await self._manager.probe()
 
+    async def hold(self) -> None:
+        await self._manager.hold()
+
+    async def release(self) -> None:
+        self._manager.release()
+
     async def commit(self, rollout_id: int) -> dict[str, float]:
         """The batch of this step is trained; returns the ledger."""
         return self._manager.commit(rollout_id)

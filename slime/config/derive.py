@@ -153,8 +153,9 @@ def _fully_async(draft: Draft) -> None:
     draft.derive("max_weight_staleness", 2, "--fully-async")
     bound, why = v["max_weight_staleness"], "--fully-async publishes while groups are half done"
     draft.derive("partial_rollout", True, why)
-    most = ((bound or 0) + 1) * (v["rollout_batch_size"] or 0)
-    draft.derive("max_groups_in_flight", most, f"(max_weight_staleness {bound} + 1) * rollout_batch_size")
+    ahead = min(bound or 0, 1) + 1  # with more, long responses get old before they are finished
+    most = ahead * (v["rollout_batch_size"] or 0)
+    draft.derive("max_groups_in_flight", most, f"{ahead} * rollout_batch_size, max_weight_staleness {bound}")
     mode = v["pause_generation_mode"]
     if mode != "abort":
         draft.derive_sglang("disable_radix_cache", True, f"--pause-generation-mode {mode}: prefixes are of old weights")

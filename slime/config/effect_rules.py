@@ -145,6 +145,9 @@ NEEDS: tuple[Need, ...] = (
     Need("rejection_low rejection_high rejection_veto", lambda a: a.rejection_level is not None, "--rejection-level"),
     Need("opsm_delta", _is("use_opsm", True), "--use-opsm"),
     # Everything else.
+    Need("max_groups_in_flight", _is("fully_async", True), "the worker of --fully-async"),
+    Need("pause_generation_mode", lambda a: a.fully_async or a.pause_generation_mode == "abort",
+         "--fully-async: nothing else runs while weights are published"),
     Need("max_tokens_per_gpu", _is("use_dynamic_batch_size", True), "--use-dynamic-batch-size"),
     Need("mask_offpolicy_in_partial_rollout", _is("partial_rollout", True), "--partial-rollout"),
     Need("apply_chat_template_kwargs", _renders, "--apply-chat-template"),

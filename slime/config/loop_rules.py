@@ -53,19 +53,10 @@ def _one_step_off_has_no_bound(args: Args) -> str | None:
             "exist; add --fully-async or use train.py")  # fmt: skip
 
 
-def _worker_is_needed(args: Args) -> str | None:
-    if args.rollout_function_path.replace(":", ".") == FULLY_ASYNC:
-        return "got --no-fully-async with --rollout-function-path of its worker; drop one of the two"
-    if args.fully_async or args.max_groups_in_flight is None:
+def _worker_is_not_refused(args: Args) -> str | None:
+    if args.rollout_function_path.replace(":", ".") != FULLY_ASYNC:
         return None
-    return "got --max-groups-in-flight without --fully-async, whose worker it bounds; add the switch or drop it"
-
-
-def _requests_live_through_updates(args: Args) -> str | None:
-    if args.fully_async or args.pause_generation_mode == "abort":
-        return None
-    return (f"got --pause-generation-mode {args.pause_generation_mode} without --fully-async: nothing runs while "
-            "weights are published; add the switch or drop it")  # fmt: skip
+    return "got --no-fully-async with --rollout-function-path of its worker; drop one of the two"
 
 
 def _worker_has_its_own_ways(args: Args) -> str | None:
@@ -96,8 +87,7 @@ def _bounds_are_possible(args: Args) -> str | None:
 
 
 _BOTH: tuple[Rule, ...] = (
-    _worker_is_needed,
-    _requests_live_through_updates,
+    _worker_is_not_refused,
     _worker_has_its_own_ways,
     _bounds_are_possible,
     _batches_of_a_worker_mix_versions,

@@ -42,6 +42,9 @@ MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
 MAX_TRIES = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 ABORT_TIMEOUT_S = 10.0
+EVERY_REQUEST = ""
+HOLD_POLL_S, HOLD_REPEAT, HOLD_POLLS = 0.01, 20, 200
+"""An abort can overtake a request on its way to the engine, so it is repeated."""
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """Read by the router under its consistent-hashing and manual policies."""
 FORWARDED_SAMPLING_PARAMS = frozenset(
@@ -131,6 +134,8 @@ class EngineClient:
         self._slots = asyncio.Semaphore(max_concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self._open = asyncio.Event()
+        self._open.set()
 
     async def generate(
         self,
@@ -146,6 +151,7 @@ class EngineClient:
         """
         scope, (payload, headers) = REQUEST_SCOPE.get(), self._request(input_ids, sampling_params, session_id)
         async with self._slots:
+            await self._open.wait()
             if scope is not None and scope.aborted:
                 return NEVER_SENT
             try:
@@ -163,6 +169,23 @@ class EngineClient:
         """Ends all requests of a scope: running ones return their partial tokens, later ones are never sent."""
         scope.aborted = True
         await self._abort(list(scope.rids))
+
+    async def hold(self, scope: RequestScope) -> None:
+        """Ends every request of the engines; those of `scope` return what they have. Later ones wait for `release`.
+
+        What has not ended after `HOLD_POLLS` is left to the engine.
+        """
+        self._open.clear()
+        for turn in range(HOLD_POLLS):
+            if not scope.rids:
+                return
+            if turn % HOLD_REPEAT == 0:
+                await self._abort([EVERY_REQUEST])
+            await asyncio.sleep(HOLD_POLL_S)
+
+    def release(self) -> None:
+        """Requests go again."""
+        self._open.set()
 
     async def workers(self) -> list[str]:
         """Addresses of the servers behind the router; a server that is no router is its own only worker."""
@@ -292,7 +315,9 @@ class EngineClient:
     async def _abort_one(self, url: str, rid: str) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._get_session().post(
-                f"{url}/abort_request", json={"rid": rid}, timeout=_limit(ABORT_TIMEOUT_S)
+                f"{url}/abort_request",
+                json={"rid": rid, "abort_all": rid == EVERY_REQUEST},
+                timeout=_limit(ABORT_TIMEOUT_S),
             ):
                 pass
 

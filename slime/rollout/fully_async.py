@@ -28,9 +28,6 @@ from slime.rollout.hooks import RolloutHooks
 from slime.rollout.loop import MAX_TRIES, StepLoop, finish_step
 from slime.rollout.types import RolloutFnTrainOutput
 
-AFTER_ABORT_S = 0.25
-"""An engine that ends requests is about to pause, which takes a second if it finds new ones."""
-
 
 class RolloutWorker(StepLoop):
     """Starts to work when it is made, on the running event loop; `close` ends it."""
@@ -115,12 +112,9 @@ class RolloutWorker(StepLoop):
                 await self._wake.wait()
                 self._wake.clear()
                 self.idle_s += (time.monotonic() - since) * rests
-                num_aborted = self.num_aborted
                 for task in sorted((t for t in self.running if t.done()), key=lambda t: self.running[t].group_index):
                     await self._settle(task, self.running.pop(task))
                     self._news.set()
-                if self.num_aborted > num_aborted:
-                    await asyncio.sleep(AFTER_ABORT_S)
         finally:
             await self._abandon()
             if self.context.client is not None:

@@ -175,6 +175,16 @@ class RolloutManager:
         answers = await asyncio.gather(*(answer(i, prompt) for i, prompt in enumerate(self._probe_prompts)))
         return TrainBatch(rollout_id=-1, samples=tuple(answers))
 
+    async def hold(self) -> None:
+        """Ends the requests of `--fully-async`; it sends no more until `release`."""
+        if self._client is not None and self._worker is not None:
+            await self._client.hold(self._worker.scope)
+
+    def release(self) -> None:
+        """Requests go again."""
+        if self._client is not None:
+            self._client.release()
+
     def commit(self, rollout_id: int) -> dict[str, float]:
         """The step is trained: settles its groups. Returns the ledger. Raises `LedgerError` if it does not balance."""
         if self._args.load_debug_rollout_data is not None:

@@ -17,8 +17,6 @@ from slime.core.ports import RankChecksums, WeightVersion
 
 DRAIN_POLL_S = 0.05
 """How often a flush is tried again while requests are still ending."""
-ENDING_S = 0.2
-"""How long a pause waits for requests to end before SGLang counts them."""
 ERROR_CHARACTERS = 2000
 """Of a server's answer in an error message."""
 
@@ -46,11 +44,6 @@ class HttpEngineControl:
         self._http.close()
 
     def pause(self, mode: str = "abort") -> None:
-        if mode == "abort":  # SGLang sleeps a whole second if anything still runs when it looks first
-            self._post("abort_request", {"abort_all": True})
-            deadline = time.monotonic() + ENDING_S
-            while time.monotonic() < deadline and not self._send("POST", "flush_cache", None).is_success:
-                time.sleep(DRAIN_POLL_S)
         self._post("pause_generation", {"mode": mode})
 
     def resume(self) -> None:

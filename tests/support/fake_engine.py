@@ -105,10 +105,11 @@ class FakeEngine:
         }
 
     async def abort(self, request: web.Request) -> web.Response:
-        rid = (await request.json())["rid"]
-        self.aborted.append(rid)
-        if rid in self.running:
-            self.running[rid].set()
+        body = await request.json()
+        self.aborted.append(body["rid"])
+        for rid, stop in self.running.items():
+            if rid == body["rid"] or body.get("abort_all"):
+                stop.set()
         return web.Response()
 
     async def workers(self, request: web.Request) -> web.Response:

@@ -59,8 +59,8 @@ class RolloutArgs:
     oldest finished ones (train_async.py only). Default: whether rollout_function_path is
     slime.rollout.fully_async.generate_rollout_fully_async."""
     max_groups_in_flight: int | None = derived()
-    """Groups that the worker of fully_async has running or finished and waiting, at most. Default:
-    (max_weight_staleness + 1) * rollout_batch_size."""
+    """Groups that the worker of fully_async has running or finished and waiting, at most. Default: 2 *
+    rollout_batch_size, half of that if max_weight_staleness is 0."""
     max_weight_staleness: int | None = derived()
     """No trained sample holds a token sampled by weights more than so many versions (trained steps) before those that
     are trained; groups with older ones start over. Finished groups beyond a batch are then kept. Default: 2 with

@@ -129,6 +129,32 @@ def test_aborting_a_scope_returns_partial_tokens_and_sends_no_more() -> None:
     asyncio.run(main(FakeEngine(tick_s=0.01)))
 
 
+def test_held_requests_return_partial_tokens_and_later_ones_wait_for_the_release() -> None:
+    """Law: when `hold` returns no request of the scope runs, and none starts before `release`."""
+
+    async def main(engine: FakeEngine) -> None:
+        async with serve(engine):
+            client = EngineClient(engine.url)
+            scope = RequestScope()
+            REQUEST_SCOPE.set(scope)
+            long = {**PARAMS, "max_new_tokens": 100_000}
+            tasks = [asyncio.create_task(client.generate([5], long)) for _ in range(4)]
+            while len(engine.running) < 4:
+                await asyncio.sleep(0.01)
+            await client.hold(scope)
+            assert not engine.running and not scope.aborted, f"{len(engine.running)} requests still run"
+            results = await asyncio.gather(*tasks)
+            assert [r.finish_reason for r in results] == ["abort"] * 4 and all(r.tokens for r in results)
+            later = asyncio.create_task(client.generate([5], PARAMS))
+            await asyncio.sleep(0.05)
+            assert len(engine.requests) == 4, "a request was sent while requests were held back"
+            client.release()
+            assert (await later).finish_reason == "length"
+            await client.close()
+
+    asyncio.run(main(FakeEngine(tick_s=0.01)))
+
+
 @pytest.mark.parametrize(
     ("ids", "params", "message"),
     [

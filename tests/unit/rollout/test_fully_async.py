@@ -72,7 +72,7 @@ def test_steps_through_the_manager_train_what_is_finished_and_count_how_old_it_i
         return seen, metrics
 
     args = rollout_args(tmp_path, "--custom-rm-path", f"{HOOKS}:reward", "--fully-async", synchronous=False)
-    assert (args.max_weight_staleness, args.max_groups_in_flight) == (2, 12) and args.partial_rollout and args.use_tis
+    assert (args.max_weight_staleness, args.max_groups_in_flight) == (2, 8) and args.partial_rollout and args.use_tis
     seen, metrics = asyncio.run(with_manager(args, engine, work))
     assert len(seen) == len(set(seen)) == 12
     assert all(0 <= m["rollout/staleness/mean"] <= m["rollout/staleness/max"] <= 2 for m in metrics)
@@ -132,12 +132,12 @@ def test_the_public_name_means_the_switch(tmp_path: Path, name: str) -> None:
         (["--rollout-function-path", PUBLIC_NAME], True, "train_async.py"),
         (["--rollout-function-path", "examples.small_hooks:rollout", "--fully-async"], False, "rollout_function_path"),
         (["--max-weight-staleness", "1"], False, "add --fully-async"),
-        (["--max-groups-in-flight", "9"], False, "add the switch"),
+        (["--max-groups-in-flight", "9"], False, "the worker of --fully-async"),
         (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
         (["--fully-async", "--max-groups-in-flight", "3"], False, "never be full"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
-        (["--pause-generation-mode", "retract"], False, "without --fully-async"),
+        (["--pause-generation-mode", "retract"], False, "which needs --fully-async"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
