@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.sample import Sample
-from slime.rollout.client import EngineClient
+from slime.rollout.client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.publish import publish
@@ -70,9 +70,14 @@ class LabelledEngine:
         self._control = HttpEngineControl(url, 1, timeout_s=60)
         self._transport = TensorTransport(serialize_bucket, Peers())
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, scope: RequestScope | None = None) -> None:
         """Sends all weights, and compares what the engine then holds."""
-        await asyncio.to_thread(self._publish, labelled(self._state, version), version, self._pause_mode)
+        if scope is not None and self._pause_mode == "abort":
+            await self.client.hold(scope)
+        try:
+            await asyncio.to_thread(self._publish, labelled(self._state, version), version, self._pause_mode)
+        finally:
+            self.client.release()
         self.version = version
 
     async def close(self) -> None:
