@@ -32,7 +32,7 @@ from slime.buffer.origin import note_quarantines, num_quarantines
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, HookError
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
-from slime.rollout.context import RolloutContext, current
+from slime.rollout.context import RolloutContext, current, use
 from slime.rollout.execute import GroupResult, Outcome, failure_kind, is_finished, run_group
 from slime.rollout.hooks import RolloutHooks, in_thread, keep_group
 from slime.rollout.metrics import sample_metrics
@@ -341,8 +341,6 @@ def generate_rollout(
     assert inspect.iscoroutine(work), f"expected a coroutine, got {type(work).__name__}"
 
     async def in_context() -> Any:
-        from slime.rollout.context import use
-
         with use(context):
             return await work
 

@@ -17,6 +17,7 @@ from slime.config.eval_config import EvalDatasetConfig
 from slime.core.prompt import Fingerprint, PromptRow
 from slime.core.sample import Sample, Status
 from slime.rewards.types import Score, Scored, Unscored
+from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.evaluate import EvalDataset, evaluate
 from slime.rollout.fully_async import RolloutWorker
@@ -36,8 +37,8 @@ class Engine(Protocol):
     pace: float
     """Seconds for each second of the schedule."""
 
-    async def publish(self, version: int) -> None:
-        """Changes the weights while requests run."""
+    async def publish(self, version: int, scope: RequestScope | None = None) -> None:
+        """Changes the weights while requests run; with `scope` its requests are ended and held back by the client."""
 
     async def num_running(self) -> int:
         """Requests that the engine has."""
@@ -125,7 +126,7 @@ class Schedule:
     async def _steps(self, engine: Engine, buffer: DataBuffer, start: int, killed_at: int | None) -> tuple[Any, int]:
         """-> (state of the buffer at the kill, the step to go on with)."""
         rng, pace = self.rng, engine.pace
-        graders: Any = Graders(rng, pace)
+        graders: Any = Graders(random.Random(rng.random()), pace)
         loop = asyncio.get_running_loop()
         context = RolloutContext(self.args, engine.client, None, graders, Progress(), loop, eval_datasets=(held_out(),))
         worker = RolloutWorker(context, buffer)
@@ -142,7 +143,7 @@ class Schedule:
                 assert len(worker.running) + buffer.num_finished <= self.args.max_groups_in_flight, "beyond the bound"
                 if step == killed_at:
                     return buffer.state_dict(), step + 1
-                await engine.publish(buffer.weight_version)
+                await engine.publish(buffer.weight_version, worker.scope if rng.random() < 0.8 else None)
                 if rng.random() < 0.3 and not self.fault_rate:
                     await self._evaluate(context, step, buffer.weight_version)
         finally:

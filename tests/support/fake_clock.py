@@ -108,7 +108,7 @@ class InProcessEngine:
         reason = "abort" if abort.is_set() else "length" if len(tokens) == limit else "stop"
         return Generation(tuple(tokens), (-0.5,) * len(tokens), reason, tuple(versions) or self.version, "")
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, scope: RequestScope | None = None) -> None:
         """Abort and drain, or pause; send; serve."""
         self._serving.clear()
         for abort in self._aborts if self.pause_mode == "abort" else ():

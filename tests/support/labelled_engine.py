@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.sample import Sample
-from slime.rollout.client import EngineClient
+from slime.rollout.client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.publish import publish
@@ -60,30 +60,37 @@ class LabelledEngine:
 
     pace = 0.1
 
-    def __init__(self, url: str, router_url: str, model_path: Path, *, request_timeout_s: float = 60.0) -> None:
-        self.url, self.client = url, EngineClient(router_url, request_timeout_s=request_timeout_s)
+    def __init__(self, url: str, router_url: str, model_path: Path, pause_mode: str = "abort") -> None:
+        """`pause_mode`: what a publication does to requests under way; the server tells the version of each token."""
+        self.url, self._pause_mode = url, pause_mode
+        self.client = EngineClient(router_url, request_timeout_s=60, token_versions=pause_mode != "abort")
         self.version = 0
         self.pause_s: list[float] = []
         self._table, self._state = read_model(model_path)
         self._control = HttpEngineControl(url, 1, timeout_s=60)
         self._transport = TensorTransport(serialize_bucket, Peers())
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, scope: RequestScope | None = None) -> None:
         """Sends all weights, and compares what the engine then holds."""
-        await asyncio.to_thread(self._publish, labelled(self._state, version), version)
+        if scope is not None and self._pause_mode == "abort":
+            await self.client.hold(scope)
+        try:
+            await asyncio.to_thread(self._publish, labelled(self._state, version), version, self._pause_mode)
+        finally:
+            self.client.release()
         self.version = version
 
     async def close(self) -> None:
         """The server has the weights of its checkpoint again."""
         await self.client.close()
-        await asyncio.to_thread(self._publish, self._state, 1)
+        await asyncio.to_thread(self._publish, self._state, 1, "abort")
         self._transport.close()
         self._control.close()
 
-    def _publish(self, state: StateDict, version: int) -> None:
+    def _publish(self, state: StateDict, version: int, pause_mode: str) -> None:
         metrics = publish(
             iter(state.items()), table=self._table, targets=[EngineTarget(self._control)], transport=self._transport,
-            digest=digest, version=version, buffer_bytes=2**20,
+            digest=digest, version=version, buffer_bytes=2**20, pause_mode=pause_mode,
         )  # fmt: skip
         self.pause_s.append(metrics["update_weights_pause_time"])
 
