@@ -40,11 +40,14 @@ EVAL_PROMPTS, EVAL_SAMPLES, EVAL_TOKENS = 64, 4, 32
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 """Student's t of a two-sided interval of 95 %, by degrees of freedom."""
 
+FULLY_ASYNC = ["--fully-async", "--max-weight-staleness", "4"]
 MODES: dict[str, tuple[str, list[str]]] = {
     "sync": ("train.py", []),
-    "partial": ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "16"]),
+    "partial": ("train.py", ["--partial-rollout", "--over-sampling-batch-size", str(2 * PROMPTS)]),
+    "fully_async": ("train_async.py", FULLY_ASYNC),
     "one_step_off": ("train_async.py", []),
-    "fully_async": ("train_async.py", ["--fully-async", "--max-weight-staleness", "4"]),
+    "retract": ("train_async.py", [*FULLY_ASYNC, "--pause-generation-mode", "retract"]),
+    "in_place": ("train_async.py", [*FULLY_ASYNC, "--pause-generation-mode", "in_place"]),
 }
 
 

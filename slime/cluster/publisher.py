@@ -66,6 +66,7 @@ class Publisher:
             version=self._backend.weight_version,
             buffer_bytes=self._args.update_weight_buffer_size,
             peers=self._peers,
+            pause_mode=self._args.pause_generation_mode,
         )
         self._backend.note_published()
         return {f"perf/{name}": value for name, value in metrics.items()}

@@ -35,6 +35,12 @@ class Draft:
             self.megatron[name] = value
             self.origins[f"megatron.{name}"] = f"derived: {why}"
 
+    def derive_sglang(self, name: str, value: Any, why: str) -> None:
+        """Sets SGLang's `name` unless the user gave it."""
+        if f"sglang.{name}" not in self.given:
+            self.sglang[name] = value
+            self.origins[f"sglang.{name}"] = f"derived: {why}"
+
 
 def _device(draft: Draft) -> None:
     if draft.values["device"] in (None, "auto"):
@@ -51,9 +57,7 @@ def _dtype(draft: Draft) -> None:
     dtype = "float16" if megatron["fp16"] else "bfloat16" if megatron["bf16"] else "float32"
     for name in ("params_dtype", "pipeline_dtype"):
         draft.derive_megatron(name, dtype, "training dtype (--bf16 default, --fp16, --no-bf16)")
-    if "sglang.dtype" not in draft.given:
-        draft.sglang["dtype"] = dtype
-        draft.origins["sglang.dtype"] = "derived: training dtype (auto would serve float32 as float16)"
+    draft.derive_sglang("dtype", dtype, "training dtype (auto would serve float32 as float16)")
 
 
 def _debug(draft: Draft) -> None:
@@ -143,6 +147,11 @@ def _fully_async(draft: Draft) -> None:
     ahead = min(bound or 0, 1) + 1  # with more, long responses get old before they are finished
     most = ahead * (v["rollout_batch_size"] or 0)
     draft.derive("max_groups_in_flight", most, f"{ahead} * rollout_batch_size, max_weight_staleness {bound}")
+    mode = v["pause_generation_mode"]
+    if mode != "abort":
+        draft.derive_sglang("disable_radix_cache", True, f"--pause-generation-mode {mode}: prefixes are of old weights")
+    if mode == "in_place":  # the versions of a sample then say whether its keys and values are of several
+        draft.derive_sglang("chunked_prefill_size", -1, "--pause-generation-mode in_place: prompts are read at once")
     corrected = v["use_rollout_logprobs"] or v["rejection_level"] or v["custom_loss_function_path"]
     if not corrected and v["loss_type"] == "policy_loss" and v["compute_advantages_and_returns"]:
         draft.derive("use_tis", True, "--fully-async trains on tokens of older weights")

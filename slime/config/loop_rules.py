@@ -58,6 +58,13 @@ def _worker_is_needed(args: Args) -> str | None:
     return "got --max-groups-in-flight without --fully-async, whose worker it bounds; add the switch or drop it"
 
 
+def _requests_live_through_updates(args: Args) -> str | None:
+    if args.fully_async or args.pause_generation_mode == "abort":
+        return None
+    return (f"got --pause-generation-mode {args.pause_generation_mode} without --fully-async: nothing runs while "
+            "weights are published; add the switch or drop it")  # fmt: skip
+
+
 def _worker_has_its_own_ways(args: Args) -> str | None:
     if not args.fully_async:
         return None
@@ -87,6 +94,7 @@ def _bounds_are_possible(args: Args) -> str | None:
 
 _BOTH: tuple[Rule, ...] = (
     _worker_is_needed,
+    _requests_live_through_updates,
     _worker_has_its_own_ways,
     _bounds_are_possible,
     _batches_of_a_worker_mix_versions,

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 WeightVersion = int
 """Names one published set of weights. Version 1 is the first publication of a run; a resume continues the count."""
 
+TOKEN_VERSIONS_KEY = "token_weight_version"
+"""In the `meta_info` of an answer: the weight version of each token, where engines tell it."""
+
 Digest = Callable[[Any], str]
 """Tensor -> hex digest, the same function that the engine applies to its resident tensors on that device."""
 

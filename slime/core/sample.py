@@ -90,11 +90,13 @@ class Sample:
         tokens: Sequence[int],
         *,
         log_probs: Sequence[float] | None = None,
-        weight_version: int = NOT_SAMPLED,
+        weight_version: int | Sequence[int] = NOT_SAMPLED,
         text: str = "",
         finish_reason: str | None = None,
     ) -> None:
         """Appends what an engine sampled (`log_probs` given, one per token) or what a tool returned (None: masked).
+
+        `weight_version`: of all tokens, or of each.
 
         Raises `DataError` if the lengths differ or a sampled token has no weight version.
         """
@@ -103,7 +105,8 @@ class Sample:
             raise DataError(
                 f"got {len(tokens)} tokens and {len(log_probs)} log-probs; each sampled token needs its own"
             )
-        if sampled and tokens and weight_version < 0:
+        versions = [weight_version] * len(tokens) if isinstance(weight_version, int) else list(weight_version)
+        if sampled and min(versions, default=0) < 0:
             raise DataError(f"got {len(tokens)} sampled tokens without a weight version; the engine must report it")
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
@@ -112,7 +115,7 @@ class Sample:
         self.tokens.extend(tokens)
         self.loss_mask.extend([int(sampled)] * len(tokens))
         self.rollout_log_probs.extend(log_probs if log_probs is not None else [0.0] * len(tokens))
-        self.token_versions.extend([weight_version if sampled else NOT_SAMPLED] * len(tokens))
+        self.token_versions.extend(versions if sampled else [NOT_SAMPLED] * len(tokens))
         self.response_length += len(tokens)
         self.response += text
         if finish_reason is not None:

@@ -7,7 +7,8 @@ because an engine does not notice at once that a client hung up; `drain` waits f
 Invariants
 1. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
    has lost the end token but keeps a matched stop string.
-2. Each id has a finite log-prob, and all of them one weight version.
+2. Each id has a finite log-prob and a weight version: the engine's word for each where requests live through
+   publications, otherwise one for all.
 3. Only what can succeed is tried again: connection errors, 408, 429, 502, 503, 504; a 500 once; no other 4xx ever. Each
    try has an id of its own, because an engine refuses one that it is still working on; the try before is aborted.
 4. Nothing is sent that the engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
@@ -30,7 +31,7 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
-from slime.core.ports import WeightVersion
+from slime.core.ports import TOKEN_VERSIONS_KEY, WeightVersion
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,8 @@ class Generation:
     """[T] nats, of the distribution after temperature (the trainer divides its logits by the same number)."""
     finish_reason: str
     """stop | length | abort"""
-    weight_version: WeightVersion
-    """`NOT_SAMPLED` only if T is 0 and the request never reached an engine."""
+    weight_version: WeightVersion | tuple[WeightVersion, ...]
+    """Of all tokens, or [T] of each; `NOT_SAMPLED` only if T is 0 and the request never reached an engine."""
     text: str
     """For graders and people: without the end token, with a matched stop string."""
     prompt_tokens: int = 0
@@ -116,13 +117,15 @@ class EngineClient:
         max_concurrency: int = 256,
         vocab_size: int | None = None,
         api_key: str | None = None,
+        token_versions: bool = False,
     ) -> None:
         """`max_concurrency`: requests in flight at most. `vocab_size`: ids beyond it kill an engine and are refused.
-        `api_key`: the token that the engines ask for.
+        `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each token.
         """
         self.base_url = base_url.rstrip("/")
         self.max_concurrency = max_concurrency
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
+        self._token_versions = token_versions
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._slots = asyncio.Semaphore(max_concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -168,7 +171,7 @@ class EngineClient:
             except asyncio.CancelledError:
                 self._abort_later([payload["rid"]])
                 raise
-        return NEVER_SENT if answer is None else parse_generation(answer)
+        return NEVER_SENT if answer is None else parse_generation(answer, self._token_versions)
 
     async def abort_scope(self, scope: RequestScope) -> None:
         """Ends all requests of a scope: running ones return their partial tokens, later ones are never sent."""
@@ -325,8 +328,11 @@ def _decode(body: bytes) -> dict[str, Any]:
     return answer
 
 
-def parse_generation(answer: Mapping[str, Any]) -> Generation:
-    """Reads and checks a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold."""
+def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) -> Generation:
+    """Reads and checks a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold.
+
+    `token_versions`: the engine must tell the version of each token.
+    """
     meta = answer.get("meta_info") or {}
     finish = meta.get("finish_reason") or {}
     reason = finish.get("type")
@@ -353,12 +359,20 @@ def parse_generation(answer: Mapping[str, Any]) -> Generation:
             f"got weight_version {version!r}; a trained token needs the integer version that sampled it: "
             "serve only after a verified weight sync"
         )
+    versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
+    if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read anew
+        return Generation((), (), reason, int(version), "")
+    if token_versions and (len(versions) != len(tokens) or not 0 <= min(versions, default=0) <= int(version)):
+        raise EngineError(
+            f"got versions {sorted(set(versions))} of {len(versions)} tokens for {len(tokens)}, because the engine did "
+            "not label each; look for errors of hooks in its log"
+        )
     matched = finish.get("matched")
     return Generation(
         tokens=tokens,
         log_probs=log_probs,
         finish_reason=reason,
-        weight_version=int(version),
+        weight_version=versions if token_versions else int(version),
         text=str(answer.get("text", "")) + (matched if isinstance(matched, str) else ""),
         prompt_tokens=int(meta.get("prompt_tokens") or 0),
         cached_tokens=int(meta.get("cached_tokens") or 0),

@@ -33,7 +33,7 @@ from slime.core.errors import (
     NumericsError,
     RequestRejected,
 )
-from slime.core.sample import Group, Sample, Status
+from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.types import Score, Unscored, reason_kind
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
@@ -86,9 +86,12 @@ class GroupResult:
     """Why the worst execution did not finish."""
 
 
-def mask_response(sample: Sample) -> None:
-    """Excludes all tokens so far from training (`--mask-offpolicy-in-partial-rollout`)."""
-    sample.loss_mask = [0] * sample.response_length
+def mask_older(sample: Sample) -> None:
+    """Leaves the tokens of its newest weights to training (`--mask-offpolicy-in-partial-rollout`)."""
+    num, mask = sample.response_length, sample.loss_mask
+    versions, mask = sample.token_versions or [NOT_SAMPLED] * num, [1] * num if mask is None else mask
+    newest = max(versions, default=NOT_SAMPLED)
+    sample.loss_mask = [m * (v == newest) for m, v in zip(mask, versions, strict=True)]
 
 
 def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
@@ -134,8 +137,6 @@ async def run_execution(
     sample = siblings[0] if len(siblings) == 1 else reset(siblings[0])
     sample.session_id = sample.session_id or uuid.uuid4().hex
     before = copy.deepcopy(sample)
-    if sample.response_length and args.mask_offpolicy_in_partial_rollout:
-        mask_response(sample)
     try:
         if sample.status not in FINISHED:
             if sample.generate_function_path:
@@ -162,6 +163,8 @@ async def run_execution(
                 )
             kept = result if args.partial_rollout and len(result) == 1 and not evaluation else [reset(before)]
             return Execution(kept, Outcome.ABORTED, "interrupted")
+        for one in result if args.mask_offpolicy_in_partial_rollout and not evaluation else ():
+            mask_older(one)
         context.progress.tokens += sum(s.effective_response_length for s in result)
         if group_rm:
             return Execution(result, Outcome.FINISHED)

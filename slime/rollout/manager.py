@@ -79,6 +79,7 @@ class RolloutManager:
                 max_concurrency=args.sglang_server_concurrency * max(num_engines, 1),
                 vocab_size=_vocab_size(args.hf_checkpoint),
                 api_key=api_key,
+                token_versions=args.pause_generation_mode != "abort",
             )
         self._graders = GraderPool(
             num_workers=args.reward_num_workers,

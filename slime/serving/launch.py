@@ -1,5 +1,7 @@
 """The launcher: `python -m slime.serving.launch <SGLang arguments>`, and with `--router` first, sglang-router.
 
+With `--token-versions` first the server tells the weight version of each token (`slime.compat.sglang_token_versions`).
+
 SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again,
 under the name `__mp_main__`, before it looks at what the child shall run. That is the hook: the same few lines run in
 the server and in every process below it, and no environment variable has to name a folder of stand-ins.
@@ -7,7 +9,7 @@ the server and in every process below it, and no environment variable has to nam
 Invariants
 1. Imported under its own name, this module does nothing.
 2. Server, router and their children get SIGKILL when the process that started them ends, for whatever reason.
-3. On a GPU machine nothing of SGLang or torch is patched.
+3. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 from slime.core.lifeline import die_with_parent
 
 ROUTER_FLAG = "--router"
+TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
 """Holds the server's bearer token: a command line is for everybody on the host to read, an environment is not."""
 
@@ -38,6 +41,10 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
 
     die_with_parent(expected_parent)
     activate(device_of(arguments))
+    if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
+        from slime.compat.sglang_token_versions import register
+
+        register()
 
 
 def serve(arguments: list[str]) -> None:
@@ -49,7 +56,7 @@ def serve(arguments: list[str]) -> None:
 
     load_plugins()
     try:
-        run_server(prepare_server_args(arguments))
+        run_server(prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.compat.sglang_fresh_router import forward_hooks
 from slime.core.errors import ConfigError, EngineError
-from slime.serving.fresh_router import forward_hooks
-from slime.serving.launch import API_KEY_ENV
+from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
@@ -69,6 +69,8 @@ class ServerSpec:
     """[tp_size] cores of each rank; None: rank r is told core r. CPU with more than one rank only."""
     api_key: str | None = None
     """Bearer token that every route but the health checks asks for; None: no token."""
+    token_versions: bool = False
+    """True: answers tell the weight version of each token."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further ServerArgs by field name, as the user gave them (`args.sglang`)."""
 
@@ -119,6 +121,7 @@ class ServerSpec:
             memory_saver=bool(args.offload_rollout),
             num_threads=num_threads,
             api_key=extra.pop("api_key", None) or api_key,
+            token_versions=args.pause_generation_mode != "abort",
             extra=extra,
         )
 
@@ -207,12 +210,12 @@ class SGLangServer(LeasedServer):
         # DP attention takes `port + 233` and five more by its own rule; nothing reserves those (SGLang checks them).
         self._lease = lease_ports(2)
         port, nccl_port = self._lease.ports
-        fields = self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port)
+        flags = command_line_flags(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
         # A server of this host alone meets nobody outside it: gloo must not listen elsewhere.
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self.host == "127.0.0.1" else {}
         self._process = ChildProcess(
             f"SGLang server {self.url}",
-            python_module("slime.serving.launch", command_line_flags(fields)),
+            python_module("slime.serving.launch", [TOKEN_VERSIONS_FLAG] * self.spec.token_versions + flags),
             log_path=self.log_path,
             env={**self.spec.environment(), **loopback},
         )

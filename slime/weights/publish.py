@@ -10,6 +10,7 @@ Invariants
 3. Digests are taken of the trainer's own tensors, not of what travels; at most two buckets are alive beside the model.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
+   With `retract` and `in_place` requests stay, so nothing can be flushed: such engines keep no prefix cache.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ def publish(
     version: int,
     buffer_bytes: int,
     peers: Peers | None = None,
+    pause_mode: str = "abort",
 ) -> dict[str, float]:
     """Publishes `version` to all engines and returns its cost.
 
+    `pause_mode`: what becomes of running requests: `abort`, `retract` or `in_place`.
     `named_tensors`: (HF name, full tensor) in the engine's dtype, the same stream on every trainer rank.
 
     Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time`,
@@ -53,7 +56,7 @@ def publish(
     `DeadlineExceeded` if one cannot be reached.
     """
     peers = peers or Peers()
-    run = _Publication(table, targets, transport, digest, version, peers)
+    run = _Publication(table, targets, transport, digest, version, peers, pause_mode)
     buckets = cut(named_tensors, buffer_bytes, table.together)
     if peers.is_sender:
         run.guarded(run.pause)
@@ -84,8 +87,10 @@ class _Publication:
         digest: Digest,
         version: int,
         peers: Peers,
+        pause_mode: str,
     ) -> None:
         self._table, self._targets, self._transport, self._version = table, targets, transport, version
+        self._pause_mode = pause_mode
         tp_sizes = [target.control.tp_size for target in targets] if peers.is_sender else []
         self._expected = ExpectedDigests(table, tp_sizes, digest)
         self._failure: SlimeError | None = None
@@ -111,10 +116,11 @@ class _Publication:
         return _Timer(self._times, name)
 
     def pause(self) -> None:
-        """Stops every engine, ends its requests and sees that nothing runs any more."""
+        """Stops every engine; with `abort`, ends its requests and sees that nothing runs any more."""
         with self.timed("pause"):
-            on_all(self._targets, lambda c: c.pause("abort"), "pause")
-            on_all(self._targets, lambda c: c.flush_cache(), "flush the cache")
+            on_all(self._targets, lambda c: c.pause(self._pause_mode), "pause")
+            if self._pause_mode == "abort":
+                on_all(self._targets, lambda c: c.flush_cache(), "flush the cache")
             self._transport.begin(self._targets, version=self._version)
 
     def send(self, bucket: Bucket, prepared: Any) -> None:

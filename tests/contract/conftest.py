@@ -28,7 +28,8 @@ def engine_server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactor
     Tests share it: leave it running, not paused, and with the weights of `model_path`.
     """
     log_path = tmp_path_factory.mktemp("logs") / "engine.log"
-    server = SGLangServer(ServerSpec(model_path=str(tiny_model_path), dtype="float32"), log_path=log_path)
+    spec = ServerSpec(model_path=str(tiny_model_path), dtype="float32", token_versions=True)
+    server = SGLangServer(spec, log_path=log_path)
     server.start()
     try:
         server.wait_ready(timeout_s=180)

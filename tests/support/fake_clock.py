@@ -55,13 +55,15 @@ class InProcessEngine:
     """Stands for client, router and engines: keeps the protocol of SGLang 0.5.16 as the client shows it.
 
     The id of each token is `1000 * version + position in the request`, so that its label can be checked. A publication
-    with `abort` ends what runs with its partial tokens and holds what is sent until the new weights serve.
+    with `abort` ends what runs with its partial tokens and holds what is sent until the new weights serve; with another
+    mode what runs waits, and goes on under the new weights.
     """
 
     rng: random.Random
     fault_rate: float = 0.0
     """Part of the requests that fail, are refused or expire."""
     version: int = 1
+    pause_mode: str = "abort"
     num_running: int = 0
     most_running: int = 0
     _serving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,20 +96,24 @@ class InProcessEngine:
     async def _sample(self, limit: int, abort: asyncio.Event) -> Generation:
         length = min(limit, int(self.rng.paretovariate(1.0)))
         tokens: list[int] = []
+        versions: list[int] = []
         while len(tokens) < length:
             await asyncio.sleep(0.1)
+            if self.pause_mode != "abort":
+                await self._serving.wait()
             if abort.is_set():
                 break
             tokens.append(1000 * self.version + len(tokens))
+            versions.append(self.version)
         reason = "abort" if abort.is_set() else "length" if len(tokens) == limit else "stop"
-        return Generation(tuple(tokens), (-0.5,) * len(tokens), reason, self.version, "")
+        return Generation(tuple(tokens), (-0.5,) * len(tokens), reason, tuple(versions) or self.version, "")
 
     async def publish(self, version: int) -> None:
-        """Abort, drain, send, serve."""
+        """Abort and drain, or pause; send; serve."""
         self._serving.clear()
-        for abort in self._aborts:
+        for abort in self._aborts if self.pause_mode == "abort" else ():
             abort.set()
-        while self.num_running:
+        while self.num_running and self.pause_mode == "abort":
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.rng.random())
         self.version = version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slime.config.fields import derived
 
@@ -63,5 +64,9 @@ class RolloutArgs:
     """No trained sample holds a token sampled by weights more than so many versions (trained steps) before those that
     are trained; groups with older ones start over. Finished groups beyond a batch are then kept. Default: 2 with
     fully_async; otherwise a step trains what was sampled in it, but for what partial_rollout continues."""
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = "abort"
+    """What a publication does to requests under way (fully_async): abort ends them, and they are sent again with their
+    tokens; retract and in_place let them go on under the new weights, retract after reading all tokens anew, in_place
+    with the keys and values of the old weights."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""

@@ -2,7 +2,8 @@
 
 A wrong weight, a wrong template, another temperature or a stale engine all show here first. Tokens sampled by the
 version that the trainer holds must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of
-other versions (partial rollouts, asynchronous training) legitimately differ; they have a figure of their own.
+other versions (partial rollouts, asynchronous training) legitimately differ; they have a figure of their own. So do the
+newest tokens after older ones in a request that went on with its old keys and values (`in_place`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch
 from slime.core.errors import NumericsError
+from slime.core.sample import NOT_SAMPLED
 from slime.training.step.micro_batch import MicroBatch
 
 LIMITS: dict[torch.dtype, tuple[str, float]] = {
@@ -49,8 +51,9 @@ class WorstToken:
 class GapMeter:
     """Collects gaps over micro-batches; `finish` reduces over the data-parallel group and raises if over the limit."""
 
-    def __init__(self, version: int, device: torch.device) -> None:
-        self._version = version
+    def __init__(self, version: int, device: torch.device, *, keeps_old_keys: bool = False) -> None:
+        """`keeps_old_keys`: a sample of several versions was sampled with keys and values of several."""
+        self._version, self._keeps_old_keys = version, keeps_old_keys
         self._device = device
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
@@ -62,6 +65,9 @@ class GapMeter:
             return
         sampled = batch.sampled > 0
         current = sampled & (batch.versions == self._version)
+        if self._keeps_old_keys:
+            older = (batch.versions != self._version) & (batch.versions != NOT_SAMPLED)
+            current &= batch.sequences.spread(batch.sequences.sum(older.float())) == 0
         zero = torch.zeros_like(log_probs)
         gap = torch.where(sampled, (log_probs - torch.where(sampled, batch.rollout_log_probs, zero)).abs(), zero)
         stale = sampled & ~current
@@ -72,8 +78,9 @@ class GapMeter:
         )
         self._histogram.scatter_add_(0, bins.long(), current.double())
         # A NaN is the worst gap of all; argmax treats it so.
-        worst = torch.where(current, gap, zero - 1).argmax()
-        self._pending.append((batch, log_probs, gap[worst], worst))
+        ranked = torch.where(current, gap, zero - 1)
+        worst = ranked.argmax()
+        self._pending.append((batch, log_probs, ranked[worst], worst))
 
     def finish(
         self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup
@@ -105,8 +112,6 @@ class GapMeter:
         best = WorstToken()
         for micro_batch, log_probs, gap, index in self._pending:
             value = float(gap)
-            if not bool((micro_batch.versions[index] == self._version) & (micro_batch.sampled[index] > 0)):
-                continue
             if value > best.gap or math.isnan(value):
                 position, offset = locate(micro_batch, int(index))
                 engine = float(micro_batch.rollout_log_probs[index])

@@ -84,8 +84,12 @@ def measure_gap(
     return _gap_of(context, prepared, forward_signals(context, chunks, prepared)[-1], version)
 
 
+def _meter(context: StepContext, version: int) -> GapMeter:
+    return GapMeter(version, context.device, keeps_old_keys=context.args.pause_generation_mode == "in_place")
+
+
 def _gap_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
-    meter = GapMeter(version, context.device)
+    meter = _meter(context, version)
     for step in prepared.schedule.steps if context.reports else ():
         for batch in _batches(context, prepared, step):
             own = [log_probs[p] for p in batch.positions]
@@ -109,7 +113,7 @@ def train_on(
     results = []
     first_gap = {}
     compares, old = context.task.meets_engines, prepared.signals.student
-    meter = GapMeter(version, context.device) if compares and old is None else None
+    meter = _meter(context, version) if compares and old is None else None
     if compares and old is not None:
         first_gap = _gap_of(context, prepared, old, version)
     for step in prepared.schedule.steps:

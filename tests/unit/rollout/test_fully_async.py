@@ -75,6 +75,7 @@ class Schedule:
             rollout_max_response_len=rng.choice([4, 60]),
             partial_rollout=rng.random() < 0.7,
         )
+        self.pause_mode = rng.choice(["abort", "in_place"])
         self.faults = rng.choice([0.0, 0.0, 0.04])
         self.trained: set[int] = set()
         self.killed_at = rng.randrange(NUM_STEPS) if rng.random() < 0.5 else None
@@ -93,7 +94,7 @@ class Schedule:
         assert len(self.trained) == NUM_STEPS * self.args.rollout_batch_size, "a group was trained twice or never"
 
     async def steps(self, buffer: DataBuffer, start: int, killed_at: int | None) -> tuple[Any, int]:
-        engine = InProcessEngine(self.rng, self.faults, version=buffer.weight_version)
+        engine = InProcessEngine(self.rng, self.faults, version=buffer.weight_version, pause_mode=self.pause_mode)
         progress, loop = Progress(), asyncio.get_running_loop()
         graders: Any = Graders(self.rng)
         client: Any = engine
@@ -218,6 +219,7 @@ def test_a_bound_keeps_finished_groups_of_a_step_for_the_next(tmp_path: Path) ->
         (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
         (["--fully-async", "--max-groups-in-flight", "3"], False, "never be full"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
+        (["--pause-generation-mode", "retract"], False, "without --fully-async"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
     ],
 )

@@ -1,0 +1,124 @@
+"""Weights change under running requests on the real engine, and each token is labelled with those that sampled it.
+
+Odd versions are a random model, even ones have an output layer of zeros: there each log-prob is exactly
+-ln(vocabulary), so that a token tells by itself what sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.rollout.client import EngineClient, Generation
+from slime.serving.control import HttpEngineControl
+from slime.serving.router import Router
+from slime.serving.server import ServerSpec, SGLangServer
+from tests.support.rollout import rollout_args
+from tests.support.tiny import VOCAB_SIZE
+
+UNIFORM = -math.log(VOCAB_SIZE)
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def even_model(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of even versions."""
+    even = Path(shutil.copytree(tiny_model_path, tmp_path_factory.mktemp("models") / "even"))
+    tensors = load_file(even / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+    save_file(tensors, even / "model.safetensors", metadata={"format": "pt"})
+    return even
+
+
+class Updates:
+    """Publishes versions to one engine as `weights.publish` does."""
+
+    def __init__(self, url: str, odd: Path, even: Path) -> None:
+        self._control, self._models = HttpEngineControl(url, 1, 60.0), (even, odd)
+
+    def publish(self, version: int, mode: str) -> None:
+        model = self._models[version % 2]
+        self._control.pause(mode)
+        if mode == "abort":
+            self._control.flush_cache()
+        self._control.update_weights_from_disk(model_path=str(model), flush_cache=False, weight_version=version)
+        self._control.resume()
+
+
+async def work(
+    url: str, updates: Updates, mode: str, *, num_requests: int, num_tokens: int, last: int, pause_s: float
+) -> list[Generation]:
+    """Requests of several lengths, and publications of version 2 to `last` meanwhile."""
+    client = EngineClient(url, request_timeout_s=240, token_versions=True)
+    try:
+        lengths = [num_tokens - i % 7 for i in range(num_requests)]
+        prompts = [[2, *range(40, 42 + i % 30)] for i in range(num_requests)]
+        tasks = [
+            asyncio.create_task(client.generate(p, {**PARAMS, "max_new_tokens": n}))
+            for p, n in zip(prompts, lengths, strict=True)
+        ]
+        for version in range(2, last + 1):
+            await asyncio.sleep(pause_s)
+            await asyncio.to_thread(updates.publish, version, mode)
+        results = await asyncio.gather(*tasks)
+        assert [len(r.tokens) for r in results] == lengths
+        return results
+    finally:
+        await client.close()
+
+
+def check(results: list[Generation]) -> int:
+    """No token has the label of other weights. Returns how many requests lived through a publication."""
+    for result in results:
+        labels: Any = result.weight_version
+        assert result.finish_reason == "length" and list(labels) == sorted(labels), "versions go up"
+        wrong = [i for i, (p, v) in enumerate(zip(result.log_probs, labels, strict=True))
+                 if (abs(p - UNIFORM) < 2e-6) != (v % 2 == 0)]  # fmt: skip
+        assert not wrong, f"tokens {wrong} of {len(labels)} have the label of other weights"
+    return sum(len(set(r.weight_version)) > 1 for r in results)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_each_token_is_labelled_with_the_weights_that_sampled_it(
+    mode: str, engine_server: SGLangServer, router: Router, even_model: Path
+) -> None:
+    updates = Updates(engine_server.url, Path(engine_server.model_path), even_model)
+    try:
+        updates.publish(1, "abort")
+        results = asyncio.run(work(router.url, updates, mode, num_requests=70, num_tokens=60, last=4, pause_s=0.4))
+    finally:
+        updates.publish(1, "abort")
+    assert check(results) >= 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("more", [[], ["--sglang-disable-overlap-schedule"]])
+def test_labels_are_exact_on_the_engine_of_a_run(
+    mode: str, more: list[str], tiny_model_path: Path, even_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").symlink_to(tiny_model_path)
+    flags = ["--fully-async", "--pause-generation-mode", mode, "--no-bf16", *more]
+    spec = ServerSpec.from_args(rollout_args(tmp_path, *flags, synchronous=False))
+    assert spec.token_versions and spec.extra["disable_radix_cache"]
+    server = SGLangServer(spec, log_path=tmp_path / "engine.log")
+    server.start()
+    try:
+        server.wait_ready(timeout_s=300)
+        updates = Updates(server.url, tiny_model_path, even_model)
+        updates.publish(1, "abort")
+        load = work(server.url, updates, mode, num_requests=160, num_tokens=200, last=12, pause_s=1.0)
+        results = asyncio.run(load)
+        assert check(results) >= 100
+        versions = Counter(v for r in results for v in r.weight_version)  # type: ignore[union-attr]
+        print(f"{versions.total()} tokens of {len(versions)} versions: {versions}")
+    finally:
+        server.stop()
