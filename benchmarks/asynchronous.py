@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 SHORTEST, LONGEST, SHAPE = 30, 600, 1.1
 """Of the lengths: tokens, tokens, exponent of the tail."""
 PROMPTS, SAMPLES, WARM_UP = 8, 4, 4
-LR = "1e-2"
+LR = "5e-3"
 EVAL_PROMPTS, EVAL_SAMPLES, EVAL_TOKENS = 64, 4, 32
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 """Student's t of a two-sided interval of 95 %, by degrees of freedom."""

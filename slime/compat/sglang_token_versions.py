@@ -9,7 +9,7 @@ removed when SGLang says itself which weights sampled each token.
 Invariants
 1. A label is the version of the last update before the forward pass was launched, whenever its result is read.
 2. An update waits for the passes that were launched: with overlapped scheduling one may still be reading the weights.
-3. Where a hook did not take effect labels are missing or negative, and the client refuses the answer.
+3. Where a hook did not take effect labels are missing or stay 0, and the client refuses the answer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.core.ports import TOKEN_VERSIONS_KEY
-from slime.core.sample import NOT_SAMPLED
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 _UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_"
-_served = {"version": NOT_SAMPLED}
-"""Of this process."""
+_served = {"version": 0}
+"""Of this process; 0 is the checkpoint that the engine loaded itself, as `ServerSpec` calls it."""
 
 
 def register() -> None:

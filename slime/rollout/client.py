@@ -23,7 +23,7 @@ import json
 import logging
 import math
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +106,10 @@ class RequestScope:
 REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope", default=None)
 
 
+Post = Callable[[Mapping[str, Any], Mapping[str, str], RequestScope | None], Awaitable[tuple[int, bytes]]]
+"""Sends one try and returns status and body."""
+
+
 class EngineClient:
     """One router (or one server), many requests. Use on one event loop; `close` at the end."""
 
@@ -145,15 +149,7 @@ class EngineClient:
         Raises `RequestRejected` if the request can never succeed, `EngineError` if engine or router fail or answer
         nonsense, `DeadlineExceeded` after `request_timeout_s` (queueing in this client not counted).
         """
-        self._check_request(input_ids, sampling_params)
-        scope = REQUEST_SCOPE.get()
-        payload: dict[str, Any] = {
-            "rid": uuid.uuid4().hex,
-            "input_ids": list(input_ids),
-            "sampling_params": {**sampling_params, "no_stop_trim": False},
-            "return_logprob": True,
-        }
-        headers = {ROUTING_KEY_HEADER: session_id} if session_id else {}
+        scope, (payload, headers) = REQUEST_SCOPE.get(), self._request(input_ids, sampling_params, session_id)
         async with self._slots:
             await self._open.wait()
             if scope is not None and scope.aborted:
@@ -163,11 +159,7 @@ class EngineClient:
                     answer = await self._post_with_retries(payload, headers, scope)
             except TimeoutError as expiry:
                 self._abort_later([payload["rid"]])
-                raise DeadlineExceeded.waiting(
-                    owner=f"request {payload['rid']}",
-                    for_what=f"{self.base_url}/generate",
-                    limit_s=self._request_timeout_s,
-                ) from expiry
+                raise self._late(payload) from expiry
             except asyncio.CancelledError:
                 self._abort_later([payload["rid"]])
                 raise
@@ -232,10 +224,26 @@ class EngineClient:
                 "tokens; check that tokenizer and model belong together"
             )
 
+    def _request(
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], session_id: str | None
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Payload and headers of a request that may be sent. Raises `RequestRejected`."""
+        self._check_request(input_ids, sampling_params)
+        params = {**sampling_params, "no_stop_trim": False}
+        payload = {"rid": uuid.uuid4().hex, "input_ids": list(input_ids), "sampling_params": params}
+        return {**payload, "return_logprob": True}, {ROUTING_KEY_HEADER: session_id} if session_id else {}
+
+    def _late(self, payload: Mapping[str, Any]) -> DeadlineExceeded:
+        owner, what = f"request {payload['rid']}", f"{self.base_url}/generate"
+        return DeadlineExceeded.waiting(owner=owner, for_what=what, limit_s=self._request_timeout_s)
+
     async def _post_with_retries(
-        self, payload: dict[str, Any], headers: dict[str, str], scope: RequestScope | None
+        self, payload: dict[str, Any], headers: dict[str, str], scope: RequestScope | None, post: Post | None = None
     ) -> dict[str, Any] | None:
-        """The engine's answer; None if the scope was aborted between two tries. `payload["rid"]` is the try's."""
+        """The engine's answer; None if the scope was aborted between two tries. `payload["rid"]` is the try's.
+
+        `post`: sends one try, `_post` unless said otherwise.
+        """
         pause_s, problem = FIRST_PAUSE_S, "no try"
         for attempt in range(MAX_TRIES):
             if attempt:
@@ -245,7 +253,7 @@ class EngineClient:
                     return None
                 payload["rid"] = uuid.uuid4().hex
             try:
-                status, body = await self._post(payload, headers, scope)
+                status, body = await (post or self._post)(payload, headers, scope)
             except aiohttp.ClientError as broken:
                 problem = f"{type(broken).__name__}: {broken}"
                 if not isinstance(broken, aiohttp.ClientConnectorError):
@@ -362,7 +370,8 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) ->
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
     if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read anew
         return Generation((), (), reason, int(version), "")
-    if token_versions and (len(versions) != len(tokens) or not 0 <= min(versions, default=0) <= int(version)):
+    odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: nothing was ever published
+    if token_versions and (odd or len(versions) != len(tokens)):
         raise EngineError(
             f"got versions {sorted(set(versions))} of {len(versions)} tokens for {len(tokens)}, because the engine did "
             "not label each; look for errors of hooks in its log"

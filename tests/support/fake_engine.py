@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ class FakeEngine:
     stops: deque[int] = field(default_factory=deque)
     """Popped by each /generate before `stop_after` applies."""
     faults: deque[Any] = field(default_factory=deque)
-    """Popped by each /generate: None = answer, int = HTTP status, "drop" = close the connection, "hang" = no answer."""
+    """Popped by each /generate: None = answer, int = HTTP status, "drop" = close the connection, "hang" = no answer,
+    "cut" = close a stream after two events."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -48,9 +50,30 @@ class FakeEngine:
         try:
             if fault == "hang":
                 await stop.wait()
-            return web.json_response(await self._sample(body, stop))
+            whole = await self._sample(body, stop)
+            if body.get("stream"):
+                return await self._stream(request, whole, cut=fault == "cut")
+            return web.json_response(whole)
         finally:
             self.running.pop(body["rid"], None)
+
+    async def _stream(self, request: web.Request, whole: dict[str, Any], *, cut: bool) -> web.StreamResponse:
+        """An event per token, which holds what is new."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        meta, ids = whole["meta_info"], whole["output_ids"]
+        for i, pair in enumerate(meta["output_token_logprobs"]):
+            last = i + 1 == len(ids)
+            new = {**meta, "output_token_logprobs": [pair], "finish_reason": meta["finish_reason"] if last else None}
+            event = {"text": whole["text"][i : i + 1], "output_ids": [ids[i]], "meta_info": new}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await asyncio.sleep(self.tick_s)
+            if cut and i == 1:
+                assert request.transport is not None
+                request.transport.close()
+                return response
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
         limit = body["sampling_params"]["max_new_tokens"]

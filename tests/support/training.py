@@ -71,6 +71,7 @@ def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, *
         "eps_clip_high": 0.28,
         "kl_loss_type": "k3",
         "logprob_gap_limit": 1e9,
+        "pause_generation_mode": "abort",
         "no_save_optim": False,
         "no_load_optim": False,
         "no_load_rng": False,

@@ -7,9 +7,11 @@ Odd versions are a random model, even ones have an output layer of zeros: there 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import shutil
 from collections import Counter
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.rollout.client import EngineClient, Generation
+from slime.rollout.workflows.streaming import stream
 from slime.serving.control import HttpEngineControl
 from slime.serving.router import Router
 from slime.serving.server import ServerSpec, SGLangServer
@@ -53,6 +56,18 @@ class Updates:
         self._control.resume()
 
 
+async def generate(client: EngineClient, index: int, num_tokens: int) -> Generation:
+    """One answer: every fifth as a stream, whose parts are put together."""
+    prompt, params = [2, *range(40, 42 + index % 30)], {**PARAMS, "max_new_tokens": num_tokens}
+    if index % 5:
+        return await client.generate(prompt, params)
+    parts = [part async for part in stream(client, prompt, params)]
+    assert {p.finish_reason for p in parts[:-1]} == {"abort"} and len(parts) > num_tokens // 2, "it did not stream"
+    names = ("tokens", "log_probs", "weight_version")
+    whole: dict[str, Any] = {name: tuple(x for part in parts for x in getattr(part, name)) for name in names}
+    return dataclasses.replace(parts[-1], **whole)
+
+
 async def work(
     url: str, updates: Updates, mode: str, *, num_requests: int, num_tokens: int, last: int, pause_s: float
 ) -> list[Generation]:
@@ -60,11 +75,7 @@ async def work(
     client = EngineClient(url, request_timeout_s=240, token_versions=True)
     try:
         lengths = [num_tokens - i % 7 for i in range(num_requests)]
-        prompts = [[2, *range(40, 42 + i % 30)] for i in range(num_requests)]
-        tasks = [
-            asyncio.create_task(client.generate(p, {**PARAMS, "max_new_tokens": n}))
-            for p, n in zip(prompts, lengths, strict=True)
-        ]
+        tasks = [asyncio.create_task(generate(client, i, n)) for i, n in enumerate(lengths)]
         for version in range(2, last + 1):
             await asyncio.sleep(pause_s)
             await asyncio.to_thread(updates.publish, version, mode)
@@ -97,6 +108,25 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
     finally:
         updates.publish(1, "abort")
     assert check(results) >= 64
+
+
+def test_leaving_a_stream_ends_the_request_in_the_engine(engine_server: SGLangServer, router: Router) -> None:
+    async def main() -> int:
+        client = EngineClient(router.url)
+        try:
+            async with aclosing(stream(client, [2, 40], {**PARAMS, "max_new_tokens": 900})) as parts:
+                seen = 0
+                async for part in parts:
+                    seen += len(part.tokens)
+                    if seen >= 5:
+                        break
+            await client.drain()
+            return seen
+        finally:
+            await client.close()
+
+    assert asyncio.run(main()) < 100
+    HttpEngineControl(engine_server.url, 1, 5.0).flush_cache()  # waits until nothing runs
 
 
 @pytest.mark.slow

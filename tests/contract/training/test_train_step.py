@@ -281,3 +281,33 @@ def test_recomputation_changes_no_bit(
     want = make_backend(tiny_qwen3).gradients(random_batch())
     got = make_backend(tiny_qwen3, megatron=recompute).gradients(random_batch())
     assert _same(want, got)
+
+
+def test_the_gap_leaves_out_what_old_keys_and_values_sampled(
+    tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    """A request that went on with them differs legitimately, from its first token of newer weights on."""
+    for mode, tolerated in (("retract", False), ("in_place", True)):
+        backend = make_backend(tiny_qwen3, logprob_gap_limit=None, global_batch_size=8, pause_generation_mode=mode)
+        backend.weight_version = 2
+        own = _on_policy(backend, random_batch())
+        batch = with_samples(own, [_sampled_by(s, 2) for s in own.samples])
+        log_probs, mask = batch.samples[5].rollout_log_probs, batch.samples[5].loss_mask
+        assert log_probs is not None and mask[1:].any(), "the sample needs a token after its first"
+        versions = _sampled_by(batch.samples[5], 2, first=1).token_versions
+        mixed = _change(batch, 5, token_versions=versions, rollout_log_probs=log_probs - 0.5)
+        if tolerated:
+            metrics = backend.measure_gap(mixed)
+            assert metrics["train/logprob_gap_max"] < 1e-5 and metrics["train/stale_tokens"] == mask.sum()
+            other = np.array(batch.samples[0].rollout_log_probs) - 0.5
+            mixed = _change(mixed, 0, rollout_log_probs=other)  # of one version: as sharp as ever
+        with pytest.raises(NumericsError, match=f"sample {0 if tolerated else 5} of group"):
+            backend.measure_gap(mixed)
+
+
+def _sampled_by(sample: TrainSample, version: int, *, first: int | None = None) -> TrainSample:
+    """Its tokens sampled by `version`, the first one by `first` if given."""
+    versions = np.where(sample.token_versions > 0, version, -1).astype(np.int32)
+    if first is not None:
+        versions[0] = first
+    return dataclasses.replace(sample, token_versions=versions)

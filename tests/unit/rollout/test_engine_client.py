@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.core.sample import Sample
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope, parse_generation
 from tests.support.fake_engine import FakeEngine, serve
 
@@ -199,3 +200,29 @@ def test_an_answer_that_cannot_be_trained_on_is_an_error(bad: dict[str, Any]) ->
 def test_a_matched_stop_string_stays_in_the_text() -> None:
     assert parse_generation(answer(finish_reason={"type": "stop", "matched": "</a>"})).text == "x</a>"
     assert parse_generation(answer()).text == "x"
+
+
+LABELLED = {"output_token_logprobs": [[-1.0, 4, None], [-1.0, 5, None]]}
+
+
+def test_an_engine_that_labels_tokens_is_taken_at_its_word() -> None:
+    meta = {**LABELLED, "weight_version": "9", "token_weight_version": [7, 8]}
+    whole = {**answer(**meta), "output_ids": [4, 5]}
+    assert parse_generation(whole, token_versions=True).weight_version == (7, 8)
+    assert parse_generation(whole).weight_version == 9
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens([4, 5], log_probs=[-1.0, -1.0], weight_version=(7, 8))
+    assert sample.token_versions == [7, 8] and sample.weight_versions == [7, 8]
+
+
+@pytest.mark.parametrize("labels", [None, [], [3], [-1, 3], [0, 0], [3, 4], [3, 3, 3]])
+def test_a_token_without_its_label_is_an_error(labels: list[int] | None) -> None:
+    whole = {**answer(**LABELLED, token_weight_version=labels), "output_ids": [4, 5]}
+    with pytest.raises(EngineError, match="did not label each"):
+        parse_generation(whole, token_versions=True)
+
+
+def test_what_an_abort_leaves_without_labels_is_dropped() -> None:
+    whole = {**answer(**LABELLED, finish_reason={"type": "abort"}), "output_ids": [4, 5]}
+    generation = parse_generation(whole, token_versions=True)
+    assert generation.tokens == () and generation.finish_reason == "abort"

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ConfigError, DataError, DeadlineExceeded, EngineError, HookError, LedgerError
+from slime.core.sample import Sample
+from slime.rollout.execute import mask_older
 from slime.rollout.manager import RolloutManager
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
@@ -283,3 +285,13 @@ def test_recorded_rollouts_replay_exactly(tmp_path: Path) -> None:
             assert a.tokens.tolist() == b.tokens.tolist() and a.reward == b.reward
             assert a.rollout_log_probs is not None and b.rollout_log_probs is not None
             assert a.rollout_log_probs.tobytes() == b.rollout_log_probs.tobytes()
+
+
+def test_only_what_the_newest_weights_sampled_is_trained() -> None:
+    """Also within one request that lived through a publication; a tool's words stay masked."""
+    sample = Sample(tokens=[9] * 6, response_length=5, loss_mask=[1, 1, 0, 1, 0], token_versions=[1, 2, -1, 2, 2])
+    mask_older(sample)
+    assert sample.loss_mask == [0, 1, 0, 1, 0]
+    fresh = Sample(tokens=[9, 9, 9], response_length=2, token_versions=[3, 3])
+    mask_older(fresh)
+    assert fresh.loss_mask == [1, 1]

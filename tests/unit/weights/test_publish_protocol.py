@@ -37,14 +37,16 @@ def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeW
     )
 
 
-def test_the_protocol_pauses_drains_updates_verifies_then_resumes() -> None:
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> None:
     table, state = model()
     wire = FakeWire()
     engines = [FakeEngine("http://a", table, wire, 1), FakeEngine("http://b", table, wire, 2)]
-    metrics = run(table, state, engines, wire)
+    metrics = run(table, state, engines, wire, pause_mode=mode)
     for engine in engines:
         steps = [s for i, s in enumerate(engine.log) if engine.log[i - 1 : i] != [s]]
-        assert steps == ["pause abort", "flush", "update", "checksums", "resume"]
+        drains = ["flush"] if mode == "abort" else []  # requests that stay keep a cache from being flushed
+        assert steps == [f"pause {mode}", *drains, "update", "checksums", "resume"]
     assert metrics["update_weights_bytes"] == sum(t.numel() * 4 for t in state.values())
 
 

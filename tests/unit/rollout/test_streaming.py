@@ -1,0 +1,92 @@
+"""Streams: the parts are the whole, an early end reaches the engine, and only the first part is asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.workflows.streaming import stream
+from tests.support.fake_engine import FakeEngine, serve
+
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
+
+
+def with_client(engine: FakeEngine, work: Callable[[EngineClient], Awaitable[Any]], **settings: Any) -> Any:
+    """Runs `work` on a client of the served fake."""
+
+    async def main() -> Any:
+        async with serve(engine):
+            client = EngineClient(engine.url, **settings)
+            try:
+                return await work(client)
+            finally:
+                await client.close()
+
+    return asyncio.run(main())
+
+
+async def all_parts(client: EngineClient) -> list[Any]:
+    return [part async for part in stream(client, [5, 6], PARAMS)]
+
+
+@pytest.mark.parametrize("faults", [[], [503], ["drop", 502]])
+def test_the_parts_are_the_whole_also_after_another_try(faults: list[Any]) -> None:
+    engine = FakeEngine(stop_after=3)
+    engine.faults.extend(faults)
+    parts = with_client(engine, all_parts)
+    whole = with_client(FakeEngine(stop_after=3), lambda client: client.generate([5, 6], PARAMS))
+    assert tuple(t for p in parts for t in p.tokens) == whole.tokens
+    assert tuple(x for p in parts for x in p.log_probs) == whole.log_probs
+    assert "".join(p.text for p in parts) == whole.text
+    assert [p.finish_reason for p in parts] == ["abort"] * 3 + ["stop"]
+    assert len(engine.requests) == len(faults) + 1 and engine.requests[-1]["rid"] not in engine.aborted
+
+
+def test_leaving_the_loop_aborts_the_request_and_frees_its_slot() -> None:
+    engine, scope = FakeEngine(tick_s=0.001), RequestScope()
+
+    async def work(client: EngineClient) -> None:
+        REQUEST_SCOPE.set(scope)
+        for _ in range(2):
+            async with aclosing(stream(client, [5, 6], PARAMS)) as parts:
+                async for part in parts:
+                    assert scope.rids == {engine.requests[-1]["rid"]} and len(part.tokens) == 1
+                    break
+        await client.drain()
+
+    with_client(engine, work, max_concurrency=1)
+    assert engine.aborted == [request["rid"] for request in engine.requests] and not scope.rids
+
+
+def test_a_broken_stream_is_an_error_and_not_asked_for_again() -> None:
+    engine = FakeEngine()
+    engine.faults.append("cut")
+    with pytest.raises(EngineError, match="broke"):
+        with_client(engine, all_parts)
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(("fault", "error"), [(400, RequestRejected), ("hang", DeadlineExceeded)])
+def test_errors_are_those_of_a_request(fault: Any, error: type[Exception]) -> None:
+    engine = FakeEngine()
+    engine.faults.append(fault)
+    with pytest.raises(error):
+        with_client(engine, all_parts, request_timeout_s=0.3)
+    assert len(engine.requests) == 1
+
+
+def test_a_scope_that_was_aborted_sends_nothing() -> None:
+    engine = FakeEngine()
+
+    async def work(client: EngineClient) -> Any:
+        REQUEST_SCOPE.set(RequestScope(aborted=True))
+        return await all_parts(client)
+
+    (part,) = with_client(engine, work)
+    assert part.finish_reason == "abort" and not part.tokens and not engine.requests
