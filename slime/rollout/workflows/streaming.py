@@ -61,6 +61,7 @@ async def stream(
         return int(error.get("code") or 500) if error else 200, body
 
     async with client._slots, AsyncExitStack() as connection:
+        await client._open.wait()
         ends_at, ended = asyncio.get_running_loop().time() + client._request_timeout_s, False
         try:
             async with asyncio.timeout_at(ends_at):
