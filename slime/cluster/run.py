@@ -155,13 +155,12 @@ class Run:
             return
         if self.args.offload_rollout and self._admitted:
             self._on_engines("resume_memory", ["weights"])
+        ends_requests = self.args.fully_async and self.args.pause_generation_mode == "abort"
         with span("update_weights"):
-            # An engine that has to end requests itself takes a second to see that they have ended.
-            holds = self.args.fully_async and self.args.pause_generation_mode == "abort"
-            if holds:
+            if ends_requests:  # an engine that has to end them itself takes a second to see that they have ended
                 wait_for([self._rollout.hold.remote()], for_what="requests to end", limit_s=60)
             metrics = self._on_trainers("publish_weights")
-            if holds:
+            if ends_requests:
                 wait_for([self._rollout.release.remote()], for_what="requests to go on", limit_s=60)
         if self.args.offload_train:
             with span("sleep"):

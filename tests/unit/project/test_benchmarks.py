@@ -1,0 +1,40 @@
+"""The benchmark of the loops gives every mode the same work, and its figures are what they are called."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks.asynchronous import LONGEST, PROMPTS, SAMPLES, SHORTEST, WARM_UP, length_of, measure, rewards, speeds
+
+
+def test_lengths_belong_to_the_sample_and_have_a_heavy_tail() -> None:
+    """Law: a sample's length depends on its id and the seed alone; few samples hold a large part of the tokens."""
+    lengths = sorted(length_of(i, 1) for i in range(2000))
+    assert lengths == sorted(length_of(i, 1) for i in reversed(range(2000)))
+    assert lengths != sorted(length_of(i, 2) for i in range(2000))
+    assert lengths[0] >= SHORTEST and lengths[-1] == LONGEST
+    assert statistics.fmean(lengths) > 1.5 * statistics.median(lengths)
+    assert sum(lengths[-200:]) > 0.35 * sum(lengths), "a tenth of the samples holds more than a third of the tokens"
+
+
+def test_rates_are_of_the_time_after_the_warm_up() -> None:
+    """Law: 1 s per step, 500 trained tokens and 600 sampled ones in each, whatever the warm-up took."""
+    per_step = PROMPTS * SAMPLES
+    steps = [
+        {
+            "trained_at": 100.0 * min(i, WARM_UP - 1) + max(i - WARM_UP + 1, 0), "rollout/response_tokens": 500.0,
+            "rollout/staleness/max": 2.0, "rollout/staleness/mean": 1.0, "perf/train_time": 0.1,
+            "perf/update_weights_time": 0.2, "rollout/raw_reward": 0.5, "eval/held_out": 0.75,
+        }
+        for i in range(WARM_UP + 4)
+    ]  # fmt: skip
+    requests = [{"time": 100.0 * (WARM_UP - 1) + 0.5 + i, "tokens": 600.0} for i in range(-3, 4)]
+    figures = measure(steps, requests, seed=1)
+    assert figures["samples_per_s"] == pytest.approx(per_step) and figures["seconds"] == 4.0
+    assert figures["tokens_per_s"] == pytest.approx(500) and figures["sampled_per_s"] == pytest.approx(600)
+    assert figures["trained_length"] == pytest.approx(500 / per_step) and figures["reward"] == 0.75
+    other = {**figures, "samples_per_s": 2 * per_step, "reward": 0.70}
+    both = {"sync": [figures, figures], "other": [other, other]}
+    assert "2.00x (2.00-2.00)" in speeds(both) and "-0.050 ± 0.000" in rewards(both)
