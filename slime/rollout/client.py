@@ -5,25 +5,21 @@ running, wherever they are in user code. A cancelled or expired request is abort
 because an engine does not notice at once that a client hung up; `drain` waits for those tasks.
 
 Invariants
-1. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
-   has lost the end token but keeps a matched stop string.
-2. Each id has a finite log-prob and a weight version: the engine's word for each where requests live through
-   publications, otherwise one for all.
-3. Only what can succeed is tried again: connection errors, 408, 429, 502, 503, 504; a 500 once; no other 4xx ever. Each
+1. Only what can succeed is tried again: connection errors, 408, 429, 502, 503, 504; a 500 once; no other 4xx ever. Each
    try has an id of its own, because an engine refuses one that it is still working on; the try before is aborted.
-4. Nothing is sent that the engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
-   0.5.16 scheduler, and sglang-router 0.3.2 drops sampling parameters that it does not know.
+2. What is sent and what is returned has passed the checks of `generation`.
+3. The parts of a stream, one after the other, are what `generate` would return. Only the first is asked for again: a
+   stream that breaks later is an error, because its tokens have been handed out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +27,7 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
-from slime.core.ports import TOKEN_VERSIONS_KEY, WeightVersion
-from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
+from slime.rollout.generation import NEVER_SENT, Generation, check_request, decode, parse_generation, parse_part
 
 logger = logging.getLogger(__name__)
 
@@ -47,52 +42,6 @@ HOLD_POLL_S, HOLD_REPEAT, HOLD_POLLS = 0.01, 20, 200
 """An abort can overtake a request on its way to the engine, so it is repeated."""
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """Read by the router under its consistent-hashing and manual policies."""
-FORWARDED_SAMPLING_PARAMS = frozenset(
-    [
-        "temperature",
-        "max_new_tokens",
-        "min_new_tokens",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "skip_special_tokens",
-        "no_stop_trim",
-        "json_schema",
-        "regex",
-        "ebnf",
-        "sampling_seed",
-    ]
-)
-"""What sglang-router 0.3.2 passes on; seen by sending every parameter to an echoing worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What one request sampled: `T` tokens."""
-
-    tokens: tuple[int, ...]
-    """[T] ids as sampled."""
-    log_probs: tuple[float, ...]
-    """[T] nats, of the distribution after temperature (the trainer divides its logits by the same number)."""
-    finish_reason: str
-    """stop | length | abort"""
-    weight_version: WeightVersion | tuple[WeightVersion, ...]
-    """Of all tokens, or [T] of each; `NOT_SAMPLED` only if T is 0 and the request never reached an engine."""
-    text: str
-    """For graders and people: without the end token, with a matched stop string."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that the engine found in its prefix cache."""
-
-
-NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
-"""The answer to a request whose scope was aborted before it was sent."""
 
 
 @dataclass(slots=True)
@@ -165,6 +114,56 @@ class EngineClient:
                 raise
         return NEVER_SENT if answer is None else parse_generation(answer, self._token_versions)
 
+    async def stream(
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+    ) -> AsyncGenerator[Generation, None]:
+        """As `generate`, in parts: yields what was sampled since the part before, for functions that stop early.
+
+        Closing the iterator aborts the request in its engine; what it sampled beyond the last part is nobody's. Each
+        part but the last has the finish reason `abort`, which is what it is if none comes after it. Engines send what
+        is new in each part (`incremental_streaming_output`, which slime's engines are started with).
+        """
+        scope, (payload, headers) = REQUEST_SCOPE.get(), self._request(input_ids, sampling_params, session_id)
+        payload["stream"], content, rids = True, list[aiohttp.StreamReader](), set[str]()
+
+        async def post(*_: Any) -> tuple[int, bytes]:
+            rids.add(payload["rid"])
+            if scope is not None:
+                scope.rids.add(payload["rid"])
+            sent = self._get_session().post(f"{self.base_url}/generate", json=payload, headers=headers)
+            response = await connection.enter_async_context(sent)
+            if response.status != 200:
+                return response.status, await response.read()
+            content[:] = [response.content]
+            body = await _event(response.content)
+            error = decode(body).get("error")
+            return int(error.get("code") or 500) if error else 200, body
+
+        async with self._slots, AsyncExitStack() as connection:
+            await self._open.wait()
+            ends_at, ended = asyncio.get_running_loop().time() + self._request_timeout_s, False
+            try:
+                async with asyncio.timeout_at(ends_at):
+                    aborted = scope is not None and scope.aborted
+                    answer = None if aborted else await self._post_with_retries(payload, headers, scope, post)
+                while answer is not None and not ended:
+                    part, ended = parse_part(answer, self._token_versions)
+                    yield part
+                    if not ended:
+                        async with asyncio.timeout_at(ends_at):
+                            answer = decode(await _event(content[0]))
+                if not ended:
+                    yield NEVER_SENT
+            except TimeoutError as expiry:
+                raise self._late(payload) from expiry
+            except aiohttp.ClientError as broken:
+                raise EngineError(f"the stream of request {payload['rid']} broke: {broken!r}") from broken
+            finally:
+                if rids and not ended:
+                    self._abort_later([payload["rid"]])
+                if scope is not None:
+                    scope.rids.difference_update(rids)
+
     async def abort_scope(self, scope: RequestScope) -> None:
         """Ends all requests of a scope: running ones return their partial tokens, later ones are never sent."""
         scope.aborted = True
@@ -209,26 +208,11 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
-    def _check_request(self, input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> None:
-        unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
-        if unknown:
-            raise RequestRejected(
-                f"got sampling parameters {unknown}, which the router would drop without a word; use only "
-                f"{sorted(FORWARDED_SAMPLING_PARAMS)}"
-            )
-        if not input_ids:
-            raise RequestRejected("got an empty prompt; an engine needs at least one token to continue")
-        if self._vocab_size is not None and not (min(input_ids) >= 0 and max(input_ids) < self._vocab_size):
-            raise RequestRejected(
-                f"got prompt ids from {min(input_ids)} to {max(input_ids)}, because the model has {self._vocab_size} "
-                "tokens; check that tokenizer and model belong together"
-            )
-
     def _request(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], session_id: str | None
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Payload and headers of a request that may be sent. Raises `RequestRejected`."""
-        self._check_request(input_ids, sampling_params)
+        check_request(input_ids, sampling_params, self._vocab_size)
         params = {**sampling_params, "no_stop_trim": False}
         payload = {"rid": uuid.uuid4().hex, "input_ids": list(input_ids), "sampling_params": params}
         return {**payload, "return_logprob": True}, {ROUTING_KEY_HEADER: session_id} if session_id else {}
@@ -261,7 +245,7 @@ class EngineClient:
                 continue
             text = body[:300].decode(errors="replace")
             if status == 200:
-                return _decode(body)
+                return decode(body)
             problem = f"HTTP {status}: {text}"
             if status in MAY_RUN_STATUSES:
                 self._abort_later([payload["rid"]])
@@ -326,63 +310,9 @@ def _limit(seconds: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=seconds)
 
 
-def _decode(body: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(body)
-    except ValueError as problem:
-        raise EngineError(f"got an answer of {len(body)} bytes that is not JSON: {body[:100]!r}") from problem
-    if not isinstance(answer, dict):
-        raise EngineError(f"got a {type(answer).__name__} as answer to one prompt; expected an object")
-    return answer
-
-
-def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) -> Generation:
-    """Reads and checks a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold.
-
-    `token_versions`: the engine must tell the version of each token.
-    """
-    meta = answer.get("meta_info") or {}
-    finish = meta.get("finish_reason") or {}
-    reason = finish.get("type")
-    if reason not in FINISH_REASONS:
-        raise EngineError(f"got finish_reason {finish!r}; expected one of {sorted(FINISH_REASONS)}")
-    pairs = meta.get("output_token_logprobs")
-    if pairs is None:
-        raise EngineError("got an answer without output_token_logprobs; was return_logprob dropped on the way?")
-    tokens = tuple(int(pair[1]) for pair in pairs)
-    log_probs = tuple(math.nan if pair[0] is None else float(pair[0]) for pair in pairs)
-    bad = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), None)
-    if bad is not None:
-        raise EngineError(
-            f"got log-prob {pairs[bad][0]} for token {bad} of {len(tokens)} (id {tokens[bad]}); it must be finite"
-        )
-    output_ids = answer.get("output_ids")
-    if output_ids is not None and tuple(output_ids) != tokens:
-        raise EngineError(
-            f"got {len(output_ids)} output ids and log-probs of {len(tokens)} other ids; they must be the same ids"
-        )
-    version = str(meta.get("weight_version", ""))
-    if not version.isdecimal():
-        raise EngineError(
-            f"got weight_version {version!r}; a trained token needs the integer version that sampled it: "
-            "serve only after a verified weight sync"
-        )
-    versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
-    if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read anew
-        return Generation((), (), reason, int(version), "")
-    odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: nothing was ever published
-    if token_versions and (odd or len(versions) != len(tokens)):
-        raise EngineError(
-            f"got versions {sorted(set(versions))} of {len(versions)} tokens for {len(tokens)}, because the engine did "
-            "not label each; look for errors of hooks in its log"
-        )
-    matched = finish.get("matched")
-    return Generation(
-        tokens=tokens,
-        log_probs=log_probs,
-        finish_reason=reason,
-        weight_version=versions if token_versions else int(version),
-        text=str(answer.get("text", "")) + (matched if isinstance(matched, str) else ""),
-        prompt_tokens=int(meta.get("prompt_tokens") or 0),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-    )
+async def _event(content: aiohttp.StreamReader) -> bytes:
+    """The next event of a stream, as JSON."""
+    while line := await content.readline():
+        if line.startswith(b"data:") and b"[DONE]" not in line:
+            return line[5:]
+    raise aiohttp.ClientPayloadError("it ended without a finish reason")

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.sample import Sample
-from slime.rollout.client import NEVER_SENT, REQUEST_SCOPE, Generation, RequestScope
+from slime.rollout.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.generation import NEVER_SENT, Generation
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,19 +32,12 @@ class TeacherClient(EngineClient):
         """
         if not num_response:
             return []
-        params = {"max_new_tokens": 0, "temperature": 1.0}
-        self._check_request(tokens, params)
-        payload: dict[str, Any] = {
-            "rid": uuid.uuid4().hex,
-            "input_ids": list(tokens),
-            "sampling_params": params,
-            "return_logprob": True,
-            "logprob_start_len": len(tokens) - num_response - 1,
-        }
+        payload, headers = self._request(tokens, {"max_new_tokens": 0, "temperature": 1.0}, None)
+        payload["logprob_start_len"] = len(tokens) - num_response - 1
         async with self._slots:
             try:
                 async with asyncio.timeout(self._request_timeout_s):
-                    answer = await self._post_with_retries(payload, {}, None)
+                    answer = await self._post_with_retries(payload, headers, None)
             except TimeoutError as expiry:
                 self._abort_later([payload["rid"]])
                 raise DeadlineExceeded.waiting(

@@ -22,7 +22,7 @@ from slime.core.batch import TrainBatch
 from slime.core.errors import DataError, HookError
 from slime.core.sample import Group
 from slime.data.chat import ChatRenderer
-from slime.rollout.client import Generation
+from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager
 from tests.support.engine_parity import one_rank
 from tests.support.rollout import rollout_args, write_prompts

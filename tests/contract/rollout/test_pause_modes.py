@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.rollout.client import EngineClient, Generation
-from slime.rollout.workflows.streaming import stream
+from slime.rollout.client import EngineClient
+from slime.rollout.generation import Generation
 from slime.serving.control import HttpEngineControl
 from slime.serving.router import Router
 from slime.serving.server import ServerSpec, SGLangServer
@@ -61,7 +61,7 @@ async def generate(client: EngineClient, index: int, num_tokens: int) -> Generat
     prompt, params = [2, *range(40, 42 + index % 30)], {**PARAMS, "max_new_tokens": num_tokens}
     if index % 5:
         return await client.generate(prompt, params)
-    parts = [part async for part in stream(client, prompt, params)]
+    parts = [part async for part in client.stream(prompt, params)]
     assert {p.finish_reason for p in parts[:-1]} == {"abort"} and len(parts) > num_tokens // 2, "it did not stream"
     names = ("tokens", "log_probs", "weight_version")
     whole: dict[str, Any] = {name: tuple(x for part in parts for x in getattr(part, name)) for name in names}
@@ -114,7 +114,7 @@ def test_leaving_a_stream_ends_the_request_in_the_engine(engine_server: SGLangSe
     async def main() -> int:
         client = EngineClient(router.url)
         try:
-            async with aclosing(stream(client, [2, 40], {**PARAMS, "max_new_tokens": 900})) as parts:
+            async with aclosing(client.stream([2, 40], {**PARAMS, "max_new_tokens": 900})) as parts:
                 seen = 0
                 async for part in parts:
                     seen += len(part.tokens)

@@ -11,7 +11,6 @@ import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.workflows.streaming import stream
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
@@ -32,7 +31,7 @@ def with_client(engine: FakeEngine, work: Callable[[EngineClient], Awaitable[Any
 
 
 async def all_parts(client: EngineClient) -> list[Any]:
-    return [part async for part in stream(client, [5, 6], PARAMS)]
+    return [part async for part in client.stream([5, 6], PARAMS)]
 
 
 @pytest.mark.parametrize("faults", [[], [503], ["drop", 502]])
@@ -54,7 +53,7 @@ def test_leaving_the_loop_aborts_the_request_and_frees_its_slot() -> None:
     async def work(client: EngineClient) -> None:
         REQUEST_SCOPE.set(scope)
         for _ in range(2):
-            async with aclosing(stream(client, [5, 6], PARAMS)) as parts:
+            async with aclosing(client.stream([5, 6], PARAMS)) as parts:
                 async for part in parts:
                     assert scope.rids == {engine.requests[-1]["rid"]} and len(part.tokens) == 1
                     break

@@ -1,0 +1,142 @@
+"""What an engine is asked for, and what it answers: checked on the way out and on the way in.
+
+Invariants
+1. Nothing is sent that the engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
+   0.5.16 scheduler, and sglang-router 0.3.2 drops sampling parameters that it does not know.
+2. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
+   has lost the end token but keeps a matched stop string.
+3. Each id has a finite log-prob and a weight version: the engine's word for each where requests live through
+   publications, otherwise one for all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slime.core.errors import EngineError, RequestRejected
+from slime.core.ports import TOKEN_VERSIONS_KEY, WeightVersion
+from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
+
+FORWARDED_SAMPLING_PARAMS = frozenset((
+    "temperature", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "no_stop_trim", "json_schema", "regex", "ebnf", "sampling_seed",
+))  # fmt: skip
+"""What sglang-router 0.3.2 passes on; seen by sending every parameter to an echoing worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request sampled: `T` tokens."""
+
+    tokens: tuple[int, ...]
+    """[T] ids as sampled."""
+    log_probs: tuple[float, ...]
+    """[T] nats, of the distribution after temperature (the trainer divides its logits by the same number)."""
+    finish_reason: str
+    """stop | length | abort"""
+    weight_version: WeightVersion | tuple[WeightVersion, ...]
+    """Of all tokens, or [T] of each; `NOT_SAMPLED` only if T is 0 and the request never reached an engine."""
+    text: str
+    """For graders and people: without the end token, with a matched stop string."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that the engine found in its prefix cache."""
+
+
+NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
+"""The answer to a request whose scope was aborted before it was sent."""
+
+
+def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Raises `RequestRejected` for what engine or router are known to mishandle."""
+    unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
+    if unknown:
+        raise RequestRejected(
+            f"got sampling parameters {unknown}, which the router would drop without a word; use only "
+            f"{sorted(FORWARDED_SAMPLING_PARAMS)}"
+        )
+    if not input_ids:
+        raise RequestRejected("got an empty prompt; an engine needs at least one token to continue")
+    if vocab_size is not None and not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
+        raise RequestRejected(
+            f"got prompt ids from {min(input_ids)} to {max(input_ids)}, because the model has {vocab_size} "
+            "tokens; check that tokenizer and model belong together"
+        )
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The answer to one prompt. Raises `EngineError` if it is none."""
+    try:
+        answer = json.loads(body)
+    except ValueError as problem:
+        raise EngineError(f"got an answer of {len(body)} bytes that is not JSON: {body[:100]!r}") from problem
+    if not isinstance(answer, dict):
+        raise EngineError(f"got a {type(answer).__name__} as answer to one prompt; expected an object")
+    return answer
+
+
+def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) -> Generation:
+    """Reads and checks a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold.
+
+    `token_versions`: the engine must tell the version of each token.
+    """
+    meta = answer.get("meta_info") or {}
+    finish = meta.get("finish_reason") or {}
+    reason = finish.get("type")
+    if reason not in FINISH_REASONS:
+        raise EngineError(f"got finish_reason {finish!r}; expected one of {sorted(FINISH_REASONS)}")
+    pairs = meta.get("output_token_logprobs")
+    if pairs is None:
+        raise EngineError("got an answer without output_token_logprobs; was return_logprob dropped on the way?")
+    tokens = tuple(int(pair[1]) for pair in pairs)
+    log_probs = tuple(math.nan if pair[0] is None else float(pair[0]) for pair in pairs)
+    bad = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), None)
+    if bad is not None:
+        raise EngineError(
+            f"got log-prob {pairs[bad][0]} for token {bad} of {len(tokens)} (id {tokens[bad]}); it must be finite"
+        )
+    output_ids = answer.get("output_ids")
+    if output_ids is not None and tuple(output_ids) != tokens:
+        raise EngineError(
+            f"got {len(output_ids)} output ids and log-probs of {len(tokens)} other ids; they must be the same ids"
+        )
+    version = str(meta.get("weight_version", ""))
+    if not version.isdecimal():
+        raise EngineError(
+            f"got weight_version {version!r}; a trained token needs the integer version that sampled it: "
+            "serve only after a verified weight sync"
+        )
+    versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
+    if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read anew
+        return Generation((), (), reason, int(version), "")
+    odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: nothing was ever published
+    if token_versions and (odd or len(versions) != len(tokens)):
+        raise EngineError(
+            f"got versions {sorted(set(versions))} of {len(versions)} tokens for {len(tokens)}, because the engine did "
+            "not label each; look for errors of hooks in its log"
+        )
+    matched = finish.get("matched")
+    return Generation(
+        tokens=tokens,
+        log_probs=log_probs,
+        finish_reason=reason,
+        weight_version=versions if token_versions else int(version),
+        text=str(answer.get("text", "")) + (matched if isinstance(matched, str) else ""),
+        prompt_tokens=int(meta.get("prompt_tokens") or 0),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+    )
+
+
+def parse_part(answer: dict[str, Any], token_versions: bool = False) -> tuple[Generation, bool]:
+    """Reads one event of a stream, and whether it is the last. Raises `EngineError` as `parse_generation` does."""
+    meta = answer.get("meta_info") or {}
+    if meta.get("finish_reason"):
+        return parse_generation(answer, token_versions), True
+    unfinished = {**meta, "finish_reason": {"type": "length"}}  # a reason that needs no further check
+    part = parse_generation({**answer, "meta_info": unfinished}, token_versions)
+    return replace(part, finish_reason="abort"), False
