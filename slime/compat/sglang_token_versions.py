@@ -20,7 +20,9 @@ from typing import Any
 from slime.core.ports import TOKEN_VERSIONS_KEY
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.run_batch"
-_UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATES = tuple(f"{_MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
+"""The ways that weights come in, each a method in the scheduler."""
 _served = {"version": 0}
 """Of this process; 0 is the checkpoint that the engine loaded itself, as `ServerSpec` calls it."""
 
@@ -30,8 +32,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_SCHEDULER, _label, HookType.AFTER)
-    for transport in ("tensor", "distributed", "disk"):
-        HookRegistry.register(_UPDATES + transport, _note, HookType.AROUND)
+    for update in UPDATES:
+        HookRegistry.register(update, _note, HookType.AROUND)
 
 
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:

@@ -37,14 +37,14 @@ def device_of(arguments: list[str]) -> str:
 
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
+    from slime.compat import sglang_fresh_router, sglang_token_versions
     from slime.compat.sglang_cpu import activate
 
     die_with_parent(expected_parent)
     activate(device_of(arguments))
+    sglang_fresh_router.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
-        from slime.compat.sglang_token_versions import register
-
-        register()
+        sglang_token_versions.register()
 
 
 def serve(arguments: list[str]) -> None:

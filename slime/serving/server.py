@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.compat.sglang_fresh_router import forward_hooks
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
@@ -138,7 +137,6 @@ class ServerSpec:
         # Weight tables name shared experts apart; on some GPUs SGLang would stack them with the routed ones.
         args["disable_shared_experts_fusion"] = True
         args |= self.extra
-        args["forward_hooks"] = forward_hooks(self.model_path, args.get("forward_hooks"))
         args |= {
             "model_path": self.model_path,
             "host": host,

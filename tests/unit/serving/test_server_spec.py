@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from slime.core.errors import ConfigError
@@ -38,14 +35,6 @@ def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
     env = ServerSpec(model_path="m", dtype="float32", tp_size=2, cpu_ids=((0, 1), (2, 3)), num_threads=2).environment()
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     assert env["OMP_NUM_THREADS"] == "2"
-
-
-def test_a_router_that_keeps_a_copy_gets_a_hook_beside_those_of_the_user(tmp_path: Path) -> None:
-    spec = ServerSpec(model_path=str(tmp_path), dtype="bfloat16", extra={"forward_hooks": '[{"name": "own"}]'})
-    assert args_of(spec)["forward_hooks"] == '[{"name": "own"}]'
-    for family, names in (("qwen3_moe", ["own"]), ("glm4_moe", ["own", "fresh router"])):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-        assert [hook["name"] for hook in json.loads(str(args_of(spec)["forward_hooks"]))] == names
 
 
 @pytest.mark.parametrize(
