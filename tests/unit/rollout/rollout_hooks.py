@@ -69,8 +69,14 @@ def drop_odd(args: Any, samples: list[Sample]) -> bool:
     return (samples[0].group_index or 0) % 2 == 0
 
 
+SLOW_CALLS: list[tuple[float, float]] = []
+"""When calls of `slow_filter` began and ended."""
+
+
 def slow_filter(args: Any, samples: list[Sample]) -> bool:
+    began = time.monotonic()
     time.sleep(0.3)
+    SLOW_CALLS.append((began, time.monotonic()))
     return True
 
 
