@@ -135,7 +135,7 @@ class Sample:
     @property
     def weight_versions(self) -> list[int]:
         """The distinct versions that sampled this response, in order of first use."""
-        return list(dict.fromkeys(v for v in self.token_versions or [] if v != NOT_SAMPLED))
+        return [v for v in dict.fromkeys(self.token_versions or ()) if v != NOT_SAMPLED]
 
     def get_reward_value(self, reward_key: str | None = None) -> float | None:
         """The reward as a number; `reward_key` picks from a dict. None while unscored. `DataError` without the key."""

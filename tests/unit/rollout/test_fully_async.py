@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.core.errors import ConfigError, EngineError, HookError
+from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, HookError
 from slime.rollout.manager import RolloutManager
 from tests.support.async_laws import Schedule
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
@@ -89,6 +90,17 @@ def test_an_error_of_the_worker_ends_the_step_and_gives_the_groups_back(tmp_path
 
     hook = ("--custom-generate-function-path", f"{HOOKS}:wrong")
     asyncio.run(with_manager(rollout_args(tmp_path, *hook, "--fully-async", synchronous=False), FakeEngine(), work))
+
+
+@pytest.mark.timeout(60)
+def test_a_step_that_waits_too_long_says_so(tmp_path: Path) -> None:
+    async def work(manager: RolloutManager) -> None:
+        with pytest.raises(DeadlineExceeded, match="rollout of step 0 waited"):
+            await manager.generate(0)
+
+    flags = ("--fully-async", "--rollout-global-timeout-s", "0.3")
+    engine = FakeEngine(faults=deque(["hang"] * 64))
+    asyncio.run(with_manager(rollout_args(tmp_path, *flags, synchronous=False), engine, work))
 
 
 def test_a_bound_keeps_finished_groups_of_a_step_for_the_next(tmp_path: Path) -> None:
