@@ -147,6 +147,7 @@ def test_the_public_name_means_the_switch(tmp_path: Path, name: str) -> None:
         (["--max-groups-in-flight", "9"], False, "the worker of --fully-async"),
         (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
         (["--fully-async", "--max-groups-in-flight", "3"], False, "never be full"),
+        (["--fully-async", "--update-weights-interval", "4"], False, "wait for ever"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
         (["--pause-generation-mode", "retract"], False, "which needs --fully-async"),
