@@ -85,7 +85,7 @@ def _bounds_are_possible(args: Args) -> str | None:
                 "never be full; raise it")  # fmt: skip
     if args.fully_async and bound is not None and bound < (interval := args.update_weights_interval) - 1:
         return (f"got max_weight_staleness {bound} with update_weights_interval {interval}: before a publication "
-                f"engines are {interval - 1} versions behind, so a step would wait for ever; raise the bound")  # fmt: skip
+                f"engines are {interval - 1} versions behind and a step would wait for ever; raise it")  # fmt: skip
     return None
 
 

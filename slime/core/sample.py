@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -159,6 +160,11 @@ class Sample:
                 raise DataError(
                     f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
                 )
+
+    def copy(self) -> Sample:
+        """Shares nothing with this one. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
+        lists = (self.tokens, self.loss_mask, self.rollout_log_probs, self.token_versions, self.teacher_log_probs)
+        return copy.deepcopy(self, {id(values): list(values) for values in lists if values is not None})
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy; `from_dict` restores it exactly."""
