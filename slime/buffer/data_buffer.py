@@ -124,8 +124,8 @@ class DataBuffer:
         self._queue = kept
         for index in dropped:
             self._origins.pop(index, None)
-            self._texts.pop(index, None)
             self._filtered["buffer_filter"] += 1
+        self._texts.clear()  # the filter may have written into what it saw
         return chosen
 
     def start_over(self, group: Group) -> Group:

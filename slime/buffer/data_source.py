@@ -94,7 +94,7 @@ class DataSourceBuffer(DataBuffer):
 
     def _keep(self, groups: Sequence[Group]) -> None:
         self._lent.update({group.group_index: group.attempts for group in groups})
-        self._texts.clear()  # what the source gives back may be something else
+        self._texts = {i: t for i, t in self._texts.items() if i not in self._lent}  # it may give back something else
         self._source.add_samples([list(group.samples) for group in groups])
 
     def _state_of(self, group_index: int) -> str:

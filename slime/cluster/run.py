@@ -187,7 +187,7 @@ class Run:
         if not self._engine_infos or not self._trainers:
             return
         with span("check_log_probs"):
-            batch = wait_for([self._rollout.probe.remote()], for_what="a probe", limit_s=self.args.request_timeout_s)[0]
+            batch = wait_for([self._rollout.probe.remote()], for_what="a probe", limit_s=self._rollout_limit_s)[0]
             metrics = self._on_trainers("measure_gap", batch)[0]
         self._tracker.add(metrics)
 

@@ -83,6 +83,9 @@ def _bounds_are_possible(args: Args) -> str | None:
     if most is not None and most < args.rollout_batch_size:
         return (f"got max_groups_in_flight {most} below rollout_batch_size {args.rollout_batch_size}: a batch would "
                 "never be full; raise it")  # fmt: skip
+    if args.fully_async and bound is not None and bound < (interval := args.update_weights_interval) - 1:
+        return (f"got max_weight_staleness {bound} with update_weights_interval {interval}: before a publication "
+                f"engines are {interval - 1} versions behind and a step would wait for ever; raise it")  # fmt: skip
     return None
 
 

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -135,7 +136,7 @@ class Sample:
     @property
     def weight_versions(self) -> list[int]:
         """The distinct versions that sampled this response, in order of first use."""
-        return list(dict.fromkeys(v for v in self.token_versions or [] if v != NOT_SAMPLED))
+        return [v for v in dict.fromkeys(self.token_versions or ()) if v != NOT_SAMPLED]
 
     def get_reward_value(self, reward_key: str | None = None) -> float | None:
         """The reward as a number; `reward_key` picks from a dict. None while unscored. `DataError` without the key."""
@@ -159,6 +160,11 @@ class Sample:
                 raise DataError(
                     f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
                 )
+
+    def copy(self) -> Sample:
+        """Shares nothing with this one. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
+        lists = (self.tokens, self.loss_mask, self.rollout_log_probs, self.token_versions, self.teacher_log_probs)
+        return copy.deepcopy(self, {id(values): list(values) for values in lists if values is not None})
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy; `from_dict` restores it exactly."""

@@ -78,7 +78,7 @@ async def _evaluate_one(
     """Generates and scores one execution; an unscored one has no reward. Raises `EngineError` on failure."""
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
-        original = copy.deepcopy(sample)
+        original = sample.copy()
         execution = await run_execution(context, [sample], dict(params), hooks.generate, evaluation=True)
         if execution.outcome is Outcome.FINISHED:
             context.progress.done += 1

@@ -15,7 +15,6 @@ only the executions that are not, so what is done is not done twice.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -136,7 +135,7 @@ async def run_execution(
         return Execution(siblings, Outcome.FINISHED)
     sample = siblings[0] if len(siblings) == 1 else reset(siblings[0])
     sample.session_id = sample.session_id or uuid.uuid4().hex
-    before = copy.deepcopy(sample)
+    before = sample.copy()
     try:
         if sample.status not in FINISHED:
             if sample.generate_function_path:

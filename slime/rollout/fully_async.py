@@ -2,7 +2,7 @@
 
 Who produces, who consumes: the worker keeps `--max-groups-in-flight` groups running or finished; finished ones wait in
 the Data Buffer, and `step` takes a batch of them, the oldest first. Who wakes whom: an ended group and a taken batch
-wake the worker (`_wake`); a settled group wakes `step` (`_news`). All on the manager's event loop.
+wake the worker (`_wake`); a full batch wakes `step` (`_news`). All on the manager's event loop.
 
 Invariants
 1. The worker rests only when finished groups fill its bound.
@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 
@@ -53,10 +54,9 @@ class RolloutWorker(StepLoop):
                 self._task.result()
             self._news.clear()
             self.started = began  # the limit is that of the wait
-            try:
-                await asyncio.wait_for(self._news.wait(), self._time_left_s())
-            except TimeoutError:
-                continue
+            left_s = self._time_left_s()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), left_s)
         output = await finish_step(self, sorted(batch, key=lambda g: g.group_index))
         self.begin_step(rollout_id + 1)
         return output
@@ -113,6 +113,7 @@ class RolloutWorker(StepLoop):
                 self.idle_s += (time.monotonic() - since) * rests
                 for task in sorted((t for t in self.running if t.done()), key=lambda t: self.running[t].group_index):
                     await self._settle(task, self.running.pop(task))
+                if self.buffer.num_finished >= self.target:
                     self._news.set()
         finally:
             await self._abandon()

@@ -116,7 +116,7 @@ class RolloutManager:
             before = self._in_flight()
             output = await self._rollout(rollout_id)
             self._account(rollout_id, output.samples, before)
-            output.metrics |= self._staleness(output.samples)
+            output.metrics |= await in_thread(self._staleness, output.samples)
         if self._args.save_debug_rollout_data is not None:
             path = debug_data.path_of(self._args.save_debug_rollout_data, rollout_id)
             await asyncio.to_thread(debug_data.save_rollout, path, rollout_id, output.samples)

@@ -107,7 +107,7 @@ class LabelledEngine:
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     def versions(self, sample: Sample) -> list[int]:
-        """[R] the newest version up to now that gives the token its log-prob; -1 if none does."""
+        """[R] the version up to now that gives the token its log-prob; -1 if none does."""
         response = sample.tokens[sample.prompt_length :]
         return [self._version_of(t, p) for t, p in zip(response, sample.rollout_log_probs or (), strict=True)]
 

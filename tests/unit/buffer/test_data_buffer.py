@@ -189,12 +189,14 @@ def test_what_cannot_be_saved_is_refused_when_it_comes() -> None:
 def test_a_buffer_filter_chooses_leaves_and_drops() -> None:
     def newest_first(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
         buffer.pop(0)
+        buffer[0][0].metadata["seen"] = True
         return [buffer.pop() for _ in range(min(n, len(buffer)))]
 
     buffer = make(buffer_filter=newest_first)
     buffer.put_back(buffer.get_groups(4), "aborted")
     assert [g.group_index for g in buffer.get_groups(2)] == [3, 2]
     assert buffer.ledger().filtered == {"buffer_filter": 1} and buffer.num_buffered == 1
+    assert buffer.state_dict()["buffered"][0]["samples"][0]["metadata"]["seen"], "what it noted is not saved"
     buffer.ledger().check()
     greedy = make(buffer_filter=lambda queue, n: list(queue))
     greedy.put_back(greedy.get_groups(2), "aborted")

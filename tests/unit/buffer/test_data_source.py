@@ -43,6 +43,16 @@ class Source:
         return 10
 
 
+def test_what_is_finished_is_saved_as_it_came() -> None:
+    buffer = DataSourceBuffer(Source(None))
+    finished, other = buffer.get_groups(2)
+    buffer.put_finished(finished)
+    came = buffer.state_dict()["finished"]
+    finished.samples[0].metadata["late"] = object()
+    buffer.put_back([other], "aborted")
+    assert buffer.take_finished(2) == [] and buffer.state_dict()["finished"] == came
+
+
 def test_its_own_order_is_used_and_accounted_for(tmp_path: Path) -> None:
     source = Source(None)
     buffer = DataSourceBuffer(source)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.core.errors import ConfigError, EngineError, HookError
+from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, HookError
 from slime.rollout.manager import RolloutManager
 from tests.support.async_laws import Schedule
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
@@ -91,6 +92,17 @@ def test_an_error_of_the_worker_ends_the_step_and_gives_the_groups_back(tmp_path
     asyncio.run(with_manager(rollout_args(tmp_path, *hook, "--fully-async", synchronous=False), FakeEngine(), work))
 
 
+@pytest.mark.timeout(60)
+def test_a_step_that_waits_too_long_says_so(tmp_path: Path) -> None:
+    async def work(manager: RolloutManager) -> None:
+        with pytest.raises(DeadlineExceeded, match="rollout of step 0 waited"):
+            await manager.generate(0)
+
+    flags = ("--fully-async", "--rollout-global-timeout-s", "0.3")
+    engine = FakeEngine(faults=deque(["hang"] * 64))
+    asyncio.run(with_manager(rollout_args(tmp_path, *flags, synchronous=False), engine, work))
+
+
 def test_a_bound_keeps_finished_groups_of_a_step_for_the_next(tmp_path: Path) -> None:
     engine = FakeEngine(tick_s=0.002)
 
@@ -135,6 +147,7 @@ def test_the_public_name_means_the_switch(tmp_path: Path, name: str) -> None:
         (["--max-groups-in-flight", "9"], False, "the worker of --fully-async"),
         (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
         (["--fully-async", "--max-groups-in-flight", "3"], False, "never be full"),
+        (["--fully-async", "--update-weights-interval", "4"], False, "wait for ever"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
         (["--pause-generation-mode", "retract"], False, "which needs --fully-async"),

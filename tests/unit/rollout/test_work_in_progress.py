@@ -98,3 +98,16 @@ def test_saved_after_a_publication_nothing_that_was_sampled_is_lost(seed: int, t
         return num_kept
 
     assert run_on_fake_clock(work()) > 0, "nothing was half done when the state was saved"
+
+
+def test_a_copy_of_a_sample_shares_nothing() -> None:
+    """A failed try leaves what was before it, whatever the generate function wrote into the sample."""
+    sample = Sample(prompt=[{"role": "user"}], tokens=[7], metadata={"turns": [1]}, label=["x"])
+    sample.append_response_tokens([5], log_probs=[-0.5], weight_version=1, text="a", finish_reason="abort")
+    before, seen = sample.copy(), copy.deepcopy(sample)
+    assert before == sample
+    sample.append_response_tokens([6], log_probs=[-0.1], weight_version=2, text="b", finish_reason="stop")
+    sample.metadata["turns"].append(2)
+    sample.label.append("y")
+    sample.prompt[0]["role"] = "tool"  # type: ignore[index,assignment]
+    assert before == seen
