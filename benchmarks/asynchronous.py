@@ -1,6 +1,6 @@
 """Sync, partial rollout and fully async on the tiny model: samples per second and reward, with lengths of a heavy tail.
 
-    python -m benchmarks.asynchronous [--seeds 3] [--steps 24] [--modes sync partial fully_async] [--keep DIR]
+    python -m benchmarks.asynchronous [--seeds 3] [--steps 24] [--lr 1e-2] [--modes sync ...] [--keep DIR]
 
 Each sample has a length of its own, drawn by its id from a Pareto distribution and forced, so that every mode is given
 the same work per sample and the reward (part of the response that is digits) cannot depend on the length. A seed has a
@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[1]
 SHORTEST, LONGEST, SHAPE = 30, 600, 1.1
 """Of the lengths: tokens, tokens, exponent of the tail."""
 PROMPTS, SAMPLES, WARM_UP = 8, 4, 4
-LR = "5e-3"
 EVAL_PROMPTS, EVAL_SAMPLES, EVAL_TOKENS = 64, 4, 32
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 """Student's t of a two-sided interval of 95 %, by degrees of freedom."""
@@ -72,7 +71,7 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def command_of(mode: str, folder: Path, seed: int, num_steps: int) -> list[str]:
+def command_of(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> list[str]:
     """The command line of one run."""
     script, flags = MODES[mode]
     command = [
@@ -84,7 +83,7 @@ def command_of(mode: str, folder: Path, seed: int, num_steps: int) -> list[str]:
         "--n-samples-per-prompt", SAMPLES, "--rollout-max-response-len", LONGEST, "--num-rollout", num_steps,
         "--eval-prompt-data", "held_out", folder / "held_out.jsonl", "--eval-interval", num_steps,
         "--skip-eval-before-train", "--n-samples-per-eval-prompt", EVAL_SAMPLES, "--eval-max-response-len",
-        EVAL_TOKENS, "--no-bf16", "--lr", LR, "--lr-decay-style", "constant", "--update-weight-transport", "tensor",
+        EVAL_TOKENS, "--no-bf16", "--lr", lr, "--lr-decay-style", "constant", "--update-weight-transport", "tensor",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192", *flags,
     ]  # fmt: skip
     return [str(c) for c in command]
@@ -131,11 +130,11 @@ def measure(steps: list[dict[str, float]], requests: list[dict[str, float]], see
     }
 
 
-def run(mode: str, folder: Path, seed: int, num_steps: int) -> dict[str, float]:
+def run(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> dict[str, float]:
     """One run and its figures."""
     with (folder / f"{mode}-{seed}.log").open("w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = command_of(mode, folder, seed, num_steps)
+        command = command_of(mode, folder, seed, num_steps, lr)
         subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=True)
     return measure(*read(folder / f"{mode}-{seed}"), seed)
 
@@ -202,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--lr", default="1e-2", help="learning rate of every mode")
     parser.add_argument("--modes", nargs="+", default=["sync", "partial", "fully_async"], choices=list(MODES))
     parser.add_argument("--keep", type=Path, default=None)
     options = parser.parse_args()
@@ -212,7 +212,7 @@ def main() -> None:
     for seed in range(1, options.seeds + 1):
         write_tiny_model(folder / f"model-{seed}", "qwen3", seed=seed)
         for mode in options.modes:
-            figures[mode].append(run(mode, folder, seed, options.steps))
+            figures[mode].append(run(mode, folder, seed, options.steps, options.lr))
             (folder / "figures.json").write_text(json.dumps(figures, indent=1))
             print(
                 f"seed {seed} {mode}: {json.dumps({k: round(v, 3) for k, v in figures[mode][-1].items()})}", flush=True
