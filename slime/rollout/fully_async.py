@@ -99,9 +99,8 @@ class RolloutWorker(StepLoop):
         self.context.progress.done = self.buffer.num_finished
 
     def _take(self) -> list[Group]:
-        batch = self.buffer.take_finished(self.target)
         self._wake.set()
-        return batch
+        return self.buffer.take_finished(self.target)
 
     async def _work(self) -> None:
         REQUEST_SCOPE.set(self.scope)

@@ -21,7 +21,6 @@ User functions run in threads, so that the event loop answers while they compute
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from slime.core.errors import DataError, DeadlineExceeded, EngineError, HookErro
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, current, use
+from slime.rollout.evaluate import evaluate
 from slime.rollout.execute import GroupResult, Outcome, failure_kind, is_finished, run_group
 from slime.rollout.hooks import RolloutHooks, in_thread, keep_group
 from slime.rollout.metrics import sample_metrics
@@ -332,13 +332,7 @@ def generate_rollout(
         raise HookError(
             "got generate_rollout called on the rollout's event loop; make the calling function synchronous"
         )
-    if evaluation:
-        from slime.rollout.evaluate import evaluate
-
-        work: Any = evaluate(context, rollout_id)
-    else:
-        work = generate_step(context, rollout_id, data_source)
-    assert inspect.iscoroutine(work), f"expected a coroutine, got {type(work).__name__}"
+    work: Any = evaluate(context, rollout_id) if evaluation else generate_step(context, rollout_id, data_source)
 
     async def in_context() -> Any:
         with use(context):
