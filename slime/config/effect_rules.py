@@ -154,7 +154,8 @@ NEEDS: tuple[Need, ...] = (
     Need("offload offload_train offload_rollout", _is("colocate", True), "--colocate: nobody else takes the memory"),
     Need("async_save no_save_optim save_keep_last save_retain_interval", lambda a: a.save is not None, "--save"),
     Need("save_retain_interval", lambda a: a.save_keep_last is not None, "--save-keep-last: all are kept anyway"),
-    Need("ckpt_step no_load_optim no_load_rng finetune", _loads, "--load"),
+    Need("no_load_optim no_load_rng finetune", _loads, "--load"),
+    Need("ckpt_step", lambda a: a.load is not None, "--load of a folder with checkpoints"),
 )  # fmt: skip
 """In the order in which a setting's conditions are looked at."""
 

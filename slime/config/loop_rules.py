@@ -76,6 +76,13 @@ def _batches_of_a_worker_mix_versions(args: Args) -> str | None:
             "is kept; use --use-tis or --use-rollout-logprobs")  # fmt: skip
 
 
+def _prompts_are_read_at_once(args: Args) -> str | None:
+    if args.pause_generation_mode != "in_place" or args.sglang["chunked_prefill_size"] == -1:
+        return None
+    return ("got --sglang-chunked-prefill-size with --pause-generation-mode in_place: a prompt read by several weights "
+            "would not show in the versions of its sample; drop it or use retract")  # fmt: skip
+
+
 def _bounds_are_possible(args: Args) -> str | None:
     bound, most = args.max_weight_staleness, args.max_groups_in_flight
     if bound is not None and bound < 0:
@@ -90,8 +97,6 @@ def _bounds_are_possible(args: Args) -> str | None:
 
 
 _BOTH: tuple[Rule, ...] = (
-    _worker_is_not_refused,
-    _worker_has_its_own_ways,
-    _bounds_are_possible,
+    _worker_is_not_refused, _worker_has_its_own_ways, _bounds_are_possible, _prompts_are_read_at_once,
     _batches_of_a_worker_mix_versions,
-)
+)  # fmt: skip

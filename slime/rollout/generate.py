@@ -11,6 +11,7 @@ from typing import Any
 from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import current
+from slime.rollout.generation import before_stop
 
 
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
@@ -51,6 +52,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if "min_new_tokens" in params:
         params["min_new_tokens"] = max(0, min(params["min_new_tokens"] - sample.response_length, budget))
     generation = await context.engine().generate(sample.tokens, params, session_id=sample.session_id)
+    if generation.finish_reason == "abort" and params.get("stop") and context.tokenizer is not None:
+        generation = before_stop(generation, params["stop"], context.tokenizer)
     sample.append_response_tokens(
         generation.tokens,
         log_probs=generation.log_probs,

@@ -69,6 +69,18 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
         )
 
 
+def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> Generation:
+    """An interrupted part without the tokens that may begin a stop string: engines match one in new text only."""
+    stops = [stop] if isinstance(stop, str) else stop
+    begun = max((n for s in stops for n in range(1, len(s)) if part.text.endswith(s[:n])), default=0)
+    num = len(part.tokens)
+    while num and len(tokenizer.decode(part.tokens[num:])) < begun:
+        num -= 1
+    versions = part.weight_version if isinstance(part.weight_version, int) else part.weight_version[:num]
+    text = part.text[: len(part.text) - len(tokenizer.decode(part.tokens[num:]))]
+    return replace(part, tokens=part.tokens[:num], log_probs=part.log_probs[:num], weight_version=versions, text=text)
+
+
 def decode(body: bytes) -> dict[str, Any]:
     """The answer to one prompt. Raises `EngineError` if it is none."""
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 
+from slime.core.errors import EngineError
 from slime.core.lifeline import die_with_parent
 
 ROUTER_FLAG = "--router"
@@ -51,10 +52,14 @@ def serve(arguments: list[str]) -> None:
     """Runs the SGLang server in this process until it ends."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang logs it and goes on
+    if missing:
+        raise EngineError(f"got an SGLang without {sorted(missing)}, where hooks belong; install the pinned version")
     try:
         run_server(prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG]))
     finally:

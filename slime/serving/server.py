@@ -129,7 +129,6 @@ class ServerSpec:
         args: dict[str, Any] = dict(CPU_DEFAULTS) if self.device == "cpu" else {}
         args["skip_server_warmup"] = True  # the first verified weight sync exercises the server instead
         args["weight_version"] = "0"  # what the checkpoint on disk is called before the first sync publishes 1
-        args["incremental_streaming_output"] = True  # otherwise each event of a stream repeats all before it
         if self.random_seed is not None:
             args["random_seed"] = self.random_seed
         if self.memory_saver and self.device == "cuda":
@@ -137,6 +136,7 @@ class ServerSpec:
         # Weight tables name shared experts apart; on some GPUs SGLang would stack them with the routed ones.
         args["disable_shared_experts_fusion"] = True
         args |= self.extra
+        args["incremental_streaming_output"] = True  # otherwise each event of a stream repeats all before it
         args |= {
             "model_path": self.model_path,
             "host": host,

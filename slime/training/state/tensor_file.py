@@ -40,6 +40,7 @@ class TensorFile:
     """A mapped safetensors file. Raises `CheckpointError` that names it if it is damaged."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -53,7 +54,7 @@ class TensorFile:
                 if name != "__metadata__"
             }
             end = 8 + size
-            for dtype, shape, start in sorted(self._tensors.values(), key=lambda t: t[2]):
+            for dtype, shape, start in sorted(self._tensors.values(), key=lambda t: (t[2], math.prod(t[1]))):
                 if start != end:
                     raise ValueError(f"a tensor begins at byte {start} and not at {end}")
                 end += math.prod(shape) * dtype.itemsize
@@ -69,12 +70,10 @@ class TensorFile:
         """All tensors of the file."""
         return tuple(self._tensors)
 
-    def holds(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        return name in self._tensors
-
     def read(self, name: str) -> Tensor:
-        """A view of the mapping."""
+        """A view of the mapping; what is written to it is lost at the next release."""
+        if name not in self._tensors:
+            raise CheckpointError(f"got {self._path} without {name}; it is damaged, load or fetch another one")
         dtype, shape, start = self._tensors[name]
         if not math.prod(shape):
             return torch.empty(shape, dtype=dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.generation import parse_generation
+from slime.rollout.generation import Generation, before_stop, parse_generation
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
@@ -227,3 +229,30 @@ def test_what_an_abort_leaves_without_labels_is_dropped() -> None:
     whole = {**answer(**LABELLED, finish_reason={"type": "abort"}), "output_ids": [4, 5]}
     generation = parse_generation(whole, token_versions=True)
     assert generation.tokens == () and generation.finish_reason == "abort"
+
+
+class Letters:
+    """Each id is a character."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "left"),
+    [
+        ("so </to", ["</tool>"], "so "),
+        ("so </to", "</tool>", "so "),
+        ("a\n", ["\n\n", "END"], "a"),
+        ("<", ["<"], "<"),
+        ("so", ["</tool>"], "so"),
+        ("", ["x"], ""),
+    ],
+)
+def test_an_interrupted_part_ends_before_what_may_begin_a_stop_string(text: str, stop: Any, left: str) -> None:
+    ids = tuple(map(ord, text))
+    part = Generation(ids, (-0.5,) * len(ids), "abort", tuple(range(len(ids))), text)
+    got = before_stop(part, stop, Letters())
+    assert Letters().decode(got.tokens) == got.text == left
+    assert len(got.log_probs) == len(got.weight_version) == len(left)
+    assert replace(part, weight_version=3) == before_stop(replace(part, weight_version=3), ["zzz"], Letters())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples import brief_reward, learnable_groups, small_hooks
+from examples import brief_reward, learnable_groups, small_hooks, stop_early
 from slime.core.sample import Sample, Status
 from slime.rollout.manager import RolloutManager
 from tests.support.fake_engine import FakeEngine
@@ -65,6 +65,37 @@ def test_only_groups_between_too_hard_and_too_easy_are_kept() -> None:
         return learnable_groups.keep(Settings(), samples)
 
     assert (verdict(0, 0).reason, verdict(1, 1).reason, verdict(0, 1).keep) == ("too_hard", "too_easy", True)
+
+
+def test_an_answer_ends_where_the_function_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_early, "END", "D")  # the fake engine says ABCDEFGH, a letter per token
+    engine = FakeEngine(tick_s=0.002)
+
+    async def work(manager: RolloutManager) -> Any:
+        return (await manager.generate(0))[0]
+
+    args = rollout_args(tmp_path, "--custom-generate-function-path", "examples.stop_early:generate")
+    batch = asyncio.run(with_manager(args, engine, work))
+    assert [s.response_length for s in batch.samples] == [4] * 8
+    assert sorted(engine.aborted) == sorted(request["rid"] for request in engine.requests)
+
+
+def test_a_continued_answer_keeps_its_limit(tmp_path: Path) -> None:
+    args = rollout_args(
+        tmp_path, "--custom-generate-function-path", "examples.stop_early:generate", "--partial-rollout"
+    )
+    engine = FakeEngine()
+
+    async def work(manager: RolloutManager) -> Any:
+        for group in (groups := manager._source.get_groups(4)):
+            for sample in group.samples:
+                sample.append_response_tokens([10, 11], log_probs=[-1.0, -1.0], weight_version=1, finish_reason="abort")
+        manager._source.put_back(groups, "aborted")
+        return (await manager.generate(0))[0]
+
+    batch = asyncio.run(with_manager(args, engine, work))
+    assert [s.response_length for s in batch.samples] == [8] * 8
+    assert {request["sampling_params"]["max_new_tokens"] for request in engine.requests} == {6}
 
 
 def test_the_whole_step_is_seen_dropped_groups_included(tmp_path: Path) -> None:

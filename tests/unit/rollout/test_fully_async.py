@@ -151,6 +151,11 @@ def test_the_public_name_means_the_switch(tmp_path: Path, name: str) -> None:
         (["--max-weight-staleness", "-1"], True, "leave it out"),
         (["--fully-async", "--keep-old-actor"], False, "several weights"),
         (["--pause-generation-mode", "retract"], False, "which needs --fully-async"),
+        (
+            ["--fully-async", "--pause-generation-mode", "in_place", "--sglang-chunked-prefill-size", "512"],
+            False,
+            "read by several weights",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -196,12 +196,12 @@ def test_a_group_that_never_answers_is_quarantined_and_survives_a_resume(tmp_pat
 
 
 def test_an_asynchronous_run_quarantines_as_well(tmp_path: Path) -> None:
-    args = rollout_args(tmp_path, *REWARD, "--fully-async", "--request-timeout-s", "0.5", synchronous=False)
+    args = rollout_args(tmp_path, *REWARD, "--fully-async", "--request-timeout-s", "1.5", synchronous=False)
     engine = OneSilentRequest()
 
     async def work(manager: RolloutManager) -> None:
         trained: set[int] = set()
-        for step in range(9):
+        for step in range(12):
             batch, metrics = await manager.generate(step)
             if metrics["rollout/num_quarantined_groups"]:
                 (held,) = [g for g in manager._source.state_dict()["in_flight"] if g["group_index"] == 0]

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime.core.errors import CheckpointError, DeadlineExceeded
 from slime.training.state.async_save import BackgroundSave
@@ -22,6 +23,7 @@ from slime.training.state.checkpoint import (
     prune,
     verify,
 )
+from slime.training.state.pieces import FORMAT, PieceReader, write_meta, write_tensors
 
 
 def _write(root: Path, rollout_id: int, content: str = "weights") -> Path:
@@ -225,3 +227,16 @@ def test_a_save_that_does_not_end_is_named() -> None:
         background.start(dict, what="the checkpoint of step 2")
     end.set()
     assert background.finish(limit_s=10) == {"ended": 1.0}
+
+
+def test_a_tensor_of_a_rank_does_not_live_in_the_file(tmp_path: Path) -> None:
+    """Generators keep what they are given, and retention removes the file."""
+    state, file = torch.arange(9, dtype=torch.uint8), tmp_path / "rank_00000.safetensors"
+    write_tensors(file, {"rng/torch": state})
+    write_meta(file.with_suffix(".json"), {"format": FORMAT, "layout": {"world_size": 1}, "pieces": []})
+    reader = PieceReader(tmp_path)
+    kept = reader.tensor(0, "rng/torch")
+    with file.open("r+b") as damaged:
+        damaged.write(bytes(file.stat().st_size))
+    reader.tensor(0, "rng/torch")
+    assert torch.equal(kept, state)

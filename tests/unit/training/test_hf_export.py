@@ -118,6 +118,14 @@ def test_a_tensor_is_a_view_of_its_file_that_outlives_a_release_and_the_reader(s
     assert got.keys() == held.keys() and all(torch.equal(got[n], held[n]) for n in held)
 
 
+def test_an_empty_tensor_may_stand_anywhere_in_the_header(source: Path) -> None:
+    spans = {"full": ([2], [0, 8]), "empty": ([0], [0, 0])}
+    header = json.dumps({n: {"dtype": "F32", "shape": s, "data_offsets": at} for n, (s, at) in spans.items()}).encode()
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with HfReader(source) as read:
+        assert read("empty").shape == (0,) and torch.equal(read("full"), torch.zeros(2))
+
+
 @pytest.mark.parametrize("damage", ["cut", "longer", "header", "empty", "gone", "index", "elsewhere", "away"])
 def test_a_damaged_file_is_named(damage: str, source: Path) -> None:
     file, index = source / "model-00001-of-00001.safetensors", source / "model.safetensors.index.json"
