@@ -1,14 +1,13 @@
 """Weights change under running requests on the real engine, and each token is labelled with those that sampled it.
 
-Odd versions are a random model, even ones have an output layer of zeros: there each log-prob is exactly
--ln(vocabulary), so that a token tells by itself what sampled it.
+Odd and even versions are models in which a token has a log-prob that it cannot have in the other, so that it tells by
+itself what sampled it (`tests.support.labelled_engine`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import shutil
 from collections import Counter
 from contextlib import aclosing
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from slime.rollout.client import EngineClient
@@ -24,31 +22,37 @@ from slime.rollout.generation import Generation
 from slime.serving.control import HttpEngineControl
 from slime.serving.router import Router
 from slime.serving.server import ServerSpec, SGLangServer
+from tests.support.labelled_engine import labelled, log_prob
 from tests.support.rollout import rollout_args
-from tests.support.tiny import VOCAB_SIZE
 
-UNIFORM = -math.log(VOCAB_SIZE)
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
 
 
+Models = tuple[Path, Path]
+EVEN_AS, ODD_AS = 0, 8
+"""The versions of `labelled` that all even and all odd versions are."""
+
+
 @pytest.fixture(scope="module")
-def even_model(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of even versions."""
-    even = Path(shutil.copytree(tiny_model_path, tmp_path_factory.mktemp("models") / "even"))
-    tensors = load_file(even / "model.safetensors")
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
-    save_file(tensors, even / "model.safetensors", metadata={"format": "pt"})
-    return even
+def models(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The models of even and of odd versions."""
+    made = []
+    for version in (EVEN_AS, ODD_AS):
+        made.append(Path(shutil.copytree(tiny_model_path, tmp_path_factory.mktemp("models") / str(version))))
+        tensors = load_file(made[-1] / "model.safetensors")
+        save_file(labelled(tensors, version), made[-1] / "model.safetensors", metadata={"format": "pt"})
+    return made[0], made[1]
 
 
 class Updates:
     """Publishes versions to one engine as `weights.publish` does."""
 
-    def __init__(self, url: str, odd: Path, even: Path) -> None:
-        self._control, self._models = HttpEngineControl(url, 1, 60.0), (even, odd)
+    def __init__(self, url: str, models: Models) -> None:
+        self._control, self._models = HttpEngineControl(url, 1, 60.0), models
 
-    def publish(self, version: int, mode: str) -> None:
-        model = self._models[version % 2]
+    def publish(self, version: int, mode: str, model: Path | str | None = None) -> None:
+        """`model`: of `version`, if it is another one."""
+        model = model or self._models[version % 2]
         self._control.pause(mode)
         if mode == "abort":
             self._control.flush_cache()
@@ -91,22 +95,22 @@ def check(results: list[Generation]) -> int:
     for result in results:
         labels: Any = result.weight_version
         assert result.finish_reason == "length" and list(labels) == sorted(labels), "versions go up"
-        wrong = [i for i, (p, v) in enumerate(zip(result.log_probs, labels, strict=True))
-                 if (abs(p - UNIFORM) < 2e-6) != (v % 2 == 0)]  # fmt: skip
+        told = zip(result.tokens, result.log_probs, labels, strict=True)
+        wrong = [i for i, (token, p, v) in enumerate(told) if abs(p - log_prob(token, (EVEN_AS, ODD_AS)[v % 2])) > 1e-5]
         assert not wrong, f"tokens {wrong} of {len(labels)} have the label of other weights"
     return sum(len(set(r.weight_version)) > 1 for r in results)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_each_token_is_labelled_with_the_weights_that_sampled_it(
-    mode: str, engine_server: SGLangServer, router: Router, even_model: Path
+    mode: str, engine_server: SGLangServer, router: Router, models: Models
 ) -> None:
-    updates = Updates(engine_server.url, Path(engine_server.model_path), even_model)
+    updates = Updates(engine_server.url, models)
     try:
         updates.publish(1, "abort")
         results = asyncio.run(work(router.url, updates, mode, num_requests=70, num_tokens=60, last=4, pause_s=0.4))
     finally:
-        updates.publish(1, "abort")
+        updates.publish(1, "abort", engine_server.model_path)
     assert check(results) >= 40, "too few requests lived through a publication"
 
 
@@ -133,7 +137,7 @@ def test_leaving_a_stream_ends_the_request_in_the_engine(engine_server: SGLangSe
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("more", [[], ["--sglang-disable-overlap-schedule"]])
 def test_labels_are_exact_on_the_engine_of_a_run(
-    mode: str, more: list[str], tiny_model_path: Path, even_model: Path, tmp_path: Path
+    mode: str, more: list[str], tiny_model_path: Path, models: Models, tmp_path: Path
 ) -> None:
     (tmp_path / "model").symlink_to(tiny_model_path)
     flags = ["--fully-async", "--pause-generation-mode", mode, "--no-bf16", *more]
@@ -143,7 +147,7 @@ def test_labels_are_exact_on_the_engine_of_a_run(
     server.start()
     try:
         server.wait_ready(timeout_s=300)
-        updates = Updates(server.url, tiny_model_path, even_model)
+        updates = Updates(server.url, models)
         updates.publish(1, "abort")
         load = work(server.url, updates, mode, num_requests=160, num_tokens=200, last=12, pause_s=1.0)
         results = asyncio.run(load)
