@@ -121,7 +121,7 @@ def _patch_torch_facade() -> PatchReport:
     import torch
 
     facade: Any = None
-    for name, module in sys.modules.copy().items():  # atomic: another thread may be importing
+    for name, module in sys.modules.copy().items():  # in one go: a thread or a finalizer may import
         if not name.startswith("megatron.core"):
             continue
         held = vars(module).get("torch")
