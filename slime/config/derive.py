@@ -144,7 +144,7 @@ FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
 def _fully_async(draft: Draft) -> None:
     v = draft.values
     refused = "fully_async" in draft.given and not v["fully_async"]
-    if v["rollout_function_path"].replace(":", ".") == FULLY_ASYNC and not refused:
+    if v["rollout_function_path"] == FULLY_ASYNC and not refused:
         draft.given.discard("rollout_function_path")
         draft.derive("rollout_function_path", HookArgs.rollout_function_path, f"{FULLY_ASYNC} means --fully-async")
         draft.derive("fully_async", True, f"--rollout-function-path {FULLY_ASYNC}")
@@ -175,7 +175,7 @@ SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
 def _sft(draft: Draft) -> None:
     v = draft.values
     dotted = v["rollout_function_path"].replace(":", ".")
-    if dotted in (SFT_ROLLOUT, HookArgs.rollout_function_path):
+    if dotted in (SFT_ROLLOUT, FULLY_ASYNC, HookArgs.rollout_function_path):
         v["rollout_function_path"] = dotted  # rules know the built-in ones by one spelling
     if v["loss_type"] != "sft_loss":
         return

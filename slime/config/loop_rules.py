@@ -54,7 +54,7 @@ def _one_step_off_has_no_bound(args: Args) -> str | None:
 
 
 def _worker_is_not_refused(args: Args) -> str | None:
-    if args.rollout_function_path.replace(":", ".") != FULLY_ASYNC:
+    if args.rollout_function_path != FULLY_ASYNC:
         return None
     return "got --no-fully-async with --rollout-function-path of its worker; drop one of the two"
 

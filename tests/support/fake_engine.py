@@ -16,6 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.support.loopback import served
+
 
 @dataclass
 class FakeEngine:
@@ -123,15 +125,9 @@ async def serve(engine: FakeEngine) -> AsyncIterator[FakeEngine]:
     app.router.add_post("/generate", engine.generate)
     app.router.add_post("/abort_request", engine.abort)
     app.router.add_get("/workers", engine.workers)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    assert site._server is not None
-    engine.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    try:
-        yield engine
-    finally:
-        for stop in engine.running.values():
-            stop.set()
-        await runner.cleanup()
+    async with served(app) as engine.url:
+        try:
+            yield engine
+        finally:
+            for stop in engine.running.values():
+                stop.set()

@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from tests.support.loopback import served
+
 
 @dataclass
 class SwallowingProxy:
@@ -47,14 +49,8 @@ async def swallowing(target: str, to_swallow: int = 1) -> AsyncIterator[Swallowi
     proxy = SwallowingProxy(target, to_swallow)
     app = web.Application(client_max_size=2**26)
     app.router.add_route("*", "/{path:.*}", proxy.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    assert site._server is not None
-    proxy.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    try:
-        yield proxy
-    finally:
-        proxy._over.set()
-        await runner.cleanup()
+    async with served(app) as proxy.url:
+        try:
+            yield proxy
+        finally:
+            proxy._over.set()

@@ -14,6 +14,7 @@ from slime.core.sample import Sample
 from slime.rewards.graders import GraderOptions, load_grader, remote
 from slime.rewards.pool import GraderPool
 from slime.rewards.types import Scored, Unscored
+from tests.support.loopback import served
 
 Answer = Callable[[Any], tuple[int, Any]]
 
@@ -33,17 +34,11 @@ def serve(answer: Answer, work: Callable[[str, list[Any]], Awaitable[Any]]) -> A
     async def main() -> Any:
         app = web.Application()
         app.router.add_post("/rm", handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        port = site._server.sockets[0].getsockname()[1]
-        try:
-            return await work(f"http://127.0.0.1:{port}/rm", seen)
-        finally:
-            await remote.close()
-            await runner.cleanup()
+        async with served(app) as url:
+            try:
+                return await work(f"{url}/rm", seen)
+            finally:
+                await remote.close()
 
     return asyncio.run(main())
 
