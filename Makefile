@@ -40,8 +40,8 @@ demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before an
 test: $(STAMP) ## everything but the slow tests, real engines included
 	$(PYTEST) -m "not slow" tests
 
-test-all: $(STAMP) ## every test
-	$(PYTEST) tests
+test-all: $(STAMP) ## every test, and new examples for the properties
+	$(PYTEST) --hypothesis-profile=explore tests
 
 check: $(STAMP) ## lint, format, types, import contracts
 	$(PY) -m ruff check .

@@ -7,8 +7,11 @@ tests start real engines and get longer.
 from __future__ import annotations
 
 import os
+import random
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -24,8 +27,10 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# A busy machine is no failure of a law: the limits of whole tests are in TIMEOUTS_S.
-settings.register_profile("slime", deadline=None)
+# A busy machine is no failure of a law: the limits of whole tests are in TIMEOUTS_S. Nor is chance: `make test` tries
+# the same examples every time, `make test-all` looks for new ones.
+settings.register_profile("slime", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("slime")
 
 TIMEOUTS_S = {"unit": 60, "contract": 300, "e2e": 900, "gpu": 900}
@@ -41,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUTS_S[folder]))
         if (folder == "gpu" or item.get_closest_marker("gpu")) and not Path("/dev/nvidiactl").exists():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same numbers, alone or after others."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from slime.weights.publish import publish
 from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import TensorTransport
+from tests.support.engine_state import num_running
 from tests.support.tiny import VOCAB_SIZE
 
 LOGIT_STEP = 0.125
@@ -96,15 +96,10 @@ class LabelledEngine:
 
     async def num_running(self) -> int:
         """An abort needs a moment to reach the scheduler."""
-        deadline = time.monotonic() + 2.0
-        while (num := await asyncio.to_thread(self._num_running)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 10.0
+        while (num := await asyncio.to_thread(num_running, self.url)) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return num
-
-    def _num_running(self) -> int:
-        with urllib.request.urlopen(f"{self.url}/v1/loads?include=core", timeout=30) as response:
-            loads = json.load(response)["loads"]
-        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     def versions(self, sample: Sample) -> list[int]:
         """[R] the version up to now that gives the token its log-prob; -1 if none does."""

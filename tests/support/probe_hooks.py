@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from examples.multi_turn_tools import converse
 from slime.core.sample import Sample
@@ -40,6 +42,25 @@ async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
     for sibling in (nest[0][0], *nest[1]):
         _score(sibling)
     return nest
+
+
+TOGETHER = 4
+"""Groups of two executions that `together` and `together_fan_out` let finish at one moment; later ones take long."""
+_barriers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Barrier] = WeakKeyDictionary()
+
+
+async def together(args: Any, sample: Sample, sampling_params: dict[str, Any], execute: Any = single) -> Any:
+    """As `single`; which groups are finished when the batch is full is no matter of chance."""
+    if (sample.group_index or 0) >= TOGETHER:
+        return await execute(args, sample, {**sampling_params, "max_new_tokens": 300, "ignore_eos": True})
+    result = await execute(args, sample, sampling_params)
+    await _barriers.setdefault(asyncio.get_running_loop(), asyncio.Barrier(2 * TOGETHER)).wait()
+    return result
+
+
+async def together_fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """As `fan_out`, in the same way."""
+    return await together(args, sample, sampling_params, fan_out)
 
 
 async def conversation(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

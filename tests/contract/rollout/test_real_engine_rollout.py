@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import time
-import urllib.request
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from slime.core.errors import RequestRejected
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.manager import RolloutManager
+from tests.support.engine_state import num_running, relabel
 from tests.support.rollout import rollout_args, write_prompts
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 64, "skip_special_tokens": False}
@@ -22,24 +21,26 @@ PROMPT = [2, 40, 41, 42]
 EOS = 1
 
 
-def http(url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        text = response.read()
-    return json.loads(text) if text else None
-
-
 @pytest.fixture
 def front(engine_server: Any, router: Any) -> Any:
     """The router, before an engine that serves as version 1."""
-    http(f"{engine_server.url}/update_weight_version", {"new_version": "1", "abort_all_requests": False})
+    relabel(engine_server.url, 1)
     return router
 
 
-def num_running(engine_server: Any) -> int:
-    loads = http(f"{engine_server.url}/v1/loads?include=core")["loads"]
-    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+def runs_on(engine_server: Any) -> bool:
+    """Whether requests are left in the engine; what has just ended is counted until its scheduler's next turn."""
+    return all(num_running(engine_server.url) for _ in range(3))
+
+
+async def until_sampled(client: EngineClient) -> None:
+    """Returns when requests that were sent before have got some tokens: a later one has."""
+    async with aclosing(client.stream(PROMPT, {**PARAMS, "max_new_tokens": 900, "ignore_eos": True})) as parts:
+        seen = 0
+        async for part in parts:
+            seen += len(part.tokens)
+            if seen >= 10:
+                return
 
 
 def with_client(url: str, work: Callable[[EngineClient], Awaitable[Any]], **settings: Any) -> Any:
@@ -71,8 +72,8 @@ def test_trained_ids_are_the_sampled_ones_and_hold_the_end_token(front: Any) -> 
 
 def test_stop_strings_and_stop_tokens_are_in_the_ids(front: Any) -> None:
     async def work(client: EngineClient) -> Any:
-        tokens = client.generate(PROMPT, {**PARAMS, "stop_token_ids": list(range(60, 90))})
-        strings = client.generate(PROMPT, {**PARAMS, "stop": list("abcdefghijklm")})
+        tokens = client.generate(PROMPT, {**PARAMS, "stop_token_ids": list(range(60, 90)), "max_new_tokens": 400})
+        strings = client.generate(PROMPT, {**PARAMS, "stop": list("abcdefghijklm"), "max_new_tokens": 400})
         return await asyncio.gather(tokens, strings)
 
     by_token, by_string = with_client(front.url, work)
@@ -90,20 +91,23 @@ def test_a_prompt_beyond_the_context_is_refused_at_once(front: Any) -> None:
 
 
 def test_a_cancelled_request_leaves_the_engine(front: Any, engine_server: Any) -> None:
+    """A request that is as long, and was sent before those that are cancelled, runs on alone."""
+
     async def work(client: EngineClient) -> None:
         long = {**PARAMS, "max_new_tokens": 900, "ignore_eos": True}
-        tasks = [asyncio.create_task(client.generate(PROMPT, long)) for _ in range(4)]
-        await asyncio.sleep(0.3)
+        other, *tasks = [asyncio.create_task(client.generate(PROMPT, long)) for _ in range(5)]
+        await until_sampled(client)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await client.drain()
+        while not other.done() and await asyncio.to_thread(num_running, engine_server.url) != 1:
+            pass
+        assert not other.done(), "cancelled requests ran to their ends"
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
 
     with_client(front.url, work)
-    deadline = time.monotonic() + 1.5
-    while num_running(engine_server) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert num_running(engine_server) == 0
 
 
 def test_an_aborted_scope_returns_partial_tokens_that_can_be_continued(front: Any) -> None:
@@ -112,11 +116,11 @@ def test_an_aborted_scope_returns_partial_tokens_that_can_be_continued(front: An
         REQUEST_SCOPE.set(scope)
         long = {**PARAMS, "max_new_tokens": 900, "ignore_eos": True}
         task = asyncio.create_task(client.generate(PROMPT, long))
-        await asyncio.sleep(0.5)
-        await client.abort_scope(scope)
-        partial = await asyncio.wait_for(task, 5)
-        assert partial.finish_reason == "abort" and 0 < len(partial.tokens) == len(partial.log_probs) < 900
         REQUEST_SCOPE.set(None)
+        await until_sampled(client)
+        await client.abort_scope(scope)
+        partial = await task
+        assert partial.finish_reason == "abort" and 0 < len(partial.tokens) == len(partial.log_probs) < 900
         rest = await client.generate([*PROMPT, *partial.tokens], {**long, "max_new_tokens": 5})
         assert len(rest.tokens) == 5 and rest.prompt_tokens == len(PROMPT) + len(partial.tokens)
 
@@ -136,7 +140,7 @@ def test_steps_and_evaluation_through_the_router(front: Any, engine_server: Any,
             seen: set[int] = set()
             for step in range(3):
                 batch, metrics = await manager.generate(step)
-                assert num_running(engine_server) == 0, "a request outlived its rollout"
+                assert not runs_on(engine_server), "a request outlived its rollout"
                 groups = {s.group_index for s in batch.samples}
                 assert len(groups) == 4 and not groups & seen
                 seen |= groups

@@ -5,26 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.rollout.manager import BUFFER_FILE, RolloutManager
+from tests.support.engine_state import relabel
 from tests.support.rollout import rollout_args
 from tests.support.swallowing_proxy import SwallowingProxy, swallowing
 
 pytestmark = pytest.mark.slow
 HOOKS = str(Path(__file__).parents[2] / "unit" / "rollout" / "rollout_hooks.py")
 LIMIT_S = 10
-
-
-def label(url: str, version: int) -> None:
-    """What the engine calls its weights."""
-    body = json.dumps({"new_version": str(version), "abort_all_requests": False}).encode()
-    request = urllib.request.Request(f"{url}/update_weight_version", body, {"content-type": "application/json"})
-    urllib.request.urlopen(request, timeout=30).close()
 
 
 def settings(tmp_path: Path, engine_server: Any, *flags: str, synchronous: bool) -> Any:
@@ -42,7 +35,7 @@ async def step(manager: RolloutManager, number: int, url: str, trained: set[int]
     assert len(groups) == 8 and len(batch.samples) == 64 and not groups & trained
     trained |= groups
     ledger = manager.commit(number)
-    await asyncio.to_thread(label, url, number + 2)
+    await asyncio.to_thread(relabel, url, number + 2)
     return metrics, ledger
 
 
@@ -102,14 +95,14 @@ async def without_pause(args: Any, router_url: str, engine_url: str, folder: Pat
 
 
 def test_the_others_train_and_the_group_survives_a_resume(tmp_path: Path, engine_server: Any, router: Any) -> None:
-    label(engine_server.url, 1)
+    relabel(engine_server.url, 1)
     args = settings(tmp_path, engine_server, synchronous=True)
     asyncio.run(in_turn(args, router.url, engine_server.url, tmp_path))
-    label(engine_server.url, 1)
+    relabel(engine_server.url, 1)
 
 
 def test_a_worker_goes_on_and_the_group_survives_a_resume(tmp_path: Path, engine_server: Any, router: Any) -> None:
-    label(engine_server.url, 1)
+    relabel(engine_server.url, 1)
     args = settings(tmp_path, engine_server, "--fully-async", "--max-groups-in-flight", "10", synchronous=False)
     asyncio.run(without_pause(args, router.url, engine_server.url, tmp_path))
-    label(engine_server.url, 1)
+    relabel(engine_server.url, 1)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slime.rollout.manager import RolloutManager
+from tests.support.engine_state import relabel
 from tests.support.rollout import rollout_args
 
 
 def test_a_teacher_with_the_students_weights_agrees_with_it(engine_server: Any, router: Any, tmp_path: Path) -> None:
-    body = json.dumps({"new_version": "1", "abort_all_requests": False}).encode()
-    url = f"{engine_server.url}/update_weight_version"
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    urllib.request.urlopen(request, timeout=30).close()
+    relabel(engine_server.url, 1)
     args = rollout_args(tmp_path, "--use-opd", "--opd-type", "sglang", "--opd-teacher-url", router.url)
 
     async def main() -> Any:

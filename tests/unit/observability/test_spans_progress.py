@@ -21,7 +21,10 @@ def test_times_are_summed_by_name_and_drained() -> None:
         with recorder("train"):
             time.sleep(0.01)
     times = recorder.collect()
-    assert set(times) == {"perf/train_time", "perf/step_time"} and 0.03 <= times["perf/train_time"] < 0.5
+    assert (
+        set(times) == {"perf/train_time", "perf/step_time"}
+        and 0.03 <= times["perf/train_time"] <= times["perf/step_time"]
+    )
     assert set(recorder.collect()) == {"perf/step_time"}
 
 
@@ -60,10 +63,10 @@ def test_a_line_says_how_far_how_long_and_how_silent() -> None:
 def test_heartbeats_come_without_any_progress_and_end_with_the_block(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="slime.progress"):
         with Progress("waiting", every_s=0.02, tty=False):
-            time.sleep(0.15)
+            while len(caplog.records) < 2:  # the limit of the test ends it
+                time.sleep(0.02)
         num_lines = len(caplog.records)
         time.sleep(0.1)
-    assert num_lines >= 2
     assert len(caplog.records) == num_lines
 
 
