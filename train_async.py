@@ -33,9 +33,9 @@ def train_async(args: Args) -> None:
             if publishes:
                 if following is not None:
                     run.wait_for_generation(following)
-                run.publish_weights()
+                run.publish_weights(ends_requests=run.saves_after(rollout_id))
             if run.saves_after(rollout_id) and args.fully_async:
-                run.save(rollout_id)  # what the publication interrupted is back in the buffer now, with its tokens
+                run.save(rollout_id)  # with the tokens of what the publication ended
             if publishes and (not args.fully_async or rollout_id == start or run.saves_after(rollout_id)):
                 run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
             if run.evaluates_after(rollout_id):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,9 @@ for _name, _value in {
     "MPLBACKEND": "Agg",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# A shell that puts the tests in the background makes them, and what they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure of a law: the limits of whole tests are in TIMEOUTS_S. Nor is chance: `make test` tries
 # the same examples every time, `make test-all` looks for new ones.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +86,7 @@ def to_json(group: Group, *, finished: bool = False) -> str:
     their text: they start over after a resume. Raises `DataError` if a user put something else than JSON into it.
     """
     try:
-        return json.dumps(group.with_samples([_with_bounded_text(s, finished) for s in group.samples]).to_dict())
+        return group.with_samples([_with_bounded_text(s, finished) for s in group.samples]).to_json()
     except (TypeError, ValueError) as error:
         raise DataError(
             f"got group {group.group_index} holding something that is not JSON ({error}), because the buffer is part "

@@ -72,7 +72,7 @@ class RolloutActor:
         return self._manager.commit(rollout_id)
 
     async def save(self, directory: str) -> None:
-        self._manager.save(Path(directory))
+        await self._manager.save(Path(directory))
 
     async def load(self, directory: str) -> None:
         self._manager.load(Path(directory))

@@ -145,8 +145,11 @@ class Run:
             with span("wake_up"):
                 self._on_trainers("wake")
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, *, ends_requests: bool = False) -> None:
         """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
+
+        `ends_requests`: those of `--fully-async` end whatever `--pause-generation-mode` says, and start again with the
+        tokens they got, which a checkpoint then holds.
 
         Colocated, memory changes hands in the only order that fits: engine weights in, trainer out, KV cache in.
         Without a trainer (--debug-rollout-only) the engines serve what they loaded, as version 0.
@@ -155,7 +158,7 @@ class Run:
             return
         if self.args.offload_rollout and self._admitted:
             self._on_engines("resume_memory", ["weights"])
-        ends_requests = self.args.fully_async and self.args.pause_generation_mode == "abort"
+        ends_requests = self.args.fully_async and (ends_requests or self.args.pause_generation_mode == "abort")
         with span("update_weights"):
             if ends_requests:  # an engine that has to end them itself takes a second to see that they have ended
                 wait_for([self._rollout.hold.remote()], for_what="requests to end", limit_s=60)

@@ -14,15 +14,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import orjson
+
 from slime.core.errors import DataError
 
 NOT_SAMPLED = -1
 """Weight version of a token that no engine sampled (a prompt, a tool result)."""
+PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs")
+"""The fields of a sample that are lists of numbers, as long as its text or its response."""
 
 
 class Status(str, Enum):
@@ -163,14 +169,26 @@ class Sample:
 
     def copy(self) -> Sample:
         """Shares nothing with this one. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
-        lists = (self.tokens, self.loss_mask, self.rollout_log_probs, self.token_versions, self.teacher_log_probs)
+        lists = (getattr(self, name) for name in PER_TOKEN)
         return copy.deepcopy(self, {id(values): list(values) for values in lists if values is not None})
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy; `from_dict` restores it exactly."""
-        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        out["status"] = self.status.value
-        return out
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": self.status.value}
+
+    def to_json(self, *, allow_nan: bool = True) -> bytes:
+        """`to_dict` as JSON, at a microsecond per ten tokens; `json` takes ten times as long on lists of numbers.
+
+        Raises `TypeError` or `ValueError` on what is not JSON; without `allow_nan`, on NaN and infinity, too.
+        """
+
+        def part(name: str, value: Any) -> Any:
+            if name in PER_TOKEN and value and math.isfinite(sum(value)):
+                return value
+            return orjson.Fragment(json.dumps(value, allow_nan=allow_nan))  # orjson alone would write NaN as null
+
+        parts = {name: part(name, value) for name, value in self.to_dict().items()}
+        return orjson.dumps(parts, option=orjson.OPT_SERIALIZE_NUMPY)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
@@ -213,6 +231,12 @@ class Group:
             "attempts": self.attempts,
             "samples": [s.to_dict() for s in self.samples],
         }
+
+    def to_json(self, *, allow_nan: bool = True) -> str:
+        """`to_dict` as JSON. Raises as `Sample.to_json` does."""
+        samples = [orjson.Fragment(s.to_json(allow_nan=allow_nan)) for s in self.samples]
+        out = {"group_index": self.group_index, "attempts": self.attempts, "samples": samples}
+        return orjson.dumps(out).decode()
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Group:

@@ -24,7 +24,7 @@ from typing import Any
 
 from slime.config.graders import base_type
 from slime.core.errors import ConfigError, SlimeError
-from slime.core.sample import Sample
+from slime.core.sample import PER_TOKEN, Sample
 from slime.rewards.graders import ASYNC_TYPES, SLOW_TYPES, GraderOptions
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
@@ -242,18 +242,8 @@ def _num_chars(value: Any) -> int:
 
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
     """The sample as JSON; unless `whole`, without the per-token lists: most of the bytes, read by no built-in."""
-    fields = sample.to_dict()
-    if whole:
-        return fields
-    fields.update(
-        tokens=[],
-        loss_mask=None,
-        rollout_log_probs=None,
-        token_versions=None,
-        teacher_log_probs=None,
-        response_length=0,
-    )
-    return fields
+    without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
+    return sample.to_dict() | without
 
 
 def _scores(reply: dict[str, Any], num_samples: int) -> list[Score]:

@@ -37,7 +37,7 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
         for samples in groups:
             index = samples[0].group_index
             assert index is not None, f"a finished sample without group_index in step {rollout_id}"
-            lines.append(json.dumps(Group(index, tuple(samples)).to_dict(), allow_nan=False))
+            lines.append(Group(index, tuple(samples)).to_json(allow_nan=False))
     except (TypeError, ValueError) as problem:
         raise DataError(
             f"got a sample that cannot be recorded ({problem}); keep metadata, label and reward plain JSON"

@@ -13,11 +13,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import json
 import logging
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class RolloutManager:
         """Scores the held-out data with the weights that the engines hold now."""
         started = time.monotonic()
         path = self._args.eval_function_path
-        with self._context(rollout_id) as context, use(context):
+        with self._context(rollout_id) as context:
             output = await (
                 evaluate(context, rollout_id) if path is None else self._call(path, "eval", rollout_id, evaluation=True)
             )
@@ -198,9 +199,9 @@ class RolloutManager:
         metrics: dict[str, float] = self._source.metrics()
         return metrics
 
-    def save(self, directory: Path) -> None:
-        """Writes the Data Buffer into `directory`."""
-        self._source.save(directory / BUFFER_FILE, rollout_id=self._last_step)
+    async def save(self, directory: Path) -> None:
+        """Writes the Data Buffer into `directory`; requests and graders are answered meanwhile."""
+        await asyncio.to_thread(self._source.save, directory / BUFFER_FILE, rollout_id=self._last_step)
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote. Raises `CheckpointError`."""
@@ -218,19 +219,24 @@ class RolloutManager:
 
     # ---- parts ---------------------------------------------------------------------------------------------------
 
-    def _context(self, rollout_id: int) -> _ContextBlock:
-        return _ContextBlock(
-            self._progress,
-            RolloutContext(
-                args=self._args, client=self._client, tokenizer=self._tokenizer, graders=self._graders,
-                progress=Progress(), loop=asyncio.get_running_loop(), rollout_id=rollout_id,
-                teacher=self._teacher, eval_datasets=self._eval_datasets,
-            ),
+    @contextlib.contextmanager
+    def _context(self, rollout_id: int) -> Iterator[RolloutContext]:
+        """What functions called in the block see; its progress shows in the manager's."""
+        context = RolloutContext(
+            args=self._args, client=self._client, tokenizer=self._tokenizer, graders=self._graders,
+            progress=Progress(), loop=asyncio.get_running_loop(), rollout_id=rollout_id,
+            teacher=self._teacher, eval_datasets=self._eval_datasets,
         )  # fmt: skip
+        self._progress.append(context.progress)
+        try:
+            with use(context):
+                yield context
+        finally:
+            self._progress.remove(context.progress)
 
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         path = self._args.rollout_function_path
-        with self._context(rollout_id) as context, use(context):
+        with self._context(rollout_id) as context:
             if self._args.fully_async:
                 self._worker = self._worker or RolloutWorker(context, self._source)
                 return await self._worker.step(context, rollout_id)
@@ -291,21 +297,6 @@ class RolloutManager:
         gpus = max(int(self._args.rollout_num_gpus or 0), 1)
         speed = {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": tokens / max(seconds, 1e-9) / gpus}
         return {**output.metrics, **speed}
-
-
-@dataclasses.dataclass(slots=True)
-class _ContextBlock:
-    """A context whose progress shows in the manager's while the block runs."""
-
-    shown: list[Progress]
-    context: RolloutContext
-
-    def __enter__(self) -> RolloutContext:
-        self.shown.append(self.context.progress)
-        return self.context
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shown.remove(self.context.progress)
 
 
 def _vocab_size(hf_checkpoint: str) -> int | None:

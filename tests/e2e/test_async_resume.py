@@ -78,11 +78,27 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
             Point("slime.rollout.loop", "StepLoop._check_failed", 1, "before"),  # a group is quarantined
         ],
     ),
+    "retract": (
+        [*FULLY_ASYNC, "--pause-generation-mode", "retract"],
+        [
+            Point(BUFFER, "DataBuffer.put_finished", 22, "after"),
+            Point(PUBLISH, "_Publication.pause", 4, "after", "process"),
+            Point(BUFFER, "DataBuffer.put_back", 9, "after"),
+        ],
+    ),
+    "in_place": (
+        [*FULLY_ASYNC, "--pause-generation-mode", "in_place"],
+        [
+            Point(BUFFER, "DataBuffer.save", 3, "after"),
+            Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
+            Point(PUBLISH, "_Publication.resume", 3, "before"),
+        ],
+    ),
     "one-step-off": (
         [],
         [
             Point(BUFFER, "DataBuffer.mark_trained", 2, "before"),
-            Point(MANAGER, "RolloutManager.save", 2, "after"),
+            Point(BUFFER, "DataBuffer.save", 2, "after"),
             Point(PUBLISH, "_Publication.pause", 3, "after"),
             Point(BUFFER, "DataBuffer.get_groups", 3, "after"),
         ],

@@ -151,11 +151,6 @@ class Traces:
         return found
 
 
-def _hear_ctrl_c() -> None:
-    """A shell that puts the tests in the background makes them, and what they start, ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class RealRun:
     """One process tree. Use as a context manager: whatever happens in the block, its driver is ended."""
 
@@ -180,7 +175,6 @@ class RealRun:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_hear_ctrl_c,
             )
         self.traces = Traces(self._driver.pid)
         self._over = threading.Event()

@@ -162,7 +162,7 @@ def test_groups_go_round_through_the_buffer_and_its_filter(
         manager.commit(0)
         assert metrics["rollout/num_surplus_groups"] == metrics["rollout/num_aborted_groups"] == 2
         waiting: list[Group] = list(manager._source._queue)
-        manager.save(tmp_path)
+        await manager.save(tmp_path)
         manager.load(tmp_path)
         manager._args = rollout_args(tmp_path, *flags[:-3], "--hf-checkpoint", str(engine_server.model_path),
                                      "--rollout-batch-size", "2", "--partial-rollout")  # fmt: skip

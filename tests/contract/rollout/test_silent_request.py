@@ -53,7 +53,7 @@ async def in_turn(args: Any, router_url: str, engine_url: str, folder: Path) -> 
             assert metrics["rollout/num_quarantined_groups"] == 1 and metrics["rollout/num_failed_groups"] == 0
             assert ledger["data/returned/quarantined"] == 1 and 0 not in trained
             assert sum(is_the_prompt_of(proxy, r) for r in proxy.requests) == 8, "not issued again in its step"
-            manager.save(folder)
+            await manager.save(folder)
         finally:
             await manager.close()
     buffered = json.loads((folder / BUFFER_FILE).read_text())["buffered"]
@@ -79,7 +79,7 @@ async def without_pause(args: Any, router_url: str, engine_url: str, folder: Pat
             metrics, ledger = await step(manager, 1, engine_url, trained)
             assert metrics["rollout/num_quarantined_groups"] + ledger["data/returned/quarantined"] >= 1
             assert len(proxy.swallowed) == 1 and 0 not in trained
-            manager.save(folder)
+            await manager.save(folder)
         finally:
             await manager.close()
     manager = RolloutManager(args, router_url=router_url, num_engines=1)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import MAX_SAVED_TEXT
 from slime.buffer.origin import note_quarantines, num_quarantines
 from slime.core.errors import LedgerError
 from slime.core.prompt import Fingerprint, PromptRow
-from slime.core.sample import Group, Status
+from slime.core.sample import Group, Sample, Status
 
 
 class Rows:
@@ -41,6 +45,31 @@ def extend(group: Group, version: int) -> None:
     for sample in group.samples:
         sample.append_response_tokens([5, 6], log_probs=[-0.1, -1 / 3], weight_version=version, text="ab")
         sample.status = Status.ABORTED
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(st.lists(st.floats(), max_size=4), st.dictionaries(st.text(), JSON, max_size=3), JSON)
+def test_the_text_of_a_group_reads_back_as_it_was(log_probs: list[float], metadata: dict[str, Any], label: Any) -> None:
+    """Bit for bit, not-a-number and infinity included."""
+    sample = Sample(group_index=3, index=7, tokens=[2, 151_000], label=label, metadata=metadata, reward=float("nan"))
+    sample.append_response_tokens(range(len(log_probs)), log_probs=log_probs, weight_version=2, text="\u00e9\ud800")
+    group = Group(3, (sample, Sample(group_index=3)), attempts=2)
+    again = Group.from_dict(json.loads(group.to_json()))
+    assert repr(again) == repr(group)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        group.to_json(allow_nan=False)
+
+
+def test_numbers_of_numpy_are_written_as_numbers() -> None:
+    sample = Sample(group_index=3, tokens=[2], metadata={})
+    sample.append_response_tokens(np.asarray([5, 6]), log_probs=list(np.asarray([-0.5, -1 / 3])), weight_version=1)
+    (again,) = Group.from_dict(json.loads(Group(3, (sample,)).to_json())).samples
+    assert again.tokens == [2, 5, 6] and again.rollout_log_probs == [-0.5, -1 / 3] and again.token_versions == [1, 1]
 
 
 def test_quarantines_are_still_known_when_a_group_starts_over() -> None:

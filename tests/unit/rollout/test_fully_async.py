@@ -68,7 +68,7 @@ def test_steps_through_the_manager_train_what_is_finished_and_count_how_old_it_i
             metrics.append(figures)
             seen += sorted({s.group_index for s in batch.samples})
             manager.commit(step)
-            manager.save(tmp_path)
+            await manager.save(tmp_path)
             engine.weight_version = str(step + 2)
         return seen, metrics
 

@@ -255,7 +255,7 @@ def test_a_save_between_generation_and_commit_issues_the_batch_again(tmp_path: P
         await manager.generate(0)
         manager.commit(0)
         await manager.generate(1)
-        manager.save(tmp_path)
+        await manager.save(tmp_path)
 
     async def resumed(manager: RolloutManager) -> Any:
         manager.load(tmp_path)
