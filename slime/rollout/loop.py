@@ -6,8 +6,9 @@ manager's event loop. At the target it aborts the rest through the request scope
 Invariants
 1. Every group taken from the buffer is accepted, put back, marked filtered or marked failed before the loop returns or
    raises (on an error all that are left are put back).
-2. A failed, unscored or interrupted execution is tried again, at most `MAX_TRIES` times per step, and then its group is
-   dropped as failed: an infrastructure failure never becomes a reward. What the loop itself aborted does not count.
+2. A failed, unscored or interrupted execution is tried again, at most `MAX_TRIES` times per step (by a worker: in all),
+   and then its group is dropped as failed: an infrastructure failure never becomes a reward. What the loop itself
+   aborted does not count.
 3. The loop ends: filters, failures and time are bounded, and the error says which bound was met.
 4. When it returns, no request of this rollout is left in an engine.
 5. A group whose request found no answer in time is quarantined: it is put back at the end of the step, so no try of it
@@ -42,7 +43,7 @@ from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Tries of a group with failing executions, per step."""
+"""Tries of a group with failing executions."""
 MAX_FILTERED_FACTOR = 32
 """Filtered groups per wanted group after which the step gives up."""
 MIN_FAILED_GROUPS = 4
@@ -79,6 +80,7 @@ class StepLoop:
         self.quarantined: list[Group] = []
         """Kept from the buffer until the step ends."""
         self.issued: set[int] = set()
+        self.tries: Counter[int] = Counter()
         self.begin_step(rollout_id)
 
     def begin_step(self, rollout_id: int) -> None:
@@ -89,7 +91,6 @@ class StepLoop:
         self.filtered: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.retried: Counter[str] = Counter()
-        self.tries: Counter[int] = Counter()
         self.num_surplus = self.num_aborted = self.num_reset = self.num_quarantined = 0
         self.started = time.monotonic()
 

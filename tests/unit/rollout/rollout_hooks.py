@@ -65,6 +65,14 @@ async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
     return list(await asyncio.gather(*(generate(args, s, sampling_params) for s in (sample, other))))
 
 
+async def slow_failure(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The first group fails in every try, each of which takes longer than a step."""
+    if sample.group_index == 0:
+        await asyncio.sleep(0.3)
+        raise RuntimeError("a tool is broken")
+    return await generate(args, sample, sampling_params)
+
+
 def drop_odd(args: Any, samples: list[Sample]) -> bool:
     return (samples[0].group_index or 0) % 2 == 0
 

@@ -92,6 +92,25 @@ def test_an_error_of_the_worker_ends_the_step_and_gives_the_groups_back(tmp_path
     asyncio.run(with_manager(rollout_args(tmp_path, *hook, "--fully-async", synchronous=False), FakeEngine(), work))
 
 
+def test_a_group_whose_tries_outlast_steps_is_given_up(tmp_path: Path) -> None:
+    """Law: a group fails for good after as many tries in all; it does not hold its place for ever."""
+    engine = FakeEngine()
+
+    async def work(manager: RolloutManager) -> None:
+        for step in range(40):
+            batch, _ = await manager.generate(step)
+            assert 0 not in {s.group_index for s in batch.samples}
+            if manager.commit(step)["data/failed"]:
+                return
+            engine.weight_version = str(step + 2)
+            await asyncio.sleep(0.1)
+        raise AssertionError("it was tried for ever")
+
+    hooks = ("--custom-rm-path", f"{HOOKS}:reward", "--custom-generate-function-path", f"{HOOKS}:slow_failure")
+    args = rollout_args(tmp_path, *hooks, "--fully-async", num_rows=200, synchronous=False)
+    asyncio.run(with_manager(args, engine, work))
+
+
 @pytest.mark.timeout(60)
 def test_a_step_that_waits_too_long_says_so(tmp_path: Path) -> None:
     async def work(manager: RolloutManager) -> None:
