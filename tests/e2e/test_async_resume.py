@@ -7,8 +7,8 @@ written. Of this history, and of every checkpoint on the way, this holds:
 - skipped 0: the groups that were issued are 0..N-1; group i asks row i of the endless shuffled walk over the dataset;
   each of them is trained, or waits in the Data Buffer (to be worked on, finished, or under way). None is lost.
 - repeated 0: no group is trained by two steps, and none that waits has been trained.
-- what was sampled is kept: the tokens of a group in the checkpoint, with log-probs and versions, are the beginning of
-  what is trained of it later.
+- what was sampled is kept, with `--fully-async`: the tokens of a group in the checkpoint, with log-probs and versions,
+  are the beginning of what is trained of it later. (One step off, a step trains nothing that an earlier one began.)
 - weights, Data Buffer and step agree: after step k the version is k + 2 and (k + 1) batches are trained.
 
 The runs of a chain share folders: each is killed at the next point, and the last one ends. No answer comes to the first
@@ -172,7 +172,7 @@ class History:
         everything = sorted([*trained, *waiting])
         assert everything == list(range(state["issued"])), f"not each group once: {everything} of {state['issued']}"
         for group in map(Group.from_dict, saved):
-            if any(s.response_length for s in group.samples):
+            if "--fully-async" in self.flags and any(s.response_length for s in group.samples):
                 self.waiting[group.group_index] = group
 
     def trained_until(self, step: int) -> dict[int, Group]:
