@@ -33,7 +33,7 @@ def train_async(args: Args) -> None:
             if publishes:
                 if following is not None:
                     run.wait_for_generation(following)
-                run.publish_weights(ends_requests=run.saves_after(rollout_id))
+                run.publish_weights(for_save=run.saves_after(rollout_id))
             if run.saves_after(rollout_id) and args.fully_async:
                 run.save(rollout_id)  # with the tokens of what the publication ended
             if publishes and (not args.fully_async or rollout_id == start or run.saves_after(rollout_id)):

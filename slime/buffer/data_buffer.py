@@ -12,8 +12,8 @@ Invariants
 1. Each group is in exactly one of those states: `ledger().check()` holds after every call.
 2. `group_index` and `index` increase over the whole run and are never used twice, resume included.
 3. Returned groups are served before new prompts, first in, first out.
-4. `load(save())` continues as if never stopped. What was in flight at the save is issued again first, as it was when
-   it was last issued or noted: no prompt is skipped, none is trained twice because training is confirmed before saving.
+4. A saved state continues as if never stopped. What was in flight at the save is issued again first, as it was when it
+   was last issued or noted: no prompt is skipped, none is trained twice because training is confirmed before saving.
 5. With `max_staleness`, no group that leaves the buffer holds a token of weights more than so many versions before
    `weight_version`; an older one starts over from its prompt, counted as returned for the reason "stale".
 """
@@ -24,7 +24,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,11 +205,10 @@ class DataBuffer:
             self._returned.update(["stale"] * len(stale))
             fresh = [g for g in self._finished if not self.is_stale(g)]
             fresh.sort(key=lambda g: -age(g, self.weight_version))
-            num = n if len(fresh) >= n else 0
-            self._finished = fresh[num:]
-            for group in fresh[:num]:
+            taken, self._finished = (fresh[:n], fresh[n:]) if len(fresh) >= n else ([], fresh)
+            for group in taken:
                 self._issue(group)
-            return fresh[:num]
+            return taken
 
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
         """`put_back` under its public name: lists of samples per prompt, fan-out nests flattened.
@@ -232,7 +231,7 @@ class DataBuffer:
             for sample in flatten([execution]):
                 sample.group_index, sample.index = group_index, self._next_index + i
         group = Group(group_index=group_index, samples=tuple(flatten(nest)))
-        to_json(group)
+        self._texts[group_index] = to_json(group)
         self._next_group_index += 1
         self._next_index += len(nest)
         self._num_issued += 1
@@ -331,22 +330,25 @@ class DataBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, JSON-serialisable, sharing nothing with the live buffer. Raises `LedgerError` if unbalanced."""
-        return dict(json.loads(self._text()))
+        return dict(json.loads(self._snapshot()()))
 
-    def _text(self) -> str:
-        """`state_dict` as JSON."""
+    def _snapshot(self) -> Callable[[], str]:
+        """The state of this moment; the call puts it together as JSON, in any thread. Raises `LedgerError`."""
         with self._lock:
             self.ledger().check()
+            figures, in_flight = self._figures(), list(self._in_flight.items())
             groups = {
-                "in_flight": [
-                    f'{{"group_index": {i}, "attempts": {g.attempts}, "group": {g.snapshot or "null"}}}'
-                    for i, g in self._in_flight.items()
-                ],
                 "buffered": [self._texts.get(g.group_index) or to_json(g) for g in self._queue],
                 "finished": [self._texts.get(g.group_index) or to_json(g, finished=True) for g in self._finished],
             }
+
+        def text() -> str:
+            issued = '{{"group_index": {}, "attempts": {}, "group": {}}}'
+            groups["in_flight"] = [issued.format(i, g.attempts, g.snapshot or "null") for i, g in in_flight]
             parts = [f'"{name}": [{", ".join(texts)}]' for name, texts in groups.items()]
-            return f"{json.dumps(self._figures())[:-1]}, {', '.join(parts)}}}"
+            return f"{json.dumps(figures)[:-1]}, {', '.join(parts)}}}"
+
+        return text
 
     def _figures(self) -> dict[str, Any]:
         return {
@@ -385,12 +387,13 @@ class DataBuffer:
         if again:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
-    def save(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Writes the state as JSON to the file `path`, durably (fsync, then rename)."""
-        write_json(path, self._text())
+    def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
+        """Takes the state of this moment. The call, in any thread, writes it to the file `path`: JSON, durably."""
+        text = self._snapshot()
+        return lambda: write_json(path, text())
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Restores what `save` wrote. Raises `CheckpointError` if the file is missing, damaged or of other data."""
+        """Restores a saved state. Raises `CheckpointError` if the file is missing, damaged or of other data."""
         try:
             self.load_state_dict(read_json(path))
         except (KeyError, TypeError, ValueError) as error:

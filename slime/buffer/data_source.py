@@ -87,7 +87,7 @@ class DataSourceBuffer(DataBuffer):
                 f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
-        to_json(group)
+        self._texts[index] = to_json(group)
         self._next_group_index, self._next_index = index + 1, max(executions) + 1
         self._num_issued += 1
         return group
@@ -115,13 +115,18 @@ class DataSourceBuffer(DataBuffer):
         self._saved_at = state["saved_at"]
         super().load_state_dict(state)
 
-    def save(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Saves our account to `path` and calls the source's own `save(rollout_id)`. Raises `DataError` without one."""
+    def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
+        """Takes our account and calls the source's own `save(rollout_id)`, so that both are of one moment.
+
+        Raises `DataError` without a `rollout_id`.
+        """
         if rollout_id is None:
             raise DataError("got no rollout_id to save under, because a custom data source files its state by step")
-        self._saved_at = rollout_id
-        super().save(path, rollout_id=rollout_id)
-        self._source.save(rollout_id)
+        with self._lock:
+            self._saved_at = rollout_id
+            write = super().begin_save(path)
+            self._source.save(rollout_id)
+        return write
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Restores our account from `path` and calls the source's own `load` with the step that it was saved under."""

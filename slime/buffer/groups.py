@@ -90,5 +90,5 @@ def to_json(group: Group, *, finished: bool = False) -> str:
     except (TypeError, ValueError) as error:
         raise DataError(
             f"got group {group.group_index} holding something that is not JSON ({error}), because the buffer is part "
-            "of every checkpoint; do: keep plain numbers, strings, lists and dicts in Sample.metadata, label and reward"
+            "of every checkpoint; do: keep plain numbers, strings, lists and dicts in the fields of samples"
         ) from error

@@ -145,11 +145,11 @@ class Run:
             with span("wake_up"):
                 self._on_trainers("wake")
 
-    def publish_weights(self, *, ends_requests: bool = False) -> None:
+    def publish_weights(self, *, for_save: bool = False) -> None:
         """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
 
-        `ends_requests`: those of `--fully-async` end whatever `--pause-generation-mode` says, and start again with the
-        tokens they got, which a checkpoint then holds.
+        `for_save`: a checkpoint follows. To be in it with the tokens they have, requests of `--fully-async` end and are
+        sent again, whatever `--pause-generation-mode` says.
 
         Colocated, memory changes hands in the only order that fits: engine weights in, trainer out, KV cache in.
         Without a trainer (--debug-rollout-only) the engines serve what they loaded, as version 0.
@@ -158,7 +158,8 @@ class Run:
             return
         if self.args.offload_rollout and self._admitted:
             self._on_engines("resume_memory", ["weights"])
-        ends_requests = self.args.fully_async and (ends_requests or self.args.pause_generation_mode == "abort")
+        saves = for_save and self.args.save is not None
+        ends_requests = self.args.fully_async and (saves or self.args.pause_generation_mode == "abort")
         with span("update_weights"):
             if ends_requests:  # an engine that has to end them itself takes a second to see that they have ended
                 wait_for([self._rollout.hold.remote()], for_what="requests to end", limit_s=60)

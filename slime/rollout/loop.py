@@ -6,9 +6,9 @@ manager's event loop. At the target it aborts the rest through the request scope
 Invariants
 1. Every group taken from the buffer is accepted, put back, marked filtered or marked failed before the loop returns or
    raises (on an error all that are left are put back).
-2. A failed, unscored or interrupted execution is tried again, at most `MAX_TRIES` times per step (by a worker: in all),
-   and then its group is dropped as failed: an infrastructure failure never becomes a reward. What the loop itself
-   aborted does not count.
+2. A failed, unscored or interrupted execution is tried again, at most `MAX_TRIES` times per step (by the worker of
+   `--fully-async`: in its life), and then its group is dropped as failed: an infrastructure failure never becomes a
+   reward. What the loop itself aborted does not count.
 3. The loop ends: filters, failures and time are bounded, and the error says which bound was met.
 4. When it returns, no request of this rollout is left in an engine.
 5. A group whose request found no answer in time is quarantined: it is put back at the end of the step, so no try of it
@@ -43,7 +43,7 @@ from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Tries of a group with failing executions."""
+"""Tries of a group with failing executions, per step or worker."""
 MAX_FILTERED_FACTOR = 32
 """Filtered groups per wanted group after which the step gives up."""
 MIN_FAILED_GROUPS = 4

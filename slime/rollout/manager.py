@@ -1,8 +1,8 @@
 """`RolloutManager`: the rollout side of a run: Data Buffer, engine client, graders, loop and evaluation in one object.
 
 Who produces, who consumes: the driver calls `generate` and `evaluate` (they may overlap) and gets a `TrainBatch`;
-after the optimizer step it calls `commit`, then perhaps `save`. All methods run on one event loop; synchronous user
-functions run in threads beside it.
+after the optimizer step it calls `commit`, then perhaps `save`. All methods run on one event loop; beside it threads
+run synchronous user functions and write files.
 
 Invariants
 1. The groups of a batch stay in flight in the buffer until `commit`; a save before it issues them again on resume.
@@ -200,8 +200,8 @@ class RolloutManager:
         return metrics
 
     async def save(self, directory: Path) -> None:
-        """Writes the Data Buffer into `directory`; requests and graders are answered meanwhile."""
-        await asyncio.to_thread(self._source.save, directory / BUFFER_FILE, rollout_id=self._last_step)
+        """Writes the Data Buffer of this moment into `directory`; the event loop goes on meanwhile."""
+        await asyncio.to_thread(self._source.begin_save(directory / BUFFER_FILE, rollout_id=self._last_step))
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote. Raises `CheckpointError`."""

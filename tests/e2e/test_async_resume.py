@@ -27,7 +27,7 @@ import pytest
 from recipes.tiny.tasks import digits_rows, write_rows
 from slime.buffer.prompts import PromptWalk
 from slime.core.prompt import Fingerprint
-from slime.core.sample import Group
+from slime.core.sample import Group, Status
 from tests.support.e2e import Flags, RealRun, latest_step, rank_settings, recorded_groups
 from tests.support.kill_at import Point, environment
 
@@ -87,9 +87,9 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         ],
     ),
     "in_place": (
-        [*FULLY_ASYNC, "--pause-generation-mode", "in_place"],
+        [*FULLY_ASYNC, "--pause-generation-mode", "in_place", "--save-interval", "2"],
         [
-            Point(BUFFER, "DataBuffer.save", 3, "after"),
+            Point("slime.buffer.storage", "write_json", 2, "after"),
             Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
             Point(PUBLISH, "_Publication.resume", 3, "before"),
         ],
@@ -98,7 +98,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [],
         [
             Point(BUFFER, "DataBuffer.mark_trained", 2, "before"),
-            Point(BUFFER, "DataBuffer.save", 2, "after"),
+            Point("slime.buffer.storage", "write_json", 2, "after"),
             Point(PUBLISH, "_Publication.pause", 3, "after"),
             Point(BUFFER, "DataBuffer.get_groups", 3, "after"),
         ],
@@ -141,6 +141,7 @@ class History:
         self.waiting: dict[int, Group] = {}
         """Group -> it as it was in the last checkpoint that a run went on from, if it had tokens then."""
         self.num_kept_tokens = 0
+        """Of samples that were half done in a checkpoint."""
 
     def start(self, more_env: dict[str, str] | None = None) -> RealRun:
         """The next run of the chain, from the last checkpoint if there is one."""
@@ -199,7 +200,7 @@ class History:
             assert two.tokens[: start + num] == one.tokens, f"group {saved.group_index} began anew"
             for name in ("rollout_log_probs", "token_versions", "loss_mask"):
                 assert getattr(two, name)[:num] == getattr(one, name), f"{name} of group {saved.group_index}"
-            self.num_kept_tokens += num
+            self.num_kept_tokens += num * (one.status is Status.ABORTED)
 
     def check_end(self, run: RealRun) -> None:
         """The laws of the whole."""

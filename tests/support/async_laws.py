@@ -143,7 +143,7 @@ class Schedule:
                 assert len(worker.running) + buffer.num_finished <= self.args.max_groups_in_flight, "beyond the bound"
                 if step == killed_at:
                     return buffer.state_dict(), step + 1
-                await engine.publish(buffer.weight_version, worker.scope if rng.random() < 0.8 else None)
+                await engine.publish(buffer.weight_version, worker.scope if rng.random() < 0.5 else None)
                 if rng.random() < 0.3 and not self.fault_rate:
                     await self._evaluate(context, step, buffer.weight_version)
         finally:

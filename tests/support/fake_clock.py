@@ -100,7 +100,7 @@ class InProcessEngine:
         versions: list[int] = []
         while len(tokens) < length:
             await asyncio.sleep(0.1)
-            if self.pause_mode != "abort":
+            if self.pause_mode != "abort" and not abort.is_set():
                 await self._serving.wait()
             if abort.is_set():
                 break
@@ -110,11 +110,12 @@ class InProcessEngine:
         return Generation(tuple(tokens), (-0.5,) * len(tokens), reason, tuple(versions) or self.version, "")
 
     async def publish(self, version: int, scope: RequestScope | None = None) -> None:
-        """Abort and drain, or pause; send; serve."""
+        """Abort and drain, or pause (unless told whose requests to end); send; serve."""
         self._serving.clear()
-        for abort in self._aborts if self.pause_mode == "abort" else ():
+        ends = self.pause_mode == "abort" or scope is not None
+        for abort in self._aborts if ends else ():
             abort.set()
-        while self.running and self.pause_mode == "abort":
+        while self.running and ends:
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.rng.random())
         self.version = version

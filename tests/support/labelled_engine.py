@@ -72,7 +72,7 @@ class LabelledEngine:
 
     async def publish(self, version: int, scope: RequestScope | None = None) -> None:
         """Sends all weights, and compares what the engine then holds."""
-        if scope is not None and self._pause_mode == "abort":
+        if scope is not None:
             await self.client.hold(scope)
         try:
             await asyncio.to_thread(self._publish, labelled(self._state, version), version, self._pause_mode)

@@ -68,6 +68,7 @@ class RolloutArgs:
     pause_generation_mode: Literal["abort", "retract", "in_place"] = "abort"
     """What a publication does to requests under way (fully_async): abort ends them, and they are sent again with their
     tokens; retract and in_place let them go on under the new weights, retract after reading all tokens anew, in_place
-    with the keys and values of the old weights."""
+    with the keys and values of the old weights. The publication before a checkpoint always ends them, so that it holds
+    their tokens."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""

@@ -67,10 +67,13 @@ class Streamed:
     def __init__(self) -> None:
         self.num_tokens = 0
 
-    async def reach(self, num_tokens: float) -> None:
-        """Returns when streams have got as many."""
+    async def reach(self, num_tokens: float, tasks: list[asyncio.Task[Generation]]) -> None:
+        """Returns when streams have got as many. Raises what one of `tasks` does."""
         while self.num_tokens < num_tokens:
             await asyncio.sleep(0.01)
+            for task in tasks:
+                if task.done():
+                    task.result()
 
 
 async def generate(client: EngineClient, index: int, num_tokens: int, streamed: Streamed) -> Generation:
@@ -97,7 +100,7 @@ async def work(
         lengths = [num_tokens - i % 7 for i in range(num_requests)]
         tasks = [asyncio.create_task(generate(client, i, n, streamed)) for i, n in enumerate(lengths)]
         for version in range(2, last + 1):
-            await streamed.reach(sum(lengths[::5]) * (version - 1) / (last + 1))
+            await streamed.reach(sum(lengths[::5]) * (version - 1) / (last + 1), tasks)
             await asyncio.to_thread(updates.publish, version, mode)
         results = await asyncio.gather(*tasks)
         assert [len(r.tokens) for r in results] == lengths

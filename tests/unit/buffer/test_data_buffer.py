@@ -234,7 +234,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "buffer.json"
     buffer = make()
     buffer.get_groups(1)
-    buffer.save(path)
+    buffer.begin_save(path)()
     assert sorted(p.name for p in path.parent.iterdir()) == ["buffer.json"]
     text = path.read_text()
     cut = tmp_path / "cut.json"

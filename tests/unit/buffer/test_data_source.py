@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.data_source import DataSourceBuffer, build_data_buffer
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Sample
@@ -66,14 +67,48 @@ def test_its_own_order_is_used_and_accounted_for(tmp_path: Path) -> None:
         buffer.mark_trained([1])
     buffer.ledger().check()
 
-    buffer.save(tmp_path / "b.json", rollout_id=4)
+    buffer.begin_save(tmp_path / "b.json", rollout_id=4)()
     with pytest.raises(DataError, match="rollout_id"):
-        buffer.save(tmp_path / "b.json")
+        buffer.begin_save(tmp_path / "b.json")
     resumed = DataSourceBuffer(source)
     resumed.load(tmp_path / "b.json")
     assert source.calls == [("save", 4), ("load", 4)]
     assert [g.group_index for g in resumed.get_groups(3)] == [2, 0, 3]
     resumed.ledger().check()
+
+
+class Kept(Source):
+    """Keeps its place, as a source should."""
+
+    saved: tuple[int, list[list[Sample]]] = (0, [])
+
+    def save(self, rollout_id: int) -> None:
+        self.saved = (self.count, list(self.stack))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.count, self.stack = self.saved[0], list(self.saved[1])
+
+
+@pytest.mark.parametrize("source", [None, Kept(None)])
+def test_what_happens_while_a_file_is_written_is_not_in_it(tmp_path: Path, source: Source | None) -> None:
+    """Law: account and source are saved of one moment, however long the writing takes."""
+
+    def make() -> DataBuffer:
+        return DataBuffer(None, n_samples_per_prompt=2) if source is None else DataSourceBuffer(source)
+
+    buffer = make()
+    groups = buffer.get_groups(3)
+    buffer.put_back(groups[:1], "aborted")
+    then = buffer.state_dict()
+    write = buffer.begin_save(tmp_path / "b.json", rollout_id=0)
+    buffer.get_groups(4)
+    buffer.put_back(groups[1:2], "aborted")
+    buffer.mark_trained([2])
+    write()
+    resumed = make()
+    resumed.load(tmp_path / "b.json", rollout_id=0)
+    assert (resumed.ledger().issued, resumed.num_buffered) == (then["issued"], 3)
+    assert sorted(g.group_index for g in resumed.get_groups(5)) == [0, 1, 2, 3, 4], "skipped or repeated"
 
 
 def test_ids_left_none_are_given() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import MAX_SAVED_TEXT
+from slime.buffer.groups import MAX_SAVED_TEXT, to_json
 from slime.buffer.origin import note_quarantines, num_quarantines
-from slime.core.errors import LedgerError
+from slime.core.errors import DataError, LedgerError
 from slime.core.prompt import Fingerprint, PromptRow
 from slime.core.sample import Group, Sample, Status
 
@@ -65,11 +66,25 @@ def test_the_text_of_a_group_reads_back_as_it_was(log_probs: list[float], metada
         group.to_json(allow_nan=False)
 
 
-def test_numbers_of_numpy_are_written_as_numbers() -> None:
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_numbers_of_numpy_are_written_as_numbers(kind: type) -> None:
     sample = Sample(group_index=3, tokens=[2], metadata={})
-    sample.append_response_tokens(np.asarray([5, 6]), log_probs=list(np.asarray([-0.5, -1 / 3])), weight_version=1)
+    sample.append_response_tokens(np.asarray([5, 6], np.uint8), log_probs=[kind(-0.5), kind(-2.25)], weight_version=1)
     (again,) = Group.from_dict(json.loads(Group(3, (sample,)).to_json())).samples
-    assert again.tokens == [2, 5, 6] and again.rollout_log_probs == [-0.5, -1 / 3] and again.token_versions == [1, 1]
+    assert again.tokens == [2, 5, 6] and again.rollout_log_probs == [-0.5, -2.25] and again.token_versions == [1, 1]
+
+
+@pytest.mark.parametrize("values", [np.asarray([5, 6]), np.asarray([5]), torch.ones(2), [5, object()], [{5}], {5, 6}])
+def test_what_is_no_list_of_numbers_is_refused_by_its_group(values: Any) -> None:
+    with pytest.raises(DataError, match=r"group 3 .* not JSON serializable.* fields of samples"):
+        to_json(Group(3, (Sample(group_index=3, teacher_log_probs=values),)))
+
+
+@pytest.mark.parametrize("values", [[], [None, -0.5], [2**70, 10**400], [True, -0.0, 5e-324], (1, 2)])
+def test_what_json_can_say_is_kept(values: Any) -> None:
+    group = Group(3, (Sample(group_index=3, teacher_log_probs=values),))
+    (again,) = Group.from_dict(json.loads(to_json(group))).samples
+    assert repr(again.teacher_log_probs) == repr(list(values))
 
 
 def test_quarantines_are_still_known_when_a_group_starts_over() -> None:
