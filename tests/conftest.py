@@ -37,7 +37,7 @@ settings.register_profile("slime", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("slime")
 
-TIMEOUTS_S = {"unit": 60, "contract": 300, "e2e": 900, "gpu": 900}
+TIMEOUTS_S = {"unit": 300, "contract": 900, "e2e": 2700, "gpu": 900}
 """Limit of one test by its top folder; `@pytest.mark.timeout` overrides it."""
 
 

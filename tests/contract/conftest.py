@@ -32,7 +32,7 @@ def engine_server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactor
     server = SGLangServer(spec, log_path=log_path)
     server.start()
     try:
-        server.wait_ready(timeout_s=180)
+        server.wait_ready(timeout_s=600)
         yield server
     finally:
         server.stop()

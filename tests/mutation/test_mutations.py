@@ -21,7 +21,7 @@ from tests.mutation.mutations import LEFT_OUT, MUTATIONS, QUICK, SUITES, Mutatio
 ROOT = Path(__file__).parents[2]
 COPIED = ("slime", "tests/support", "tests/unit/algorithms", "tests/unit/data", "tests/unit/training")
 COPIED_FILES = ("pyproject.toml", "tests/__init__.py", "tests/conftest.py")
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 CONTROL = "control"
 SEEN_AS = ("AssertionError", "Failed", "ExceptionGroup", "FlakyFailure")
 """Exceptions with which a test says that a law is broken."""

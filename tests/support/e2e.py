@@ -35,7 +35,7 @@ from slime.serving.proctree import ProcessId, all_processes, has_mark
 from slime.serving.shm import shm_inodes_of
 
 ROOT = Path(__file__).parents[2]
-RUN_LIMIT_S = 400.0
+RUN_LIMIT_S = 1200.0
 """Limit of one run; on an idle two-core machine the longest takes a quarter of it."""
 CLEAN_LIMIT_S = 15.0
 """What the promise allows between the end of the driver and the last trace of the run."""
@@ -249,7 +249,7 @@ class RealRun:
         """Ctrl-C: SIGINT to the process group of the driver, as a terminal sends it. Returns the exit status."""
         self.traces.look()
         os.killpg(self._driver.pid, signal.SIGINT)
-        return self.wait(60)
+        return self.wait(240)
 
     def left(self, limit_s: float = CLEAN_LIMIT_S) -> list[str]:
         """What is left of the run `limit_s` after its driver ended; returns as soon as nothing is."""

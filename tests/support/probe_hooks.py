@@ -52,7 +52,7 @@ _barriers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Barrier] = WeakK
 async def together(args: Any, sample: Sample, sampling_params: dict[str, Any], execute: Any = single) -> Any:
     """As `single`; which groups are finished when the batch is full is no matter of chance."""
     if (sample.group_index or 0) >= TOGETHER:
-        return await execute(args, sample, {**sampling_params, "max_new_tokens": 300, "ignore_eos": True})
+        return await execute(args, sample, {**sampling_params, "max_new_tokens": 600, "ignore_eos": True})
     result = await execute(args, sample, sampling_params)
     await _barriers.setdefault(asyncio.get_running_loop(), asyncio.Barrier(2 * TOGETHER)).wait()
     return result

@@ -172,7 +172,7 @@ def test_labels_are_exact_on_the_engine_of_a_run(
         server.wait_ready(timeout_s=300)
         updates = Updates(server.url, models)
         updates.publish(1, "abort")
-        load = work(server.url, updates, mode, num_requests=160, num_tokens=200, last=12)
+        load = work(server.url, updates, mode, num_requests=110, num_tokens=200, last=12)
         results = asyncio.run(load)
         assert check(results) >= 60, "too few requests lived through a publication"
         versions = Counter(v for r in results for v in r.weight_version)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.reaper import start_reaper
+from slime.cluster.reaper import LOOK_AT_LEAST_EVERY_S, start_reaper
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
 
@@ -86,6 +86,7 @@ def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: P
             while len(started := members(run_id)) < 5 or len(shm_of(run_id, started)) < 2:
                 assert time.monotonic() < up_by, f"{len(started)} members and {shm_of(run_id, started)} came up"
                 time.sleep(0.1)
+            time.sleep(1.5 * LOOK_AT_LEAST_EVERY_S)  # what lives shorter than that the guardian may never have seen
             os.killpg(driver.pid, by_signal)
         else:
             started = []

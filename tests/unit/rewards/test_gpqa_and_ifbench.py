@@ -61,10 +61,10 @@ def test_labels_name_a_choice_by_letter_number_or_text() -> None:
 
 @pytest.mark.parametrize("attack", ["\\boxed{", "Answer: ", "(", "<answer>", "\\text{", "*", "answer is option "])
 def test_hostile_text_costs_little_time(attack: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert letter(attack * 20_000) == 0.0
     assert load_grader("ifbench")(every_instruction(attack * 20_000), OPTIONS)["score"] == 0.0  # type: ignore[index]
-    assert time.monotonic() - started < 5.0
+    assert time.process_time() - started < 5.0
 
 
 TEXT = "Dear all,\n\n* One bullet. \n* Two bullets.\n\nP.S. It ends [here]: THE END"

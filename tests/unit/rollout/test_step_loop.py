@@ -214,7 +214,7 @@ def test_a_step_has_a_limit(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.faults.extend(["hang"] * 99)
     with pytest.raises(DeadlineExceeded, match="rollout of step 0"):
-        run(tmp_path, *REWARD, "--rollout-global-timeout-s", "0.5", engine=engine)
+        run(tmp_path, *REWARD, "--rollout-global-timeout-s", "2", engine=engine)
     assert len(engine.aborted) >= 1
 
 

@@ -211,12 +211,12 @@ def test_a_refusal_during_broadcasts_is_reported_at_once() -> None:
                 iter(state.items()),
                 table=table,
                 targets=[EngineTarget(engine)],  # type: ignore[arg-type]
-                transport=DistributedTransport(Peers(), backend="gloo", timeout_s=50),
+                transport=DistributedTransport(Peers(), backend="gloo", timeout_s=200),
                 digest=digest,
                 version=1,
                 buffer_bytes=1 << 30,
             )
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 100
     finally:
         if engine.process is not None:
             engine.process.kill()
