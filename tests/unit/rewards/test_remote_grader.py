@@ -110,4 +110,4 @@ def test_through_the_pool_a_dead_service_is_no_zero() -> None:
 
     answers = {"fine": (200, 0.5), "null": (200, None), "busy": (503, "later")}
     fine, null, busy = serve(lambda body: answers[body["response"]], work)
-    assert fine == Scored(0.5) and isinstance(null, Unscored) and busy == Unscored("timeout after 1 s")
+    assert fine == Scored(0.5) and isinstance(null, Unscored) and busy == Unscored("timeout after 4 s")
