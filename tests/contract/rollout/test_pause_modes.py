@@ -94,7 +94,10 @@ async def generate(client: EngineClient, index: int, num_tokens: int, streamed: 
 async def work(
     url: str, updates: Updates, mode: str, *, num_requests: int, num_tokens: int, last: int
 ) -> list[Generation]:
-    """Requests of several lengths, and publications of version 2 to `last` meanwhile."""
+    """Requests of several lengths, and publications of version 2 to `last` meanwhile.
+
+    Few enough to run at once (64, and so many tokens as fit): one that waits for another sees no publication.
+    """
     client, streamed = EngineClient(url, request_timeout_s=240, token_versions=True), Streamed()
     try:
         lengths = [num_tokens - i % 7 for i in range(num_requests)]
@@ -127,7 +130,7 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
     updates = Updates(engine_server.url, models)
     try:
         updates.publish(1, "abort")
-        results = asyncio.run(work(router.url, updates, mode, num_requests=70, num_tokens=60, last=4))
+        results = asyncio.run(work(router.url, updates, mode, num_requests=60, num_tokens=60, last=4))
     finally:
         updates.publish(1, "abort", engine_server.model_path)
     assert check(results) >= 40, "too few requests lived through a publication"
@@ -172,9 +175,9 @@ def test_labels_are_exact_on_the_engine_of_a_run(
         server.wait_ready(timeout_s=300)
         updates = Updates(server.url, models)
         updates.publish(1, "abort")
-        load = work(server.url, updates, mode, num_requests=110, num_tokens=200, last=12)
+        load = work(server.url, updates, mode, num_requests=60, num_tokens=240, last=12)
         results = asyncio.run(load)
-        assert check(results) >= 60, "too few requests lived through a publication"
+        assert check(results) >= 50, "too few requests lived through a publication"
         versions = Counter(v for r in results for v in r.weight_version)  # type: ignore[union-attr]
         print(f"{versions.total()} tokens of {len(versions)} versions: {versions}")
     finally:
