@@ -28,7 +28,7 @@ from slime.core.errors import DataError
 NOT_SAMPLED = -1
 """Weight version of a token that no engine sampled (a prompt, a tool result)."""
 PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs")
-"""The fields of a sample that are lists of numbers, as long as its text or its response."""
+"""The fields of a sample that are lists of numbers: `tokens`, and those with one entry per response token."""
 
 
 class Status(str, Enum):
@@ -160,7 +160,7 @@ class Sample:
         """Raises `DataError` if invariant 1 or 2 of the module does not hold."""
         if not 0 <= self.response_length <= len(self.tokens):
             raise DataError(f"sample {self.index}: response_length {self.response_length} of {len(self.tokens)} tokens")
-        for name in ("loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs"):
+        for name in PER_TOKEN[1:]:
             value = getattr(self, name)
             if value is not None and len(value) != self.response_length:
                 raise DataError(
@@ -237,8 +237,7 @@ class Group:
     def to_json(self, *, allow_nan: bool = True) -> str:
         """`to_dict` as JSON. Raises as `Sample.to_json` does."""
         samples = [orjson.Fragment(s.to_json(allow_nan=allow_nan)) for s in self.samples]
-        out = {"group_index": self.group_index, "attempts": self.attempts, "samples": samples}
-        return orjson.dumps(out).decode()
+        return orjson.dumps(self.to_dict() | {"samples": samples}).decode()
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Group:

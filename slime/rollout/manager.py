@@ -240,7 +240,7 @@ class RolloutManager:
             if self._args.fully_async:
                 self._worker = self._worker or RolloutWorker(context, self._source)
                 return await self._worker.step(context, rollout_id)
-            if path.replace(":", ".") == DEFAULT_ROLLOUT:
+            if path == DEFAULT_ROLLOUT:
                 return await generate_step(context, rollout_id, self._source)
             output = await self._call(path, "rollout", rollout_id, evaluation=False)
         if isinstance(output, list):

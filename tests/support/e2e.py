@@ -36,7 +36,7 @@ from slime.serving.shm import shm_inodes_of
 
 ROOT = Path(__file__).parents[2]
 RUN_LIMIT_S = 1200.0
-"""Limit of one run; on an idle two-core machine the longest takes a quarter of it."""
+"""Limit of one run; on an idle two-core machine the longest takes a tenth of it."""
 CLEAN_LIMIT_S = 15.0
 """What the promise allows between the end of the driver and the last trace of the run."""
 WATCH_EVERY_S = 1.0

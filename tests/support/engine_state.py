@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from typing import Any
 
+from slime.serving.plain_http import request
 
-def _call(url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        text = response.read()
-    return json.loads(text) if text else None
+
+def _call(method: str, url: str, body: Any = None) -> str:
+    status, text = request(method, url, body, timeout_s=30)
+    assert status == 200, f"{url}: {status} {text}"
+    return text
 
 
 def num_running(url: str) -> int:
     """Requests that the server at `url` works on or holds."""
-    loads = _call(f"{url}/v1/loads?include=core")["loads"]
+    loads = json.loads(_call("GET", f"{url}/v1/loads?include=core"))["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
 def relabel(url: str, version: int) -> None:
     """The server calls the weights that it has `version`."""
-    _call(f"{url}/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+    body = {"new_version": str(version), "abort_all_requests": False}
+    _call("POST", f"{url}/update_weight_version", body)

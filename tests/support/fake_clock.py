@@ -69,7 +69,7 @@ class InProcessEngine:
     running: int = 0
     pace: float = 1.0
     _serving: asyncio.Event = field(default_factory=asyncio.Event)
-    _aborts: dict[asyncio.Event, None] = field(default_factory=dict)
+    _aborts: list[asyncio.Event] = field(default_factory=list)
     """In the order of their requests, so that a seed is a schedule."""
 
     def __post_init__(self) -> None:
@@ -87,13 +87,13 @@ class InProcessEngine:
             await asyncio.sleep(self.rng.random())
             raise self.rng.choice([EngineError("503"), RequestRejected("400"), DeadlineExceeded("no answer")])
         abort = asyncio.Event()
-        self._aborts[abort] = None
+        self._aborts.append(abort)
         self.running += 1
         try:
             return await self._sample(sampling_params["max_new_tokens"], abort)
         finally:
             self.running -= 1
-            self._aborts.pop(abort)
+            self._aborts.remove(abort)
 
     async def _sample(self, limit: int, abort: asyncio.Event) -> Generation:
         length = min(limit, int(self.rng.paretovariate(1.0)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
-from collections.abc import Iterator
 from typing import Any
 
 TURN_S = 0.05
@@ -35,11 +34,3 @@ class PatientPolicy(asyncio.DefaultEventLoopPolicy):
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         return PatientLoop()
-
-
-def patient() -> Iterator[None]:
-    """The body of a fixture: patient loops until it is torn down."""
-    before = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(PatientPolicy())
-    yield
-    asyncio.set_event_loop_policy(before)

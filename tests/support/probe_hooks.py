@@ -45,12 +45,11 @@ async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 
 
 TOGETHER = 4
-"""Groups of two executions that `together` and `together_fan_out` let finish at one moment; later ones take long."""
+"""Groups of two executions that `together_...` lets finish at one moment; later ones take long."""
 _barriers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Barrier] = WeakKeyDictionary()
 
 
-async def together(args: Any, sample: Sample, sampling_params: dict[str, Any], execute: Any = single) -> Any:
-    """As `single`; which groups are finished when the batch is full is no matter of chance."""
+async def _together(execute: Any, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
     if (sample.group_index or 0) >= TOGETHER:
         return await execute(args, sample, {**sampling_params, "max_new_tokens": 600, "ignore_eos": True})
     result = await execute(args, sample, sampling_params)
@@ -58,9 +57,14 @@ async def together(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     return result
 
 
+async def together_single(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """As `single`; which groups are finished when the batch is full is no matter of chance."""
+    return await _together(single, args, sample, sampling_params)
+
+
 async def together_fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
     """As `fan_out`, in the same way."""
-    return await together(args, sample, sampling_params, fan_out)
+    return await _together(fan_out, args, sample, sampling_params)
 
 
 async def conversation(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

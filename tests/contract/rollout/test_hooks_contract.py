@@ -24,19 +24,11 @@ from slime.data.chat import ChatRenderer
 from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager
 from tests.support.engine_parity import one_rank
-from tests.support.engine_state import relabel
 from tests.support.rollout import rollout_args, write_prompts
 
 PROBE = "tests.support.probe_hooks"
 MODES = ("single", "fan_out")
 SIBLINGS = {"single": 1, "fan_out": 3}
-
-
-@pytest.fixture
-def front(engine_server: Any, router: Any) -> Any:
-    """The router, before an engine that serves as version 1."""
-    relabel(engine_server.url, 1)
-    return router
 
 
 @dataclass
@@ -153,9 +145,8 @@ def test_groups_go_round_through_the_buffer_and_its_filter(
     mode: str, front: Any, engine_server: Any, tmp_path: Path
 ) -> None:
     """Over-sampled groups wait in the buffer, are saved, loaded, and served newest first; siblings stay together."""
-    generate = f"{PROBE}:together{'_fan_out' if mode == 'fan_out' else ''}"
-    flags = ("--custom-generate-function-path", generate, "--buffer-filter-path", f"{EXAMPLE}:newest_first",
-             "--over-sampling-batch-size", "6", "--partial-rollout")  # fmt: skip
+    flags = ("--custom-generate-function-path", f"{PROBE}:together_{mode}", "--buffer-filter-path",
+             f"{EXAMPLE}:newest_first", "--over-sampling-batch-size", "6", "--partial-rollout")  # fmt: skip
 
     async def work(manager: RolloutManager) -> Any:
         first, metrics = await manager.generate(0)

@@ -13,19 +13,12 @@ import pytest
 from slime.core.errors import RequestRejected
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.manager import RolloutManager
-from tests.support.engine_state import num_running, relabel
+from tests.support.engine_state import num_running
 from tests.support.rollout import rollout_args, write_prompts
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 64, "skip_special_tokens": False}
 PROMPT = [2, 40, 41, 42]
 EOS = 1
-
-
-@pytest.fixture
-def front(engine_server: Any, router: Any) -> Any:
-    """The router, before an engine that serves as version 1."""
-    relabel(engine_server.url, 1)
-    return router
 
 
 def runs_on(engine_server: Any) -> bool:

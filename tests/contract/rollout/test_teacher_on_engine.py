@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.manager import RolloutManager
-from tests.support.engine_state import relabel
 from tests.support.rollout import rollout_args
 
 
-def test_a_teacher_with_the_students_weights_agrees_with_it(engine_server: Any, router: Any, tmp_path: Path) -> None:
-    relabel(engine_server.url, 1)
-    args = rollout_args(tmp_path, "--use-opd", "--opd-type", "sglang", "--opd-teacher-url", router.url)
+def test_a_teacher_with_the_students_weights_agrees_with_it(front: Any, tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, "--use-opd", "--opd-type", "sglang", "--opd-teacher-url", front.url)
 
     async def main() -> Any:
-        manager = RolloutManager(args, router_url=router.url, num_engines=1)
+        manager = RolloutManager(args, router_url=front.url, num_engines=1)
         try:
             return await manager.generate(0)
         finally:

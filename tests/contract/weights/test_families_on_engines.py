@@ -73,7 +73,11 @@ def publish_state(
 
 
 def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any) -> float:
-    """The worst gap over sampled tokens, after the engine got the weights of a trainer that took a step."""
+    """The worst gap over sampled tokens, but for one sample, after the engine got the weights of a trainer's step.
+
+    Where two experts are equal to 1e-7 the two may choose differently, which is chance and spoils one sample; wrong
+    weights spoil all.
+    """
     served, trained = (
         write_family(folder / f"seed{seed}", family, seed, **FAMILIES[family], **overrides) for seed in (0, 1)
     )
@@ -95,7 +99,7 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
     sampled_by = [np.asarray(s.rollout_log_probs) for s in batch.samples]
     assert sum(map(len, got)) >= 1000 and np.ptp(np.concatenate(sampled_by)) > 0.5, "tokens likely and unlikely"
     worst = sorted(float(np.abs(a - b).max()) for a, b in zip(got, sampled_by, strict=True))
-    return worst[-2]  # the two may choose another expert where two are equal to 1e-7, which is chance, in one sample
+    return worst[-2]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.patient_loop import patient
+from tests.support.patient_loop import PatientPolicy
 
 
 @pytest.fixture(autouse=True, scope="module")
 def patience() -> Iterator[None]:
-    yield from patient()
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(PatientPolicy())
+    yield
+    asyncio.set_event_loop_policy(before)

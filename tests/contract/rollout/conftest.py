@@ -1,0 +1,16 @@
+"""The shared engine as a run finds it after its first publication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.engine_state import relabel
+
+
+@pytest.fixture
+def front(engine_server: Any, router: Any) -> Any:
+    """The router, before an engine that serves as version 1."""
+    relabel(engine_server.url, 1)
+    return router
