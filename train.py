@@ -5,7 +5,7 @@ Every sample is trained by the weights that sampled it. `train_async.py` overlap
 
 from __future__ import annotations
 
-from slime.config import Args, run_or_exit
+from slime.settings import Args, run_or_exit
 
 
 def train(args: Args) -> None:
@@ -14,7 +14,7 @@ def train(args: Args) -> None:
 
     with launch(args) as run:
         start = run.restore()
-        run.publish_weights()
+        run.sync_weights()
         if run.evaluates_before(start):
             run.evaluate(start - 1)
         if run.only_serves():
@@ -25,7 +25,7 @@ def train(args: Args) -> None:
             run.train(rollout_id, batch)
             if run.saves_after(rollout_id):
                 run.save(rollout_id)
-            run.publish_weights()
+            run.sync_weights()
             if run.evaluates_after(rollout_id):
                 run.evaluate(rollout_id)
             run.end_step(rollout_id)

@@ -8,7 +8,7 @@ trains the oldest groups that are finished and not older than `--max-weight-stal
 
 from __future__ import annotations
 
-from slime.config import Args, run_or_exit
+from slime.settings import Args, run_or_exit
 
 
 def train_async(args: Args) -> None:
@@ -17,7 +17,7 @@ def train_async(args: Args) -> None:
 
     with launch(args) as run:
         start = run.restore()
-        run.publish_weights()
+        run.sync_weights()
         if run.evaluates_before(start):
             run.evaluate(start - 1)
         following = run.start_generation(start) if start < args.num_rollout else None
@@ -33,9 +33,9 @@ def train_async(args: Args) -> None:
             if publishes:
                 if following is not None:
                     run.wait_for_generation(following)
-                run.publish_weights(for_save=run.saves_after(rollout_id))
+                run.sync_weights(for_save=run.saves_after(rollout_id))
             if run.saves_after(rollout_id) and args.fully_async:
-                run.save(rollout_id)  # with the tokens of what the publication ended
+                run.save(rollout_id)  # with the tokens of what the weight sync ended
             if publishes and (not args.fully_async or rollout_id == start or run.saves_after(rollout_id)):
                 run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
             if run.evaluates_after(rollout_id):

@@ -124,7 +124,7 @@ def measure(steps: list[dict[str, float]], requests: list[dict[str, float]], see
         "oldest": max(step["rollout/staleness/max"] for step in steps),
         "age": statistics.fmean(step["rollout/staleness/mean"] for step in timed),
         "train_s": sum(step["perf/train_time"] for step in timed[:-1]) / len(timed[:-1]),
-        "publish_s": sum(step["perf/update_weights_time"] for step in timed[:-1]) / len(timed[:-1]),
+        "sync_s": sum(step["perf/update_weights_time"] for step in timed[:-1]) / len(timed[:-1]),
         "reward": steps[-1]["eval/held_out"],
         "mean_reward": statistics.fmean(step["rollout/raw_reward"] for step in steps),
     }
@@ -173,7 +173,7 @@ def speeds(figures: Figures) -> str:
             f"| {name} | {mean['samples_per_s']:.2f} | {ratio(figures, name, 'samples_per_s')} | "
             f"{mean['tokens_per_s']:.0f} | {ratio(figures, name, 'tokens_per_s')} | {mean['sampled_per_s']:.0f} | "
             f"{mean['trained_length']:.0f}, {mean['issued_length']:.0f} | {mean['age']:.1f}, {oldest:.0f} | "
-            f"{mean['train_s']:.2f} | {mean['publish_s']:.2f} |"
+            f"{mean['train_s']:.2f} | {mean['sync_s']:.2f} |"
         )
     return "\n".join(rows)
 

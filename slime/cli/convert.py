@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.config.model_shape import read_hf_config
 from slime.core.errors import CheckpointError, ConfigError
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
+from slime.settings.model_shape import read_hf_config
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, write_hf
-from slime.training.state.pieces import MASTER, MODEL, digest_of, open_checkpoint
+from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
 from slime.weights import fp8
 from slime.weights.tables import FamilyTable, table_for
 

@@ -1,4 +1,4 @@
-"""Writes or checks slime/config/schemas/*.json: the flags of the installed Megatron, SGLang and router.
+"""Writes or checks slime/settings/schemas/*.json: the flags of the installed Megatron, SGLang and router.
 
 python -m slime.cli.schemas --write     after changing a pinned version
 python -m slime.cli.schemas             says what differs; exit code 1 if anything does
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slime.config.schema import SCHEMA_DIR
+from slime.settings.schema import SCHEMA_DIR
 
 
 def build_all() -> dict[str, dict[str, Any]]:

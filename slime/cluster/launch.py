@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from slime.cluster.environment import prepare_environment
 from slime.cluster.placement import plan_placement
-from slime.config.hooks import check_hooks
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import collect, start_recording
 from slime.observability.tracker import Tracker
+from slime.settings.hooks import check_hooks
 
 if TYPE_CHECKING:
     from slime.cluster.run import Run

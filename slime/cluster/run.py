@@ -4,7 +4,7 @@ The driver thread is the only caller. Each verb sends work to the actors, waits 
 came back; the order of the verbs is the algorithm and lives in `train.py` and `train_async.py`.
 
 Invariants
-1. Engines serve only between a `publish_weights` that verified them and the next hand-over or publication.
+1. Engines serve only between a `sync_weights` that verified them and the next hand-over or weight sync.
 2. A step is committed in the Data Buffer after it was trained and before it is saved.
 3. A checkpoint holds weights, optimizer, RNG, weight version and Data Buffer of the same moment, or does not exist.
 """
@@ -107,7 +107,7 @@ class Run:
             )
 
     def evaluate(self, rollout_id: int) -> None:
-        """Evaluates the published weights on the held-out data."""
+        """Evaluates the synced weights on the held-out data."""
         with span("eval"), self._watching("eval") as on_poll:
             metrics = wait_for(
                 [self._rollout.evaluate.remote(rollout_id)],
@@ -145,7 +145,7 @@ class Run:
             with span("wake_up"):
                 self._on_trainers("wake")
 
-    def publish_weights(self, *, for_save: bool = False) -> None:
+    def sync_weights(self, *, for_save: bool = False) -> None:
         """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
 
         `for_save`: a checkpoint follows. To be in it with the tokens they have, requests of `--fully-async` end and are
@@ -163,7 +163,7 @@ class Run:
         with span("update_weights"):
             if ends_requests:  # an engine that has to end them itself takes a second to see that they have ended
                 wait_for([self._rollout.hold.remote()], for_what="requests to end", limit_s=60)
-            metrics = self._on_trainers("publish_weights")
+            metrics = self._on_trainers("sync_weights")
             if ends_requests:
                 wait_for([self._rollout.release.remote()], for_what="requests to go on", limit_s=60)
         if self.args.offload_train:
@@ -192,7 +192,7 @@ class Run:
             return
         with span("check_log_probs"):
             batch = wait_for([self._rollout.probe.remote()], for_what="a probe", limit_s=self._rollout_limit_s)[0]
-            metrics = self._on_trainers("measure_gap", batch)[0]
+            metrics = self._on_trainers("measure_mismatch", batch)[0]
         self._tracker.add(metrics)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

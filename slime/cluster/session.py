@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 
 import ray
 
-from slime.cluster.reaper import Reaper, start_reaper
+from slime.cluster.guardian import Reaper, start_reaper
 
 OBJECT_STORE_BYTES = 512 * 2**20
 """Object store of a local run: the batches of two steps, with much room."""

@@ -30,7 +30,7 @@ class TrainActor:
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         self._listener: Any = None
         self._backend: Any = None
-        self._publisher: Any = None
+        self._weight_sync: Any = None
         self._snapshot: Any = None
 
     def free_address(self) -> tuple[str, int]:
@@ -62,9 +62,9 @@ class TrainActor:
 
     def connect_engines(self, engines: Sequence[Any]) -> None:
         """Prepares the weight sync to these engines (`EngineInfo`)."""
-        from slime.cluster.publisher import Publisher
+        from slime.cluster.weight_sync import RankWeightSync
 
-        self._publisher = Publisher(
+        self._weight_sync = RankWeightSync(
             self._args,
             self._backend,
             engines,
@@ -73,9 +73,9 @@ class TrainActor:
             address=ray.util.get_node_ip_address(),
         )
 
-    def publish_weights(self) -> dict[str, float]:
+    def sync_weights(self) -> dict[str, float]:
         """Sends the current weights under the current version and verifies them; engines serve again afterwards."""
-        return self._publisher.publish()
+        return self._weight_sync.sync_weights()
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Trains one batch; the weights that it leaves are the next version."""
@@ -84,8 +84,8 @@ class TrainActor:
         self._backend.weight_version += 1
         return metrics | {"perf/actor_train_tflops": self._backend.tflops(batch, time.perf_counter() - start)}
 
-    def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
-        metrics: dict[str, float] = self._backend.measure_gap(batch)
+    def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
+        metrics: dict[str, float] = self._backend.measure_mismatch(batch)
         return metrics
 
     def take_snapshot(self) -> None:
@@ -120,7 +120,7 @@ class TrainActor:
         self._backend.wake()
 
     def stop(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._weight_sync is not None:
+            self._weight_sync.close()
         if self._backend is not None:
             self._backend.close()

@@ -1,6 +1,6 @@
 """Makes an engine tell the weight version of each token: what `--pause-generation-mode retract|in_place` needs.
 
-A request that lives through publications has tokens of several versions. SGLang 0.5.16 answers with one, which is what
+A request that lives through weight syncs has tokens of several versions. SGLang 0.5.16 answers with one, which is what
 the process at its front door knew when the answer left. Forward passes and weight updates meet in the scheduler, on one
 thread: there `register` notes and labels them, through SGLang's own plugin registry, and the labels travel in its
 `customized_info`, which holds one entry per output token. Forward hooks would not do: CUDA graphs never run them. To be

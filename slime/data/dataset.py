@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from slime.config.data_files import split_slice
 from slime.core.errors import ConfigError, DataError
 from slime.core.prompt import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
 from slime.data.files import RawRow, read_rows
+from slime.settings.data_files import split_slice
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.config.data_files import open_lines
 from slime.core.errors import ConfigError, DataError
+from slime.settings.data_files import open_lines
 
 
 @dataclass(frozen=True, slots=True)

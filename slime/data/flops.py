@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.model_shape import is_sparse, num_experts_of
-from slime.config.shapes.deepseek import indexer_kinds
-from slime.config.shapes.qwen_next import is_linear
 from slime.core.errors import ConfigError
+from slime.settings.model_shape import is_sparse, num_experts_of
+from slime.settings.shapes.deepseek import indexer_kinds
+from slime.settings.shapes.qwen_next import is_linear
 
 TRAIN_FORWARDS = 3
 """A training pass costs three forward passes: one forward, and two in the backward (inputs and weights)."""

@@ -19,9 +19,9 @@ Curve = tuple[list[float], list[float]]
 """Steps and values."""
 
 REWARD_KEY = "rollout/raw_reward"
-GAP_KEYS = {
-    "train/logprob_gap_max": "worst token",
-    "train/logprob_gap_p99": "99 % of tokens",
+MISMATCH_KEYS = {
+    "train/train_rollout_logprob_abs_diff_max": "worst token",
+    "train/train_rollout_logprob_abs_diff_p99": "99 % of tokens",
     "train/train_rollout_logprob_abs_diff": "mean",
 }
 STEP_PARTS = {
@@ -46,7 +46,7 @@ class RunSummary:
     """Mean reward of the first and of the last rollout."""
     evals: Mapping[str, tuple[float, float]]
     """Dataset -> score before (first evaluation) and after (last)."""
-    worst_gap: float | None
+    worst_mismatch: float | None
     """Largest |log-prob of the trainer - of the engine| over all tokens and steps, nats."""
     step_s: float | None
     """Mean seconds per step, all parts together."""
@@ -78,13 +78,13 @@ def summarize(metrics_jsonl: Path) -> RunSummary:
         raise DataError(f"got no step in {metrics_jsonl}, so there is nothing to report")
     reward = curve(rows, REWARD_KEY)[1]
     evals = {name: curve(rows, f"eval/{name}")[1] for name in eval_names(rows)}
-    gaps = next((c for c in (curve(rows, k)[1] for k in GAP_KEYS) if c), [])
+    gaps = next((c for c in (curve(rows, k)[1] for k in MISMATCH_KEYS) if c), [])
     times = [t for t in _step_times(rows) if t > 0]
     return RunSummary(
         num_rollouts=len(reward),
         reward=(reward[0], reward[-1]) if reward else None,
         evals={name: (values[0], values[-1]) for name, values in evals.items() if values},
-        worst_gap=max(gaps) if gaps else None,
+        worst_mismatch=max(gaps) if gaps else None,
         step_s=sum(times) / len(times) if times else None,
         wall_s=max(r["time"] for r in rows) - min(r["time"] for r in rows),
     )
@@ -125,8 +125,8 @@ def summary_text(summary: RunSummary, title: str = "") -> str:
     lines += ["", f"- rollouts: {summary.num_rollouts}"]
     if summary.step_s is not None:
         lines.append(f"- time per step: {summary.step_s:.1f} s")
-    if summary.worst_gap is not None:
-        lines.append(f"- largest log-prob gap between trainer and engine: {summary.worst_gap:.2e} nats")
+    if summary.worst_mismatch is not None:
+        lines.append(f"- largest train-inference mismatch: {summary.worst_mismatch:.2e} nats")
     lines.append(f"- from the first logged step to the last: {summary.wall_s:.0f} s")
     return "\n".join(lines) + "\n"
 
@@ -147,7 +147,7 @@ def write_report(metrics_jsonl: Path, out_png: Path, *, title: str = "slime run"
     (reward, evaluation), (gap, parts) = figure.subplots(2, 2)
     _draw_reward(reward, rows)
     _draw_eval(evaluation, rows)
-    _draw_gap(gap, rows)
+    _draw_mismatch(gap, rows)
     _draw_parts(parts, rows)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, facecolor="white")
@@ -200,10 +200,10 @@ def _draw_eval(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def _draw_gap(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
+def _draw_mismatch(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
     _style(axes, "Log-prob gap, trainer against engine", "step", "|difference|, nats")
     drawn = False
-    for color, (key, label) in zip((EVAL[1], EVAL[3], REWARD), GAP_KEYS.items(), strict=True):
+    for color, (key, label) in zip((EVAL[1], EVAL[3], REWARD), MISMATCH_KEYS.items(), strict=True):
         steps, values = curve(rows, key)
         positive = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
         if positive:

@@ -7,7 +7,7 @@
       logs/           one file per process
       traces/         one Chrome trace per process
       tensorboard/
-      poison/         samples whose loss was not finite
+      non_finite/       samples whose loss was not finite
       report.png report.md
 
 Invariants

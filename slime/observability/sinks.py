@@ -152,7 +152,7 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("train/grad_norm", "grad", ".3g"),
         ("train/pg_clipfrac", "clip", ".1%"),
         ("train/kl_loss", "kl", ".3g"),
-        ("train/logprob_gap_max", "gap", ".1e"),
+        ("train/train_rollout_logprob_abs_diff_max", "gap", ".1e"),
     ),
     "perf": (
         ("perf/step_time", "step", ".1fs"),

@@ -22,13 +22,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.config.graders import base_type
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import PER_TOKEN, Sample
 from slime.rewards.graders import ASYNC_TYPES, SLOW_TYPES, GraderOptions
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom
+from slime.settings.graders import base_type
 
 logger = logging.getLogger(__name__)
 

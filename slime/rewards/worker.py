@@ -48,7 +48,7 @@ def limit_resources(memory_limit_bytes: int | None) -> None:
 
 def load_custom(path: str) -> Callable[..., Any]:
     """Loads a user's reward function (the group kind is called alike). Raises `HookError`."""
-    from slime.config.hooks import load_hook
+    from slime.settings.hooks import load_hook
 
     return load_hook(path, "custom_rm")
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slime.config.eval_config import EvalDatasetConfig
 from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
@@ -26,6 +25,7 @@ from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import spread
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.types import RolloutFnEvalOutput
+from slime.settings.eval_config import EvalDatasetConfig
 
 MAX_TRIES = 3
 """Tries of one execution before its failure fails the evaluation (or leaves it unscored)."""

@@ -6,9 +6,9 @@ wake the worker (`_wake`); a full batch wakes `step` (`_news`). All on the manag
 
 Invariants
 1. The worker rests only when finished groups fill its bound.
-2. A group that a publication interrupts (any with `--pause-generation-mode abort`, one before a checkpoint with the
+2. A group that a weight sync interrupts (any with `--pause-generation-mode abort`, one before a checkpoint with the
    others) goes back to the buffer and on at once, with its tokens: the client holds its requests back until engines
-   serve the new weights. Interrupted `MAX_TRIES` times in one step it counts as failed. Through other publications
+   serve the new weights. Interrupted `MAX_TRIES` times in one step it counts as failed. Through other weight syncs
    requests live.
 3. A batch holds no token older than `--max-weight-staleness`: the buffer looks when a group is issued and when it is
    taken. No group starves, since a trainer that waits publishes nothing, and what runs then finishes in time.

@@ -6,7 +6,7 @@ Invariants
 2. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
    has lost the end token but keeps a matched stop string.
 3. Each id has a finite log-prob and a weight version: the engine's word for each where requests live through
-   publications, otherwise one for all.
+   weight syncs, otherwise one for all.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.buffer.groups import flatten
-from slime.config.hooks import accepts_keyword, is_async, load_hook
 from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.generate import generate as default_generate
 from slime.rollout.types import DynamicFilterOutput
+from slime.settings.hooks import accepts_keyword, is_async, load_hook
 
 Hook = Callable[..., Any]
 

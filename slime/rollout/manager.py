@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.groups import flatten
-from slime.config.hooks import is_async
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import HookError, LedgerError
 from slime.core.sample import NOT_SAMPLED, Sample
@@ -41,6 +40,7 @@ from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.types import Progress, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.workflows.teacher import TeacherClient
+from slime.settings.hooks import is_async
 
 logger = logging.getLogger(__name__)
 

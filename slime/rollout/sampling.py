@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.config.eval_config import EvalDatasetConfig
+from slime.settings.eval_config import EvalDatasetConfig
 
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.data_source import build_data_buffer
-from slime.config.eval_config import EvalDatasetConfig, eval_datasets
 from slime.data.dataset import PromptDataset, load_prompts
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.hooks import load
+from slime.settings.eval_config import EvalDatasetConfig, eval_datasets
 
 
 def load_tokenizer(args: Any) -> Any:

@@ -1,6 +1,6 @@
 """Who belongs to us: finds and ends processes by a mark in their environment, their ancestry and their session.
 
-Standard library only, so that the guardian of `slime.cluster.reaper` stays small and starts at once.
+Standard library only, so that the guardian of `slime.cluster.guardian` stays small and starts at once.
 
 A process belongs to a `ProcessFamily` if it is a seed, carries the mark `NAME=value` in the environment it was executed
 with, descends from a member, or sits in a session or process group that a member leads. Membership is remembered by

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from slime.compat import megatron_moe
 from slime.compat.megatron_cpu import activate
-from slime.config.model_shape import num_experts_of, read_hf_config
 from slime.core.batch import TrainBatch
 from slime.data.flops import FlopsModel, tflops_per_gpu
+from slime.settings.model_shape import num_experts_of, read_hf_config
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
 from slime.training.model.families import delta_rule
@@ -56,7 +56,7 @@ from slime.training.step.train import (
     StepContext,
     first_step_gradients,
     forward_signals,
-    measure_gap,
+    measure_mismatch,
     train_on,
 )
 from slime.weights.tables import FamilyTable, table_for
@@ -133,7 +133,8 @@ class MegatronBackend:
         """All optimizer steps of one batch; the same metrics on every rank. Collective.
 
         Raises `NumericsError` on every rank, with the weights unchanged by the step at fault, for a non-finite loss or
-        gradient and for a log-prob gap beyond the limit; `DataError` or `ConfigError` for a batch that does not fit.
+        gradient and for a train-inference mismatch beyond the limit; `DataError` or `ConfigError` for a batch that
+        does not fit.
         """
         self._require_awake("train")
         prepared = self._with_signals(self._prepare(batch))
@@ -196,14 +197,15 @@ class MegatronBackend:
         check_signals(prepared, signals, run_dir=args.run_dir)
         return with_signals(prepared, args, signals)
 
-    def measure_gap(self, batch: TrainBatch) -> dict[str, float]:
+    def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
         """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
 
-        The metrics of `train` that begin with `train/logprob_gap`. Raises `NumericsError` over the limit. Collective.
+        The metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError` over the
+        limit. Collective.
         """
-        self._require_awake("measure_gap")
+        self._require_awake("measure_mismatch")
         prepared = self._prepare(batch, one_step=True)
-        return measure_gap(self._context, self._trainable.ddps, prepared, version=self.weight_version)
+        return measure_mismatch(self._context, self._trainable.ddps, prepared, version=self.weight_version)
 
     def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:
         """HF name (of an adapter, its global name) -> full float32 gradient of a batch's first optimizer step.
@@ -229,9 +231,9 @@ class MegatronBackend:
         parameters = MergedParameters(self._parameters, self._adapters) if self._adapters else self._parameters
         return hf_weights.iter_hf_tensors(parameters, self.table, self._holders, dtype=dtype)
 
-    def note_published(self) -> None:
+    def note_synced(self) -> None:
         """The engines serve the weights as they are now."""
-        self._copies.note_published(self.weight_version)
+        self._copies.note_synced(self.weight_version)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.

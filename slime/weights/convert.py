@@ -112,7 +112,7 @@ def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-def slice_pieces(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
+def slice_shards(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
     """`size` entries from `start` along `dim`: a view of those that there are, and zeros for those beyond the end."""
     first = min(start, tensor.shape[dim])
     real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
@@ -122,8 +122,8 @@ def slice_pieces(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor
 
 
 def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """`slice_pieces` as one tensor. A view where nothing is missing."""
-    return _joined(slice_pieces(tensor, dim, start, size), dim)
+    """`slice_shards` as one tensor. A view where nothing is missing."""
+    return _joined(slice_shards(tensor, dim, start, size), dim)
 
 
 def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:

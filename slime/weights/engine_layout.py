@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest
-from slime.weights.convert import padded_slice, segments_of, slice_pieces, unit_count
+from slime.weights.convert import padded_slice, segments_of, slice_shards, unit_count
 from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
 
 VOCAB_PADDING = 64
@@ -38,7 +38,7 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return _up(vocab_size, multiple)
 
 
-def engine_pieces(
+def engine_shards(
     table: FamilyTable, entry: Entry, parts: Sequence[Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> list[Tensor]:
     """What engine rank `tp_rank` holds of `entry`, as pieces to be stacked along dim 0 (mostly views: joining them
@@ -56,7 +56,7 @@ def engine_pieces(
         size, rank, num_ranks = _cut(table.shape, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
         share = size // num_ranks
         own = rank * share, share
-        pieces += slice_pieces(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
+        pieces += slice_shards(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
     return pieces
 
 
@@ -105,7 +105,7 @@ class ExpectedDigests:
         """Takes one full HF tensor. Raises `WeightSyncError` for one that is unknown, doubled or of a wrong shape."""
         want = self._table.hf_shape(hf_name)
         if hf_name in self._seen:
-            raise WeightSyncError(f"got {hf_name} twice in one publication; each tensor may be sent once")
+            raise WeightSyncError(f"got {hf_name} twice in one weight sync; each tensor may be sent once")
         if tuple(tensor.shape) != want:
             raise WeightSyncError(f"got {hf_name} of shape {tuple(tensor.shape)}; want {want}")
         self._seen.add(hf_name)
@@ -133,7 +133,7 @@ class ExpectedDigests:
         missing = [name for name in self._table.hf_names if name not in self._seen]
         if missing:
             raise WeightSyncError(
-                f"got a publication without {missing[:8]} ({len(missing)} missing); send every tensor"
+                f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor"
             )
         return self._digests
 
@@ -153,7 +153,7 @@ def _stack(
     return [
         piece
         for entry in held
-        for piece in engine_pieces(
+        for piece in engine_shards(
             table, entry, [state[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu
         )
     ]

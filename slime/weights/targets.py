@@ -33,7 +33,7 @@ def _alone(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The trainer ranks, as the publication sees them. The defaults are a trainer of one rank."""
+    """The trainer ranks, as the weight sync sees them. The defaults are a trainer of one rank."""
 
     is_sender: bool = True
     """Exactly one rank talks to engines."""

@@ -32,7 +32,7 @@ from tests.support.e2e import Flags, RealRun, latest_step, rank_settings, record
 from tests.support.kill_at import Point, environment
 
 NUM_STEPS, BATCH, NUM_ROWS, SEED = 10, 4, 24, 7
-BUFFER, PUBLISH = "slime.buffer.data_buffer", "slime.weights.publish"
+BUFFER, SYNC = "slime.buffer.data_buffer", "slime.weights.sync"
 CHECKPOINT, BACKEND, MANAGER = "slime.training.state.checkpoint", "slime.training.backend", "slime.rollout.manager"
 
 FULLY_ASYNC: Flags = ["--fully-async", "--max-weight-staleness", "8", "--max-groups-in-flight", "12"]
@@ -48,14 +48,14 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
             Point(BUFFER, "DataBuffer.put_back", 12, "after"),
         ],
     ),
-    "publication": (
+    "weight sync": (
         FULLY_ASYNC,
         [
             Point(BUFFER, "DataBuffer.mark_trained", 2, "before"),
             Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
-            Point(PUBLISH, "_Publication.pause", 3, "after"),
-            Point(PUBLISH, "_Publication.complete", 3, "before", "process"),
-            Point(PUBLISH, "_Publication.resume", 3, "before"),
+            Point(SYNC, "_WeightSync.pause", 3, "after"),
+            Point(SYNC, "_WeightSync.complete", 3, "before", "process"),
+            Point(SYNC, "_WeightSync.resume", 3, "before"),
         ],
     ),
     "checkpoint": (
@@ -82,7 +82,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [*FULLY_ASYNC, "--pause-generation-mode", "retract"],
         [
             Point(BUFFER, "DataBuffer.put_finished", 22, "after"),
-            Point(PUBLISH, "_Publication.pause", 4, "after", "process"),
+            Point(SYNC, "_WeightSync.pause", 4, "after", "process"),
             Point(BUFFER, "DataBuffer.put_back", 9, "after"),
         ],
     ),
@@ -91,7 +91,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [
             Point("slime.buffer.storage", "write_json", 2, "after"),
             Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
-            Point(PUBLISH, "_Publication.resume", 3, "before"),
+            Point(SYNC, "_WeightSync.resume", 3, "before"),
         ],
     ),
     "one-step-off": (
@@ -99,7 +99,7 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
         [
             Point(BUFFER, "DataBuffer.mark_trained", 2, "before"),
             Point("slime.buffer.storage", "write_json", 2, "after"),
-            Point(PUBLISH, "_Publication.pause", 3, "after"),
+            Point(SYNC, "_WeightSync.pause", 3, "after"),
             Point(BUFFER, "DataBuffer.get_groups", 3, "after"),
         ],
     ),

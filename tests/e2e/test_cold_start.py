@@ -54,7 +54,9 @@ def test_accuracy_rises_after_the_cold_start(reinforced: RealRun) -> None:
     accuracy = reinforced.series("rollout", "rollout/raw_reward")
     assert 0.2 < accuracy[0] < 0.8, f"the cold start leaves nothing to learn, or taught nothing: {accuracy}"
     assert fmean(accuracy[-3:]) > accuracy[0] + MIN_RISE, accuracy
-    assert reinforced.metrics("train")[0]["train/logprob_gap_max"] <= 1e-5, "the export is not what was trained"
+    assert reinforced.metrics("train")[0]["train/train_rollout_logprob_abs_diff_max"] <= 1e-5, (
+        "the export is not what was trained"
+    )
 
 
 def test_both_runs_leave_nothing(cold_start: tuple[RealRun, Path], reinforced: RealRun) -> None:

@@ -73,7 +73,7 @@ def test_the_ledger_balances(run: RealRun) -> None:
         assert row["data/trained"] == (step + 1) * PROMPTS_PER_STEP, (step, row)
 
 
-def test_every_publication_is_verified_and_the_worker_hardly_rests(run: RealRun) -> None:
+def test_every_weight_sync_is_verified_and_the_worker_hardly_rests(run: RealRun) -> None:
     rows = run.metrics("perf")
     assert sorted(rows) == list(range(NUM_STEPS))
     assert all(row["perf/update_weights_verify_time"] > 0 for row in rows.values())

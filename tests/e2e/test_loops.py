@@ -15,7 +15,7 @@ from tests.support.e2e import NUM_STEPS, PROMPTS_PER_STEP, RealRun
 
 MIN_RISE = 0.15
 """The mean reward of 64 samples has a standard error below 0.02 here; a random model gets 0.2, a perfect one 1.0."""
-MAX_GAP = 1e-5
+MAX_MISMATCH = 1e-5
 """Nats, on the worst token of a step. The engine alone agrees with transformers to 1e-6."""
 MIN_TOKENS = 1000
 
@@ -62,30 +62,32 @@ def test_trainer_and_engine_agree(name: str, request: pytest.FixtureRequest) -> 
     """
     run: RealRun = request.getfixturevalue(name)
     tokens = run.series("rollout", "rollout/response_tokens")
-    gaps = run.series("train", "train/logprob_gap_max")
+    gaps = run.series("train", "train/train_rollout_logprob_abs_diff_max")
     stale = run.series("train", "train/stale_tokens")
     updates = run.series("train", "train/num_updates")
     assert sum(updates[:-1]) >= 10, updates
     assert tokens[0] >= MIN_TOKENS and sum(tokens) / len(tokens) >= MIN_TOKENS, tokens
     assert max(stale) == 0, stale
-    assert len(gaps) == NUM_STEPS and max(gaps) <= MAX_GAP, gaps
+    assert len(gaps) == NUM_STEPS and max(gaps) <= MAX_MISMATCH, gaps
 
 
 def test_async_gap_is_told_apart_from_staleness(async_run: RealRun) -> None:
     """Law: tokens of an older version have a figure of their own and cannot hide in, or trip, the limit on the gap."""
     rows = async_run.metrics("train")
     tokens = async_run.series("rollout", "rollout/response_tokens")
-    assert rows[0]["train/stale_tokens"] == 0 and rows[0]["train/logprob_gap_max"] <= MAX_GAP, rows[0]
+    assert rows[0]["train/stale_tokens"] == 0 and rows[0]["train/train_rollout_logprob_abs_diff_max"] <= MAX_MISMATCH, (
+        rows[0]
+    )
     for step in range(1, NUM_STEPS):
         assert rows[step]["train/stale_tokens"] == tokens[step], (step, rows[step])
-        assert "train/logprob_gap_max" not in rows[step], (step, rows[step])
-        assert rows[step]["train/logprob_gap_stale_mean"] > MAX_GAP, (step, rows[step])
+        assert "train/train_rollout_logprob_abs_diff_max" not in rows[step], (step, rows[step])
+        assert rows[step]["train/train_rollout_logprob_abs_diff_stale"] > MAX_MISMATCH, (step, rows[step])
 
 
 def test_async_trainer_and_engine_agree(async_run: RealRun) -> None:
     """Law: where every batch is older than the trainer, each published version is compared on samples of its own."""
-    gaps = async_run.series("perf", "train/logprob_gap_max")
-    assert len(gaps) == NUM_STEPS and max(gaps) <= MAX_GAP, gaps
+    gaps = async_run.series("perf", "train/train_rollout_logprob_abs_diff_max")
+    assert len(gaps) == NUM_STEPS and max(gaps) <= MAX_MISMATCH, gaps
 
 
 def test_normal_end_leaves_nothing(any_run: RealRun) -> None:

@@ -37,7 +37,7 @@ def test_copies_are_lent_and_given_back(settings: dict[str, Any], tmp_path: Path
     start = backend.log_probs(batch)
     for version in (1, 2):
         backend.weight_version = version
-        backend.note_published()
+        backend.note_synced()
         backend.train(batch)
     before = {name: p.detach().clone() for name, p in backend._parameters.items()}
     after = backend.log_probs(batch)

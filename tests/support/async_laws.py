@@ -1,6 +1,6 @@
 """The laws of the worker of `--fully-async`, and random schedules to try them with, on a fake or on a real engine.
 
-A schedule is a worker, a trainer that takes its time, publications, evaluations, and a kill with a resume somewhere.
+A schedule is a worker, a trainer that takes its time, weight syncs, evaluations, and a kill with a resume somewhere.
 Laws: the ledger balances; nothing is trained twice; every batch is full; no trained token is older than the bound;
 each token has the label of the weights that sampled it, told by the token itself; an evaluation is of one version.
 """
@@ -13,7 +13,6 @@ import random
 from typing import Any, Protocol
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.config.eval_config import EvalDatasetConfig
 from slime.core.prompt import Fingerprint, PromptRow
 from slime.core.sample import Sample, Status
 from slime.rewards.types import Score, Scored, Unscored
@@ -23,6 +22,7 @@ from slime.rollout.evaluate import EvalDataset, evaluate
 from slime.rollout.fully_async import RolloutWorker
 from slime.rollout.generate import generate
 from slime.rollout.types import Progress
+from slime.settings.eval_config import EvalDatasetConfig
 
 NUM_ROWS = 500
 FILTER = "slime.rollout.filters.check_reward_nonzero_std"
@@ -37,7 +37,7 @@ class Engine(Protocol):
     pace: float
     """Seconds for each second of the schedule."""
 
-    async def publish(self, version: int, scope: RequestScope | None = None) -> None:
+    async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
         """Changes the weights while requests run; with `scope` its requests are ended and held back by the client."""
 
     async def num_running(self) -> int:
@@ -119,7 +119,7 @@ class Schedule:
         state, step = await self._steps(engine, self.buffer(), 0, self.killed_at)
         if state is not None:
             buffer = self.buffer(state)
-            await engine.publish(buffer.weight_version)
+            await engine.sync_weights(buffer.weight_version)
             await self._steps(engine, buffer, step, None)
         assert len(self.trained) == self.num_steps * self.args.rollout_batch_size, "a group was trained twice or never"
 
@@ -143,7 +143,7 @@ class Schedule:
                 assert len(worker.running) + buffer.num_finished <= self.args.max_groups_in_flight, "beyond the bound"
                 if step == killed_at:
                     return buffer.state_dict(), step + 1
-                await engine.publish(buffer.weight_version, worker.scope if rng.random() < 0.5 else None)
+                await engine.sync_weights(buffer.weight_version, worker.scope if rng.random() < 0.5 else None)
                 if rng.random() < 0.3 and not self.fault_rate:
                     await self._evaluate(context, step, buffer.weight_version)
         finally:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.config import parse_args
 from slime.core.errors import ConfigError
+from slime.settings import parse_args
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -56,7 +56,7 @@ def run_on_fake_clock(work: Coroutine[Any, Any, T]) -> T:
 class InProcessEngine:
     """Stands for client, router and engines: keeps the protocol of SGLang 0.5.16 as the client shows it.
 
-    The id of each token is `1000 * version + position in the request`, so that its label can be checked. A publication
+    The id of each token is `1000 * version + position in the request`, so that its label can be checked. A weight sync
     with `abort` ends what runs with its partial tokens and holds what is sent until the new weights serve; with another
     mode what runs waits, and goes on under the new weights.
     """
@@ -110,7 +110,7 @@ class InProcessEngine:
         reason = "abort" if abort.is_set() else "length" if len(tokens) == limit else "stop"
         return Generation(tuple(tokens), (-0.5,) * len(tokens), reason, tuple(versions) or self.version, "")
 
-    async def publish(self, version: int, scope: RequestScope | None = None) -> None:
+    async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
         """Abort and drain, or pause (unless told whose requests to end); send; serve."""
         self._serving.clear()
         ends = self.pause_mode == "abort" or scope is not None

@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (prefix of the classes in transformers, config beyond `DEEP`)."""
-PUBLISHED: dict[str, dict[str, Any]] = {
+SYNCED: dict[str, dict[str, Any]] = {
     "DeepseekV3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "Glm4MoeLite": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "GlmMoeDsa": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -144,7 +144,7 @@ def write_family(directory: Path, name: str, seed: int = 0, **overrides: Any) ->
     config = json.loads(path.read_text())
     if "layer_types" in config and name.startswith("qwen"):
         config["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
-    path.write_text(json.dumps({**config, **PUBLISHED.get(FAMILIES[name][0], {})}, indent=2))
+    path.write_text(json.dumps({**config, **SYNCED.get(FAMILIES[name][0], {})}, indent=2))
     return directory
 
 

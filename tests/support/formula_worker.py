@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.core.batch import TrainBatch
-from slime.data.context_cut import context_cut
+from slime.data.context_split import context_cut
 from slime.training.model.context import RowCut
 from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
 from slime.training.step.loss import micro_batch_loss, micro_batch_value_loss

@@ -21,7 +21,7 @@ from slime.core.sample import Sample
 from slime.rollout.client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest, serialize_bucket
-from slime.weights.publish import publish
+from slime.weights.sync import sync_weights
 from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import TensorTransport
@@ -61,7 +61,7 @@ class LabelledEngine:
     pace = 0.1
 
     def __init__(self, url: str, router_url: str, model_path: Path, pause_mode: str = "abort") -> None:
-        """`pause_mode`: what a publication does to requests under way; the server tells the version of each token."""
+        """`pause_mode`: what a weight sync does to requests under way; the server tells the version of each token."""
         self.url, self._pause_mode = url, pause_mode
         self.client = EngineClient(router_url, request_timeout_s=60, token_versions=pause_mode != "abort")
         self.version = 0
@@ -70,12 +70,12 @@ class LabelledEngine:
         self._control = HttpEngineControl(url, 1, timeout_s=60)
         self._transport = TensorTransport(serialize_bucket, Peers())
 
-    async def publish(self, version: int, scope: RequestScope | None = None) -> None:
+    async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
         """Sends all weights, and compares what the engine then holds."""
         if scope is not None:
             await self.client.hold(scope)
         try:
-            await asyncio.to_thread(self._publish, labelled(self._state, version), version, self._pause_mode)
+            await asyncio.to_thread(self._sync, labelled(self._state, version), version, self._pause_mode)
         finally:
             self.client.release()
         self.version = version
@@ -83,12 +83,12 @@ class LabelledEngine:
     async def close(self) -> None:
         """The server has the weights of its checkpoint again."""
         await self.client.close()
-        await asyncio.to_thread(self._publish, self._state, 1, "abort")
+        await asyncio.to_thread(self._sync, self._state, 1, "abort")
         self._transport.close()
         self._control.close()
 
-    def _publish(self, state: StateDict, version: int, pause_mode: str) -> None:
-        metrics = publish(
+    def _sync(self, state: StateDict, version: int, pause_mode: str) -> None:
+        metrics = sync_weights(
             iter(state.items()), table=self._table, targets=[EngineTarget(self._control)], transport=self._transport,
             digest=digest, version=version, buffer_bytes=2**20, pause_mode=pause_mode,
         )  # fmt: skip

@@ -78,7 +78,7 @@ _QWEN3_5 = {
     },
 }
 
-PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
+SYNCED: dict[str, tuple[dict[str, Any], float]] = {
     "SmolLM2-135M": (_sizes(576, 1536, 30, 9, 3, 49152, model_type="llama", tie_word_embeddings=True), 0.1345),
     "Llama-3.1-8B": (_LLAMA_8B, 8.030),
     "Llama-3.2-1B": (

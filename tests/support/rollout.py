@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from slime.config import parse_args
 from slime.rollout.manager import RolloutManager
+from slime.settings import parse_args
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.tiny import VOCAB_SIZE, write_tokenizer
 

@@ -72,7 +72,7 @@ def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[st
     import torch
     from safetensors.torch import load_file
 
-    from slime.config.model_shape import read_hf_config
+    from slime.settings.model_shape import read_hf_config
     from slime.weights.engine_layout import engine_tensors
     from slime.weights.tables import table_for
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from slime.config.derive import Draft, _algorithm
-from slime.config.groups import (
+from slime.core.batch import TrainBatch, TrainSample
+from slime.settings.derive import Draft, _algorithm
+from slime.settings.groups import (
     AlgorithmArgs,
     CriticArgs,
     HookArgs,
@@ -24,7 +25,6 @@ from slime.config.groups import (
     TeacherArgs,
     TrainingArgs,
 )
-from slime.core.batch import TrainBatch, TrainSample
 
 MEGATRON: dict[str, Any] = {
     "lr": 1e-3,
@@ -70,7 +70,7 @@ def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, *
         "rollout_top_k": -1,
         "eps_clip_high": 0.28,
         "kl_loss_type": "k3",
-        "logprob_gap_limit": 1e9,
+        "mismatch_limit": 1e9,
         "pause_generation_mode": "abort",
         "no_save_optim": False,
         "no_load_optim": False,
@@ -83,7 +83,7 @@ def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, *
 
 
 def derived_settings(values: dict[str, Any], megatron: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """What `slime.config.derive` makes of these settings where the names in `given` were given."""
+    """What `slime.settings.derive` makes of these settings where the names in `given` were given."""
     assumed = {"n_samples_per_prompt": 2, "rollout_max_response_len": 16}
     draft = Draft({**assumed, **values}, dict(megatron), {})
     draft.given = {"eps_clip_high", *given}

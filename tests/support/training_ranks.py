@@ -69,7 +69,7 @@ def _read(folder: Path, scenarios: dict[str, Any]) -> Outcome:
         gradients={name: load_file(folder / f"{name}.safetensors") for name in scenarios},
         weights=load_file(folder / "weights.safetensors"),
         result=json.loads((folder / "result.json").read_text()),
-        errors={kind: [errors[kind] for errors in told if kind in errors] for kind in ("poison", "gap", "hook")},
+        errors={kind: [errors[kind] for errors in told if kind in errors] for kind in ("non_finite", "gap", "hook")},
     )
 
 

@@ -100,8 +100,8 @@ def errors_of(backend: Any, batch: Any) -> dict[str, str]:
 
     hook = {"custom_tis_function_path": f"{__file__}:first_rank_fails", "use_tis": True}
     cases: dict[str, tuple[float, dict[str, Any]]] = {
-        "poison": (np.nan, {"use_rollout_logprobs": True}),
-        "gap": (50.0, {"logprob_gap_limit": 20.0}),
+        "non_finite": (np.nan, {"use_rollout_logprobs": True}),
+        "gap": (50.0, {"mismatch_limit": 20.0}),
         "hook": (0.0, hook),
     }
     out, kept = {}, dict(vars(backend.args))

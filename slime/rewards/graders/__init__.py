@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.graders import BOXED_PREFIX, base_type
 from slime.core.sample import Sample
+from slime.settings.graders import BOXED_PREFIX, base_type
 
 REGISTRY: dict[str, str] = {
     "math": "slime.rewards.graders.math_answer",
@@ -29,7 +29,7 @@ REGISTRY: dict[str, str] = {
     "ifbench": "slime.rewards.graders.ifbench",
     "code": "slime.rewards.graders.program_tests",
 }
-"""`--rm-type` -> module that defines `grade`; the names are those of `slime.config.graders.GRADERS`."""
+"""`--rm-type` -> module that defines `grade`; the names are those of `slime.settings.graders.GRADERS`."""
 
 ASYNC_TYPES = frozenset({"remote_rm"})
 """Graders that wait more than they compute: one worker runs many at a time."""

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.config.model_shape import rope_of
-from slime.config.shapes import megatron_shape
 from slime.core.errors import ConfigError
+from slime.settings.model_shape import rope_of
+from slime.settings.shapes import megatron_shape
 from slime.training.model.config import transformer_config
 from slime.training.model.layers import decoder_spec
 from slime.training.model.log_probs import VocabShard

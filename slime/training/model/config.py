@@ -1,7 +1,8 @@
 """From resolved settings to Megatron's configuration objects: the model, data parallelism, the optimizer.
 
 `args.megatron` maps Megatron's field names to values, defaults and derivations resolved. What this trainer cannot do
-otherwise is listed in `slime.config.megatron_defaults.FIXED`, where flags are checked against it, and read from there.
+otherwise is listed in `slime.settings.megatron_defaults.FIXED`, where flags are checked against it, and read
+from there.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.config.megatron_defaults import FIXED
-from slime.config.schema import flags_of_owner
-from slime.config.shapes import megatron_shape
+from slime.settings.megatron_defaults import FIXED
+from slime.settings.schema import flags_of_owner
+from slime.settings.shapes import megatron_shape
 from slime.training.parallel import ParallelSizes
 
 
 def fixed(config: type) -> dict[str, Any]:
-    """What the trainer fixes of a Megatron config class; `slime.config` refuses flags that say otherwise."""
+    """What the trainer fixes of a Megatron config class; `slime.settings` refuses flags that say otherwise."""
     names = {field.name for field in dataclasses.fields(config)}
     return {name: value for name, (value, _) in FIXED.items() if name in names}
 

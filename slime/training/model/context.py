@@ -20,12 +20,12 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from slime.data.context_cut import context_cut
+from slime.data.context_split import context_cut
 
 
 @dataclass(frozen=True, slots=True)
 class RowCut:
-    """This rank's part of a row of T tokens and N sequences; see `slime.data.context_cut`."""
+    """This rank's part of a row of T tokens and N sequences; see `slime.data.context_split`."""
 
     group: dist.ProcessGroup
     """The context-parallel group."""

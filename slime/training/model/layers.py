@@ -11,8 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.config.model_shape import is_sparse
-from slime.config.shapes.qwen_next import is_linear
+from slime.settings.model_shape import is_sparse
+from slime.settings.shapes.qwen_next import is_linear
 from slime.training.model.attention import PackedAttention, PackedSequences
 from slime.training.model.families.gated_attention import GatedAttention
 from slime.training.model.families.gated_delta import GatedDeltaNet

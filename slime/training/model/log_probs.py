@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from slime.training.model.nucleus import Nucleus, find_nucleus
+from slime.training.model.top_p import TopPSet, find_top_p_set
 from slime.training.model.vocab_shard import VocabShard
 
 __all__ = ["DEFAULT_CHUNK_TOKENS", "TokenScores", "VocabShard", "score_tokens", "token_log_probs", "token_values"]
@@ -240,7 +240,7 @@ class _Chunk:
     """As `log_total`, over the kept set."""
     outside: Tensor
     """bool: the target had to be added to the kept set."""
-    nucleus: Nucleus | None
+    nucleus: TopPSet | None
 
 
 def _forward_chunk(raw: Tensor, targets: Tensor, settings: _Settings, wide: torch.dtype) -> _Chunk:
@@ -267,7 +267,7 @@ def _forward_chunk(raw: Tensor, targets: Tensor, settings: _Settings, wide: torc
     exp = torch.empty(raw.shape, dtype=wide, device=raw.device)
     for rows in slices:
         torch.sub(raw[rows], top[rows].unsqueeze(1), out=exp[rows]).mul_(scale).exp_()
-    nucleus = find_nucleus(raw, exp, total, shard, top_p=settings.top_p, top_k=settings.top_k, slices=slices)
+    nucleus = find_top_p_set(raw, exp, total, shard, top_p=settings.top_p, top_k=settings.top_k, slices=slices)
     sums = torch.zeros_like(sums[:2])
     for rows in slices:
         kept = nucleus.kept(raw[rows], rows)
@@ -362,7 +362,7 @@ def _row_factors(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> _Row
 
 
 def _chunk_gradient(
-    raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, settings: _Settings, nucleus: Nucleus | None
+    raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, settings: _Settings, nucleus: TopPSet | None
 ) -> None:
     """`_write_gradient` for all rows of a chunk, some at a time."""
     if not raw.size(1):

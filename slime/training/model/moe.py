@@ -1,8 +1,8 @@
 """Mixture-of-experts layers on Megatron's local specification: sequential experts, two ways to dispatch tokens.
 
 The router takes no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
-tokens of its micro-batch (Law 3); `slime.config.megatron_defaults.FIXED` refuses them. Which Megatron settings select
-what (a family's `slime/config/shapes` sets them from its HF config):
+tokens of its micro-batch (Law 3); `slime.settings.megatron_defaults.FIXED` refuses them. Which Megatron settings select
+what (a family's `slime/settings/shapes` sets them from its HF config):
 
 - `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts of a layer, those of a token, their size;
 - `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;

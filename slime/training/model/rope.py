@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.config.model_shape import rope_kind, rope_of
+from slime.settings.model_shape import rope_kind, rope_of
 
 Scaling = Mapping[str, Any]
 

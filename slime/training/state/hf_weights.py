@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slime.training.model.names import is_expert
 from slime.training.state.hf_files import HfReader
-from slime.training.state.pieces import iter_full
+from slime.training.state.shards import iter_full
 from slime.weights.convert import load_shard
 from slime.weights.tables import Entry, FamilyTable
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.config.model_shape import read_hf_config
 from slime.core.errors import ConfigError
+from slime.settings.model_shape import read_hf_config
 from slime.training.state.hf_weights import Holder, load_weights
 from slime.weights.tables import FamilyTable, table_for
 

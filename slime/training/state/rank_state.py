@@ -27,20 +27,20 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from slime.config.model_shape import read_hf_config
 from slime.core.errors import CheckpointError
+from slime.settings.model_shape import read_hf_config
 from slime.training.model.names import EMBEDDING, is_expert, parameters_of
 from slime.training.parallel import ParallelInfo, seed_everything
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_files import copy_assets
-from slime.training.state.pieces import (
+from slime.training.state.shards import (
     COPY,
     FORMAT,
     HF,
     MASTER,
     MODEL,
     Piece,
-    PieceReader,
+    ShardReader,
     architecture,
     cut_again,
     digest_of,
@@ -194,7 +194,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     What `kept.copies` names is filled, too.
     Raises `CheckpointError` if the checkpoint does not fit, before anything is changed.
     """
-    pieces = PieceReader(directory)
+    pieces = ShardReader(directory)
     meta = pieces.metas[min(kept.info.rank, len(pieces.metas) - 1)]
     targets = list(_targets(kept, pieces, with_optimizer))
     _check(pieces, meta, kept, with_optimizer)
@@ -267,7 +267,7 @@ def _optimizers(trainable: Trainable) -> list[Any]:
 
 
 def _targets(
-    kept: Kept, pieces: PieceReader, with_optimizer: bool
+    kept: Kept, pieces: ShardReader, with_optimizer: bool
 ) -> Iterator[tuple[str, str, Tensor, Tensor, int, Any]]:
     """(role, name, parameter, target, start, optimizer) of all that is restored.
 
@@ -286,7 +286,7 @@ def _targets(
             yield from ((role, name, parameter, main, start, optimizer) for role in moments)
 
 
-def _check(pieces: PieceReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
+def _check(pieces: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
     hf_config = read_hf_config(str(kept.hf_checkpoint))
     if meta["architecture"] != digest_of(hf_config):
         there, here = architecture(read_hf_config(str(pieces.folder / HF))), architecture(hf_config)
@@ -373,7 +373,7 @@ def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)], "names": sorted(tensors)}
 
 
-def _set_rng_state(pieces: PieceReader, rank: int, meta: Mapping[str, Any]) -> None:
+def _set_rng_state(pieces: ShardReader, rank: int, meta: Mapping[str, Any]) -> None:
     tensors = {name: pieces.tensor(rank, name) for name in meta["names"]}
     kind, pos, has_gauss, cached = meta["numpy"]
     np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))

@@ -1,7 +1,7 @@
 """The policies beside the policy: reference, teacher and old actor, as copies of its weights, and their log-probs.
 
 The old actor is what the engines served when they sampled a batch. `train_async.py` generates while it trains, so that
-is one publication behind: two copies, of the published weights and of those before them. Each publication shifts them.
+is one weight sync behind: two copies, of the synced weights and of those before them. Each weight sync shifts them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.training.step.task import PolicyTask
 from slime.training.step.train import StepContext, forward_signals
 from slime.weights.tables import FamilyTable
 
-REFERENCE, TEACHER, PUBLISHED, BEFORE = "reference", "teacher", "published", "before"
+REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
 """What the policy is held to; what distils; what engines serve; what they served before that."""
 
 
@@ -47,7 +47,7 @@ class Copies:
         self._args, self._context, self._ddps = args, context, trainable.ddps
         adapters = holders.keys() - set(table.megatron_names)
         self._host = HostCopies(parameters, adapters or holders.keys())
-        self._published_version = 0
+        self._synced_version = 0
         learns_from_samples = args.loss_type != "sft_loss"
         needed: dict[str, tuple[str | None, str]] = {}
         if learns_from_samples and (args.use_kl_loss or args.kl_coef):
@@ -55,7 +55,7 @@ class Copies:
         if learns_from_samples and args.use_opd and args.opd_type == "megatron":
             needed[TEACHER] = (args.opd_teacher_load, "--opd-teacher-load")
         if args.keep_old_actor:
-            needed |= dict.fromkeys((PUBLISHED, BEFORE), (None, ""))
+            needed |= dict.fromkeys((SYNCED, BEFORE), (None, ""))
         initial = Path(args.hf_checkpoint).resolve()
         for name, (directory, flag) in needed.items():
             if directory is None or Path(directory).resolve() == initial:
@@ -78,11 +78,11 @@ class Copies:
         before them.
         """
         versions = [s.token_versions for s in prepared.batch.samples]
-        newer = [v >= self._published_version for v in versions]
+        newer = [v >= self._synced_version for v in versions]
         earlier = [(v != NOT_SAMPLED) & ~n for v, n in zip(versions, newer, strict=True)]
-        wanted = [name for name, used in ((BEFORE, earlier), (PUBLISHED, newer)) if any(u.any() for u in used)]
+        wanted = [name for name, used in ((BEFORE, earlier), (SYNCED, newer)) if any(u.any() for u in used)]
         signals = []
-        for name in wanted or [PUBLISHED]:
+        for name in wanted or [SYNCED]:
             with self._host.lent(name):
                 signals.append(forward_signals(self._context, self._ddps, prepared))
         if len(signals) < 2:
@@ -92,11 +92,11 @@ class Copies:
             for olds, news in zip(*signals, strict=True)
         )
 
-    def note_published(self, version: int) -> None:
+    def note_synced(self, version: int) -> None:
         """Engines serve the policy as it is now, under this version."""
-        self._published_version = version
+        self._synced_version = version
         if self._args.keep_old_actor:
-            self._host.shift(PUBLISHED, BEFORE)
+            self._host.shift(SYNCED, BEFORE)
 
     def note_trained(self, rollout_id: int) -> None:
         """A rollout was trained; every `--ref-update-interval` of them the policy becomes the reference."""
@@ -108,4 +108,4 @@ class Copies:
     def lasting(self) -> dict[str, Mapping[str, Tensor]]:
         """What a checkpoint holds: copies that a new run would make otherwise -> their tensors, filled in place."""
         names = (REFERENCE,) if self._args.ref_update_interval else ()
-        return self._host.lasting((*names, *((PUBLISHED,) if self._args.keep_old_actor else ())))
+        return self._host.lasting((*names, *((SYNCED,) if self._args.keep_old_actor else ())))

@@ -13,8 +13,8 @@ from torch import Tensor
 from slime.algorithms.off_policy.importance import importance_weights
 from slime.algorithms.off_policy.opsm import opsm_mask
 from slime.algorithms.off_policy.rejection import rejection_mask
-from slime.config.hooks import load_hook
 from slime.core.errors import HookError
+from slime.settings.hooks import load_hook
 from slime.training.step.micro_batch import MicroBatch
 
 

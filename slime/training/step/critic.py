@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from slime.config.model_shape import read_hf_config
+from slime.settings.model_shape import read_hf_config
 from slime.training.model.build import build_model
 from slime.training.model.names import parameters_of
 from slime.training.model.policy import ValueModel

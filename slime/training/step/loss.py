@@ -21,8 +21,8 @@ from slime.algorithms.policy.outcome import PolicyLoss
 from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.sft_loss import negative_log_likelihood
 from slime.algorithms.value_loss import value_loss
-from slime.config.hooks import load_hook
 from slime.core.errors import HookError
+from slime.settings.hooks import load_hook
 from slime.training.model.log_probs import TokenScores
 from slime.training.step.correction import corrected
 from slime.training.step.micro_batch import MicroBatch
@@ -99,7 +99,7 @@ def _policy(args: Any, batch: MicroBatch, scores: TokenScores) -> LossParts:
         whole = scores.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
     policy_loss, sums = corrected(args, batch, result.loss, log_probs.detach(), recomputed, whole)
     if is_cut(args):
-        sums["nucleus_outside"] = scores.outside.to(log_probs.dtype)
+        sums["top_p_outside"] = scores.outside.to(log_probs.dtype)
     counts = {name: sums.pop(name).double().sum() for name in tuple(sums) if name.endswith("_clamped")}
     sums = {name: token_mean(value, batch) for name, value in sums.items()} | counts
     sums["log_ratio_clamped"] = result.ratio_limited.double().sum()

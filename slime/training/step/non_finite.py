@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.core.errors import NumericsError
-from slime.training.step.gap import locate
 from slime.training.step.micro_batch import MicroBatch
-from slime.training.step.poison import dump_poison
+from slime.training.step.mismatch import locate
+from slime.training.step.non_finite_dump import dump_non_finite
 from slime.training.step.prepare import PreparedBatch
 from slime.training.step.targets import Signals
 
@@ -76,7 +76,7 @@ def check_signals(prepared: PreparedBatch, signals: Signals, *, run_dir: str | N
             bad[position] = np.flatnonzero(~whole).tolist()
     if not bad:
         return
-    folder = dump_poison(run_dir, prepared.batch, bad, named, rank=0) if run_dir and dist.get_rank() == 0 else None
+    folder = dump_non_finite(run_dir, prepared.batch, bad, named, rank=0) if run_dir and dist.get_rank() == 0 else None
     raise NumericsError(_message(names_of(prepared, bad), [folder]))
 
 
@@ -92,7 +92,7 @@ def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: 
         "advantages": targets.advantages if targets is not None else None,
         "weights": prepared.weights,
     }
-    folder = dump_poison(run_dir, prepared.batch, bad, numbers, rank=dist.get_rank())
+    folder = dump_non_finite(run_dir, prepared.batch, bad, numbers, rank=dist.get_rank())
     return None if folder is None else str(folder)
 
 

@@ -71,7 +71,7 @@ def build_trainable(chunks: Sequence[PolicyModel], megatron: Mapping[str, Any]) 
 def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
     """One step of the schedule is one optimizer step, counted as `train_iters` and `lr_warmup_iters` are.
 
-    Lengths, warm-up and both ends of the weight decay come resolved; `slime.config` derives them.
+    Lengths, warm-up and both ends of the weight decay come resolved; `slime.settings` derives them.
     """
     style, warmup = str(megatron["lr_decay_style"]), int(megatron["lr_warmup_iters"])
     decay_steps = int(megatron["lr_decay_iters"] or 0)

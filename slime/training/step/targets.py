@@ -20,9 +20,9 @@ from slime.algorithms.advantages.groups import group_advantages, leave_one_out
 from slime.algorithms.advantages.returns import discounted_returns, spread_advantage, token_rewards
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.kl import kl_estimate
-from slime.config.hooks import load_hook
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError
+from slime.settings.hooks import load_hook
 
 Arrays = tuple[npt.NDArray[Any], ...]
 """One array [R] per sample of the batch."""

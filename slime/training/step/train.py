@@ -20,9 +20,9 @@ from torch import Tensor
 from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
 from slime.training.model.names import parameters_of
-from slime.training.step.gap import GapMeter
 from slime.training.step.loss import LossParts, Sums
 from slime.training.step.micro_batch import MicroBatch, to_device
+from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
 from slime.training.step.optimizer import Trainable, apply_update, gather_grads, reduce_grads, zero_grad
 from slime.training.step.pipeline import run_micro_batches
@@ -77,24 +77,24 @@ def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: Prepa
     return tuple(tuple(np.split(row, ends[:-1])) for row in flat.cpu().numpy())
 
 
-def measure_gap(
+def measure_mismatch(
     context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
-    """The log-prob gap of a batch under the model's current weights; nothing is trained. See `GapMeter.finish`."""
-    return _gap_of(context, prepared, forward_signals(context, chunks, prepared)[-1], version)
+    """The train-inference mismatch of a batch under the current weights; nothing is trained. See `MismatchMeter`."""
+    return _mismatch_of(context, prepared, forward_signals(context, chunks, prepared)[-1], version)
 
 
-def _meter(context: StepContext, version: int) -> GapMeter:
-    return GapMeter(version, context.device, keeps_old_keys=context.args.pause_generation_mode == "in_place")
+def _meter(context: StepContext, version: int) -> MismatchMeter:
+    return MismatchMeter(version, context.device, keeps_old_keys=context.args.pause_generation_mode == "in_place")
 
 
-def _gap_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
+def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
     meter = _meter(context, version)
     for step in prepared.schedule.steps if context.reports else ():
         for batch in _batches(context, prepared, step):
             own = [log_probs[p] for p in batch.positions]
             meter.add(batch, torch.from_numpy(np.concatenate(own or [np.zeros(0, np.float32)])).to(context.device))
-    return _finish_gap(context, meter, prepared)
+    return _finish_mismatch(context, meter, prepared)
 
 
 def train_on(
@@ -107,24 +107,24 @@ def train_on(
     """Runs every optimizer step of the batch; returns metrics averaged over them.
 
     Without old log-probs among its signals the batch has one step, whose own forward pass gives them. Raises
-    `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and for a log-prob gap
-    over its limit.
+    `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and for a train-inference
+    mismatch over its limit.
     """
     results = []
-    first_gap = {}
+    first_mismatch = {}
     compares, old = context.task.meets_engines, prepared.signals.student
     meter = _meter(context, version) if compares and old is None else None
     if compares and old is not None:
-        first_gap = _gap_of(context, prepared, old, version)
+        first_mismatch = _mismatch_of(context, prepared, old, version)
     for step in prepared.schedule.steps:
         zero_grad(trainable)
         metrics = _run_step(context, trainable, prepared, step, meter)
         if meter is not None:
-            first_gap = _finish_gap(context, meter, prepared)
+            first_mismatch = _finish_mismatch(context, meter, prepared)
         metrics.update(apply_update(trainable))
         results.append(metrics)
     zero_grad(trainable)
-    return {**_average(results), **first_gap, "train/num_updates": float(len(results))}
+    return {**_average(results), **first_mismatch, "train/num_updates": float(len(results))}
 
 
 def first_step_gradients(context: StepContext, trainable: Trainable, prepared: PreparedBatch) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ class _Collected:
 
 
 def _run_step(
-    context: StepContext, trainable: Trainable, prepared: PreparedBatch, step: StepSchedule, meter: GapMeter | None
+    context: StepContext, trainable: Trainable, prepared: PreparedBatch, step: StepSchedule, meter: MismatchMeter | None
 ) -> dict[str, float]:
     """Forward and backward passes of one optimizer step, gradients summed; its metrics, the same on every rank."""
     seen = _Collected()
@@ -201,9 +201,9 @@ def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) 
         )
 
 
-def _finish_gap(context: StepContext, meter: GapMeter, prepared: PreparedBatch) -> dict[str, float]:
+def _finish_mismatch(context: StepContext, meter: MismatchMeter, prepared: PreparedBatch) -> dict[str, float]:
     # Over the world, to which ranks that do not report bring nothing: all of them raise together.
-    limit, world = context.args.logprob_gap_limit, dist.group.WORLD
+    limit, world = context.args.mismatch_limit, dist.group.WORLD
     assert world is not None, "the trainer has joined its process group"
     return meter.finish(prepared.batch, dtype=context.dtype, limit=limit, group=world)
 

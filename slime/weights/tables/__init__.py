@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slime.config.shapes.qwen_next import MODEL_TYPES
 from slime.core.errors import ConfigError
+from slime.settings.shapes.qwen_next import MODEL_TYPES
 from slime.weights.tables.deepseek import deepseek_table
 from slime.weights.tables.glm import glm4_moe_table, glm4_table
 from slime.weights.tables.llama import llama_table

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from slime.config.model_shape import is_sparse
-from slime.config.shapes.deepseek import indexer_kinds
+from slime.settings.model_shape import is_sparse
+from slime.settings.shapes.deepseek import indexer_kinds
 from slime.weights.tables.decoder import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
 from slime.weights.tables.table import FamilyTable, ModelShape, Unit
 

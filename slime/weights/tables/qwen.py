@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime.config.model_shape import is_sparse
+from slime.settings.model_shape import is_sparse
 from slime.weights.tables.decoder import attention, decoder_table, experts, mlp, pre_norm
 from slime.weights.tables.table import FamilyTable
 

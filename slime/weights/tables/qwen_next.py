@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from slime.config.model_shape import is_sparse
-from slime.config.shapes.qwen_next import is_linear
+from slime.settings.model_shape import is_sparse
+from slime.settings.shapes.qwen_next import is_linear
 from slime.weights.tables.decoder import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
 from slime.weights.tables.table import EXPERT, FamilyTable, ModelShape, Row
 

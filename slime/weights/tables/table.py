@@ -19,8 +19,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from slime.config.model_shape import num_experts_of
 from slime.core.errors import ConfigError, WeightSyncError
+from slime.settings.model_shape import num_experts_of
 
 LAYER = "{layer}"
 """Stands for the layer number in name patterns."""

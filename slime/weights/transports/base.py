@@ -1,4 +1,4 @@
-"""What the publication asks of a transport.
+"""What the weight sync asks of a transport.
 
 Every trainer rank has its own transport object and calls it for every bucket in the same order. `prepare` may be a
 collective among trainer ranks and must not raise (it returns what went wrong, so that the collectives of the ranks
@@ -37,7 +37,7 @@ class Transport(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Every rank: the publication failed; forget half-sent state, so that another one can start afresh."""
+        """Every rank: the weight sync failed; forget half-sent state, so that another one can start afresh."""
         ...
 
     def settle(self) -> None:

@@ -136,7 +136,7 @@ class DistributedTransport:
         del targets, version
 
     def abandon(self) -> None:
-        """The group may hold unmatched broadcasts: leave it; the next publication makes another.
+        """The group may hold unmatched broadcasts: leave it; the next weight sync makes another.
 
         Leaving waits for such broadcasts until they expire or their receiver dies, so it happens beside the caller.
         """

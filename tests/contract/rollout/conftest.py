@@ -1,4 +1,4 @@
-"""The shared engine as a run finds it after its first publication."""
+"""The shared engine as a run finds it after its first weight sync."""
 
 from __future__ import annotations
 

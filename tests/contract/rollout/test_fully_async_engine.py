@@ -1,4 +1,4 @@
-"""The worker of `--fully-async` on a real engine behind a real router, while real publications change its weights.
+"""The worker of `--fully-async` on a real engine behind a real router, while real weight syncs change its weights.
 
 The laws are those of the fake clock (`tests/support/async_laws.py`), and each token says by its log-prob what sampled
 it (`tests/support/labelled_engine.py`).
@@ -28,7 +28,7 @@ def test_a_log_prob_is_of_one_version() -> None:
 
 
 MODES = ("abort", "retract", "in_place")
-"""What a publication does to requests under way."""
+"""What a weight sync does to requests under way."""
 
 
 def run_schedules(tmp_path: Path, engine_server: Any, router: Any, seeds: range, num_steps: int) -> Counter[str]:
@@ -42,7 +42,7 @@ def run_schedules(tmp_path: Path, engine_server: Any, router: Any, seeds: range,
         engine = LabelledEngine(engine_server.url, router.url, Path(engine_server.model_path), mode)
         schedule = Schedule(settings, seed, num_steps=num_steps, faults=False)
         try:
-            await engine.publish(1)
+            await engine.sync_weights(1)
             await schedule.run(engine)
         except BaseException as error:
             error.add_note(f"schedule {seed}, {mode}")

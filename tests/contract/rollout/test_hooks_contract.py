@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.config.hook_contracts import CONTRACTS
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError, HookError
 from slime.core.sample import Group
 from slime.data.chat import ChatRenderer
 from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager
+from slime.settings.hook_contracts import CONTRACTS
 from tests.support.engine_parity import one_rank
 from tests.support.rollout import rollout_args, write_prompts
 

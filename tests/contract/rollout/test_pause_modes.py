@@ -46,12 +46,12 @@ def models(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> M
 
 
 class Updates:
-    """Publishes versions to one engine as `weights.publish` does."""
+    """Publishes versions to one engine as `weights.sync` does."""
 
     def __init__(self, url: str, models: Models) -> None:
         self._control, self._models = HttpEngineControl(url, 1, 60.0), models
 
-    def publish(self, version: int, mode: str, model: Path | str | None = None) -> None:
+    def sync_weights(self, version: int, mode: str, model: Path | str | None = None) -> None:
         """`model`: of `version`, if it is another one."""
         model = model or self._models[version % 2]
         self._control.pause(mode)
@@ -94,9 +94,9 @@ async def generate(client: EngineClient, index: int, num_tokens: int, streamed: 
 async def work(
     url: str, updates: Updates, mode: str, *, num_requests: int, num_tokens: int, last: int
 ) -> list[Generation]:
-    """Requests of several lengths, and publications of version 2 to `last` meanwhile.
+    """Requests of several lengths, and weight syncs of version 2 to `last` meanwhile.
 
-    Few enough to run at once (64, and so many tokens as fit): one that waits for another sees no publication.
+    Few enough to run at once (64, and so many tokens as fit): one that waits for another sees no weight sync.
     """
     client, streamed = EngineClient(url, request_timeout_s=240, token_versions=True), Streamed()
     try:
@@ -104,7 +104,7 @@ async def work(
         tasks = [asyncio.create_task(generate(client, i, n, streamed)) for i, n in enumerate(lengths)]
         for version in range(2, last + 1):
             await streamed.reach(sum(lengths[::5]) * (version - 1) / (last + 1), tasks)
-            await asyncio.to_thread(updates.publish, version, mode)
+            await asyncio.to_thread(updates.sync_weights, version, mode)
         results = await asyncio.gather(*tasks)
         assert [len(r.tokens) for r in results] == lengths
         return results
@@ -113,7 +113,7 @@ async def work(
 
 
 def check(results: list[Generation]) -> int:
-    """No token has the label of other weights. Returns how many requests lived through a publication."""
+    """No token has the label of other weights. Returns how many requests lived through a weight sync."""
     for result in results:
         labels: Any = result.weight_version
         assert result.finish_reason == "length" and list(labels) == sorted(labels), "versions go up"
@@ -129,11 +129,11 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
 ) -> None:
     updates = Updates(engine_server.url, models)
     try:
-        updates.publish(1, "abort")
+        updates.sync_weights(1, "abort")
         results = asyncio.run(work(router.url, updates, mode, num_requests=60, num_tokens=60, last=4))
     finally:
-        updates.publish(1, "abort", engine_server.model_path)
-    assert check(results) >= 40, "too few requests lived through a publication"
+        updates.sync_weights(1, "abort", engine_server.model_path)
+    assert check(results) >= 40, "too few requests lived through a weight sync"
 
 
 def test_leaving_a_stream_ends_the_request_in_the_engine(engine_server: SGLangServer, router: Router) -> None:
@@ -174,10 +174,10 @@ def test_labels_are_exact_on_the_engine_of_a_run(
     try:
         server.wait_ready(timeout_s=300)
         updates = Updates(server.url, models)
-        updates.publish(1, "abort")
+        updates.sync_weights(1, "abort")
         load = work(server.url, updates, mode, num_requests=60, num_tokens=240, last=12)
         results = asyncio.run(load)
-        assert check(results) >= 50, "too few requests lived through a publication"
+        assert check(results) >= 50, "too few requests lived through a weight sync"
         versions = Counter(v for r in results for v in r.weight_version)  # type: ignore[union-attr]
         print(f"{versions.total()} tokens of {len(versions)} versions: {versions}")
     finally:

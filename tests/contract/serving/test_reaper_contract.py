@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.reaper import LOOK_AT_LEAST_EVERY_S, start_reaper
+from slime.cluster.guardian import LOOK_AT_LEAST_EVERY_S, start_reaper
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
 
@@ -23,7 +23,7 @@ START_LIMIT_S = 60.0
 
 DRIVER = """
 import multiprocessing, os, subprocess, sys, time
-from slime.cluster.reaper import start_reaper
+from slime.cluster.guardian import start_reaper
 from slime.core.ids import RUN_ID_ENV
 
 run_id, temp_dir, ending = sys.argv[1:4]

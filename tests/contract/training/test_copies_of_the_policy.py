@@ -96,7 +96,7 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(
     settings: dict[str, Any], tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:
     backend = make_backend(tiny_qwen3, **settings, keep_old_actor=True)
-    backend.note_published()
+    backend.note_synced()
     history: dict[int, list[Any]] = {}
     probe = random_batch()
 
@@ -104,7 +104,7 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(
         history[backend.weight_version] = backend.log_probs(probe)
         backend.train(_at(step, backend.weight_version, seed=5))
         backend.weight_version += 1
-        backend.note_published()
+        backend.note_synced()
 
     for step in range(3):
         turn(step)
@@ -127,6 +127,6 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(
     again = make_backend(tiny_qwen3, **settings, keep_old_actor=True)
     again.load(tmp_path / "mid")
     again.weight_version = 5
-    again.note_published()
+    again.note_synced()
     check(again, _at(5, 4), [4] * 8)
     assert any(not torch.equal(p, same[n]) for n, p in again._parameters.items())

@@ -103,12 +103,12 @@ def test_log_probs_are_those_of_the_cut_distribution(tiny_qwen3: Path, make_back
     on_policy = with_samples(
         batch, [dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(batch.samples, full, strict=True)]
     )
-    backend.args.logprob_gap_limit = 1e-5
+    backend.args.mismatch_limit = 1e-5
     metrics = backend.train(on_policy)
     assert metrics["train/tis"] == pytest.approx(1.0, abs=1e-4), (
         "both sides of the weight are of the whole distribution"
     )
-    assert 0.0 < metrics["train/nucleus_outside"] < 1.0, "random tokens: some would never have been sampled"
+    assert 0.0 < metrics["train/top_p_outside"] < 1.0, "random tokens: some would never have been sampled"
 
 
 HOOKS = """
@@ -211,11 +211,11 @@ def test_a_poisoned_sample_is_named_and_kept(tiny_qwen3: Path, tmp_path: Path, m
     values[0] = -np.inf
     samples = list(batch.samples)
     samples[5] = dataclasses.replace(victim, rollout_log_probs=values)
-    backend = make_backend(tiny_qwen3, use_rollout_logprobs=True, run_dir=str(tmp_path), logprob_gap_limit=1e30)
+    backend = make_backend(tiny_qwen3, use_rollout_logprobs=True, run_dir=str(tmp_path), mismatch_limit=1e30)
     before = _weights(backend)
     with pytest.raises(NumericsError, match=r"sample 5 of group 2 from response token 0") as error:
         backend.train(with_samples(batch, samples))
-    folder = tmp_path / "poison" / "step_0_rank_0"
+    folder = tmp_path / "non_finite" / "step_0_rank_0"
     assert str(folder) in str(error.value)
     record = json.loads((folder / "samples.json").read_text())
     assert "5" in json.dumps(record) and (folder / "tensors.safetensors").is_file()

@@ -12,7 +12,7 @@ import torch
 
 from slime.core.errors import CheckpointError
 from slime.training.state import checkpoint
-from slime.training.state.pieces import MASTER, PieceReader, open_checkpoint
+from slime.training.state.shards import MASTER, ShardReader, open_checkpoint
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 
@@ -146,4 +146,4 @@ def test_a_range_that_nobody_wrote_is_an_error(make_backend: Make, tmp_path: Pat
     first[6] -= 5  # it ends earlier
     file.write_text(json.dumps(meta))
     with pytest.raises(CheckpointError, match="is incomplete"):
-        PieceReader(tmp_path / "save").shard(first[0], first[1], 0)
+        ShardReader(tmp_path / "save").shard(first[0], first[1], 0)

@@ -44,17 +44,17 @@ def test_the_engine_samples_from_our_nucleus(
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).eval()
     prompts, answers = _answers(engine_server.url, temperature, top_p, top_k)
-    outside, full_gap, unlike, sizes = 0, 0.0, 0, []
+    outside, full_mismatch, unlike, sizes = 0, 0.0, 0, []
     for prompt, answer in zip(prompts, answers, strict=True):
         reported, tokens, _ = map(list, zip(*answer["output_token_logprobs"], strict=True))
         scores = _scores(model, prompt, tokens, temperature=temperature, top_p=top_p, top_k=top_k)
         outside += int(scores.outside.sum())
-        full_gap = max(full_gap, float((scores.full_log_probs - torch.tensor(reported)).abs().max()))
+        full_mismatch = max(full_mismatch, float((scores.full_log_probs - torch.tensor(reported)).abs().max()))
         if top_k > 0:
             of_set = torch.tensor(answer["output_token_sampling_logprobs"])
             unlike += int(((scores.log_probs - of_set).abs() > 1e-5).sum())
             sizes += [len(ids) for ids in answer["output_token_sampling_mask"]]
     assert outside <= 0.001 * NUM_PROMPTS * LENGTH, f"{outside} sampled tokens outside the nucleus"
-    assert full_gap <= 1e-5, "the engine's log-probs are those of the whole distribution after temperature"
+    assert full_mismatch <= 1e-5, "the engine's log-probs are those of the whole distribution after temperature"
     assert unlike <= 0.001 * NUM_PROMPTS * LENGTH, f"{unlike} tokens whose kept set is another: more than ties explain"
     assert all(size <= top_k for size in sizes), "the engine keeps at most top_k"

@@ -233,7 +233,7 @@ def test_a_critic_does_not_feel_the_partition(tmp_path: Path, family: str, names
             assert {n: got[n] for n in critic} == pytest.approx({n: want[n] for n in critic}, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["poison", "gap"])
+@pytest.mark.parametrize("kind", ["non_finite", "gap"])
 def test_every_rank_raises_the_same_error(dense: dict[str, Outcome], kind: str) -> None:
     for layout in ("one", "pp2", "tp2pp2", "pp2cp2"):
         errors = dense[layout].errors[kind]

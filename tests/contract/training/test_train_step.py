@@ -39,7 +39,7 @@ def _on_policy(backend: Any, batch: TrainBatch) -> TrainBatch:
     )
 
 
-@pytest.mark.parametrize("poison", [float("nan"), 1e6, float("-inf")])
+@pytest.mark.parametrize("non_finite", [float("nan"), 1e6, float("-inf")])
 def test_masked_values_change_no_bit(poison: float, tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
     settings: dict[str, Any] = {
         "use_tis": True,
@@ -145,9 +145,9 @@ def test_an_export_replaces_exports_and_nothing_else(
 
 
 def test_a_batch_of_any_size_can_be_measured(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
-    backend = make_backend(tiny_qwen3, logprob_gap_limit=None, global_batch_size=6)
+    backend = make_backend(tiny_qwen3, mismatch_limit=None, global_batch_size=6)
     batch = _on_policy(backend, random_batch())  # 8 executions
-    assert backend.measure_gap(batch)["train/logprob_gap_max"] < 1e-5
+    assert backend.measure_mismatch(batch)["train/train_rollout_logprob_abs_diff_max"] < 1e-5
     with pytest.raises(ConfigError, match="8 executions"):
         backend.train(batch)
 
@@ -186,7 +186,7 @@ def test_the_gap_alarm_names_the_token_and_spares_the_weights(
     tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
     for steps in (8, 4):  # one optimizer step, and two
-        backend = make_backend(tiny_qwen3, logprob_gap_limit=None, global_batch_size=steps)
+        backend = make_backend(tiny_qwen3, mismatch_limit=None, global_batch_size=steps)
         batch = _on_policy(backend, random_batch())
         wrong = np.array(batch.samples[5].rollout_log_probs)
         wrong[0] -= 0.5
@@ -195,12 +195,12 @@ def test_the_gap_alarm_names_the_token_and_spares_the_weights(
             backend.train(_change(batch, 5, rollout_log_probs=wrong))
         assert _same(_weights(backend), before)
         metrics = backend.train(batch)
-        assert metrics["train/logprob_gap_max"] < 1e-5
+        assert metrics["train/train_rollout_logprob_abs_diff_max"] < 1e-5
         assert metrics["train/stale_tokens"] == 0
 
 
 def test_stale_tokens_are_counted_and_not_limited(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
-    backend = make_backend(tiny_qwen3, logprob_gap_limit=None)
+    backend = make_backend(tiny_qwen3, mismatch_limit=None)
     batch = _on_policy(backend, random_batch())
     old = batch.samples[2]
     assert old.rollout_log_probs is not None
@@ -212,8 +212,8 @@ def test_stale_tokens_are_counted_and_not_limited(tiny_qwen3: Path, make_backend
     )
     metrics = backend.train(stale)
     assert metrics["train/stale_tokens"] == (old.loss_mask > 0).sum()
-    assert metrics["train/logprob_gap_stale_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert metrics["train/logprob_gap_max"] < 1e-5
+    assert metrics["train/train_rollout_logprob_abs_diff_stale"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["train/train_rollout_logprob_abs_diff_max"] < 1e-5
 
 
 def test_a_non_finite_value_names_the_sample_and_spares_the_weights(
@@ -288,7 +288,7 @@ def test_the_gap_leaves_out_what_old_keys_and_values_sampled(
 ) -> None:
     """A request that went on with them differs legitimately, from its first token of newer weights on."""
     for mode, tolerated in (("retract", False), ("in_place", True)):
-        backend = make_backend(tiny_qwen3, logprob_gap_limit=None, global_batch_size=8, pause_generation_mode=mode)
+        backend = make_backend(tiny_qwen3, mismatch_limit=None, global_batch_size=8, pause_generation_mode=mode)
         backend.weight_version = 2
         own = _on_policy(backend, random_batch())
         batch = with_samples(own, [_sampled_by(s, 2) for s in own.samples])
@@ -297,12 +297,15 @@ def test_the_gap_leaves_out_what_old_keys_and_values_sampled(
         versions = _sampled_by(batch.samples[5], 2, first=1).token_versions
         mixed = _change(batch, 5, token_versions=versions, rollout_log_probs=log_probs - 0.5)
         if tolerated:
-            metrics = backend.measure_gap(mixed)
-            assert metrics["train/logprob_gap_max"] < 1e-5 and metrics["train/stale_tokens"] == mask.sum()
+            metrics = backend.measure_mismatch(mixed)
+            assert (
+                metrics["train/train_rollout_logprob_abs_diff_max"] < 1e-5
+                and metrics["train/stale_tokens"] == mask.sum()
+            )
             other = np.array(batch.samples[0].rollout_log_probs) - 0.5
             mixed = _change(mixed, 0, rollout_log_probs=other)  # of one version: as sharp as ever
         with pytest.raises(NumericsError, match=f"sample {0 if tolerated else 5} of group"):
-            backend.measure_gap(mixed)
+            backend.measure_mismatch(mixed)
 
 
 def _sampled_by(sample: TrainSample, version: int, *, first: int | None = None) -> TrainSample:

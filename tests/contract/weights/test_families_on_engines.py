@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.config.model_shape import read_hf_config
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest, serialize_bucket
-from slime.weights.publish import publish
+from slime.settings.model_shape import read_hf_config
+from slime.weights.sync import sync_weights
 from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import TensorTransport
@@ -58,10 +58,10 @@ def with_prediction_layer(path: Path) -> Path:
     return path
 
 
-def publish_state(
+def sync_state(
     control: HttpEngineControl, table: FamilyTable, tensors: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> None:
-    publish(
+    sync_weights(
         iter(tensors),
         table=table,
         targets=[EngineTarget(control)],
@@ -90,7 +90,7 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
         control = HttpEngineControl(server.url, tp_size, timeout_s=60)
         with one_rank(trained, global_batch_size=24, micro_batch_size=6) as backend:
             backend.train(random_batch())
-            publish_state(control, backend.table, backend.iter_hf_tensors(), version=2)
+            sync_state(control, backend.table, backend.iter_hf_tensors(), version=2)
             batch = sampled(server.url)
             got = backend.log_probs(batch)
         control.close()
@@ -109,7 +109,7 @@ def test_trainer_and_engine_agree_after_a_sync(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     gap = engine_parity(family, tmp_path)
-    record_property("worst_gap", gap)
+    record_property("worst_mismatch", gap)
     assert gap <= LIMIT
 
 
@@ -135,7 +135,7 @@ def test_an_engine_in_half_precision_chooses_experts_with_the_routers_that_it_wa
         control = HttpEngineControl(server.url, 1, timeout_s=60)
         scores = []
         for version, sent in enumerate((state, other, state), 1):
-            publish_state(control, table, sent.items(), version)
+            sync_state(control, table, sent.items(), version)
             scores.append(
                 np.concatenate([s.rollout_log_probs for s in sampled(server.url, num=4, temperature=0.0).samples])
             )

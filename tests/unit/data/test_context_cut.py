@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slime.core.batch import TrainSample
 from slime.core.errors import ConfigError, DataError
-from slime.data.context_cut import context_cut, context_positions
+from slime.data.context_split import context_cut, context_positions
 from slime.data.packing import pack
 
 

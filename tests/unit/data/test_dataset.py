@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.config.data_files import split_slice
 from slime.core.errors import ConfigError, DataError
 from slime.data.dataset import PromptDataset
+from slime.settings.data_files import split_slice
 from tests.support.tiny import write_tokenizer
 
 GOOD = {"input": "hello", "label": 1}

@@ -155,13 +155,13 @@ def test_the_report_says_before_and_after(tmp_path: Path) -> None:
         tracker.log("eval", step, {"eval/sums": accuracy})
     for step in range(2):
         tracker.log("rollout", step, {"rollout/raw_reward": step / 2})
-        tracker.log("train", step, {"train/logprob_gap_max": 1e-6 * (step + 1)})
+        tracker.log("train", step, {"train/train_rollout_logprob_abs_diff_max": 1e-6 * (step + 1)})
         tracker.log("perf", step, {"perf/rollout_time": 3.0, "perf/train_time": 2.0})
     tracker.close()
     png = tmp_path / "report.png"
     summary = write_report(tracker.folder.metrics, png, title="tiny")
     assert summary.evals == {"sums": (0.25, 0.75)}
-    assert summary.worst_gap == 2e-6 and summary.step_s == 5.0 and summary.num_rollouts == 2
+    assert summary.worst_mismatch == 2e-6 and summary.step_s == 5.0 and summary.num_rollouts == 2
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "| held-out score, sums | 0.250 | 0.750 | +0.500 |" in summary_text(summary)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.schema import owned_spellings
-from slime.config.table import flag_table
+from slime.settings.schema import owned_spellings
+from slime.settings.table import flag_table
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -65,7 +65,7 @@ def test_cold_start_and_reinforcement_ask_the_same_sums() -> None:
 
 
 def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
-    from slime.config.hooks import load_hook
+    from slime.settings.hooks import load_hook
 
     assert load_hook("examples.second_try:generate", "generate")
     assert load_hook("recipes.tiny.tasks:digit_fraction", "custom_rm")

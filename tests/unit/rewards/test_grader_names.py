@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.graders import GRADERS, base_type
 from slime.core.errors import ConfigError
 from slime.rewards.graders import ASYNC_TYPES, REGISTRY, SLOW_TYPES, load_grader
+from slime.settings.graders import GRADERS, base_type
 from tests.support.command_line import complete, refused
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.config.hooks import check_hooks, load_hook
 from slime.core.errors import EngineError, HookError
 from slime.core.sample import Group, Sample, Status
 from slime.rollout.filters import check_reward_nonzero_std_with_fallback, rewards_by_execution
 from slime.rollout.hooks import call_generate, call_sample_hooks
 from slime.rollout.manager import RolloutManager
+from slime.settings.hooks import check_hooks, load_hook
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 

@@ -297,7 +297,7 @@ def test_recorded_rollouts_replay_exactly(tmp_path: Path) -> None:
 
 
 def test_only_what_the_newest_weights_sampled_is_trained() -> None:
-    """Also within one request that lived through a publication; a tool's words stay masked."""
+    """Also within one request that lived through a weight sync; a tool's words stay masked."""
     sample = Sample(tokens=[9] * 6, response_length=5, loss_mask=[1, 1, 0, 1, 0], token_versions=[1, 2, -1, 2, 2])
     mask_older(sample)
     assert sample.loss_mask == [0, 1, 0, 1, 0]

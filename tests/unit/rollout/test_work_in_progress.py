@@ -61,12 +61,12 @@ class Life:
         groups = [Group(samples[0].group_index or 0, tuple(samples)) for samples in output.samples]
         self.buffer.mark_trained([g.group_index for g in groups])
         self.buffer.weight_version += 1
-        await self.engine.publish(self.buffer.weight_version)
+        await self.engine.sync_weights(self.buffer.weight_version)
         return groups
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_saved_after_a_publication_nothing_that_was_sampled_is_lost(seed: int, tmp_path: Path) -> None:
+def test_saved_after_a_weight_sync_nothing_that_was_sampled_is_lost(seed: int, tmp_path: Path) -> None:
     """Law: the checkpoint holds all tokens of all groups under way; trained, each begins with them, labels and all."""
     args = rollout_args(tmp_path, "--fully-async", synchronous=False).replace(rollout_max_response_len=60)
 

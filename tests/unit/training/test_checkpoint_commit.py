@@ -23,7 +23,7 @@ from slime.training.state.checkpoint import (
     prune,
     verify,
 )
-from slime.training.state.pieces import FORMAT, PieceReader, write_meta, write_tensors
+from slime.training.state.shards import FORMAT, ShardReader, write_meta, write_tensors
 
 
 def _write(root: Path, rollout_id: int, content: str = "weights") -> Path:
@@ -234,7 +234,7 @@ def test_a_tensor_of_a_rank_does_not_live_in_the_file(tmp_path: Path) -> None:
     state, file = torch.arange(9, dtype=torch.uint8), tmp_path / "rank_00000.safetensors"
     write_tensors(file, {"rng/torch": state})
     write_meta(file.with_suffix(".json"), {"format": FORMAT, "layout": {"world_size": 1}, "pieces": []})
-    reader = PieceReader(tmp_path)
+    reader = ShardReader(tmp_path)
     kept = reader.tensor(0, "rng/torch")
     with file.open("r+b") as damaged:
         damaged.write(bytes(file.stat().st_size))

@@ -152,7 +152,7 @@ def test_a_missing_tensor_is_named(dense: Path, tmp_path: Path, capsys: pytest.C
 
 def test_neither_engines_nor_megatron_are_imported() -> None:
     code = (
-        "import sys, slime.cli.convert, slime.training.state.hf_files, slime.training.state.pieces;"
+        "import sys, slime.cli.convert, slime.training.state.hf_files, slime.training.state.shards;"
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'megatron', 'sglang', 'ray', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

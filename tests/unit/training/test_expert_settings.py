@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from slime.config import parse_args
-from slime.config.model_shape import contradictions, is_sparse
-from slime.config.shapes import megatron_shape
 from slime.core.errors import ConfigError
+from slime.settings import parse_args
+from slime.settings.model_shape import contradictions, is_sparse
+from slime.settings.shapes import megatron_shape
 from tests.support.command_line import complete, refused
 from tests.support.tiny import SHAPE
 

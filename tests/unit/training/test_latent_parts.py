@@ -11,8 +11,8 @@ import transformers
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from slime.config.shapes.deepseek import indexer_kinds
 from slime.core.errors import ConfigError
+from slime.settings.shapes.deepseek import indexer_kinds
 from slime.training.model.families import sparse_indexer
 from slime.training.model.families.sparse_indexer import SparseIndexer, masks_of
 from slime.training.model.rope import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale

@@ -11,11 +11,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.config import Args, parse_args
-from slime.config.megatron_defaults import FIXED
-from slime.config.model_shape import read_hf_config
-from slime.config.shapes import megatron_shape
 from slime.core.errors import ConfigError
+from slime.settings import Args, parse_args
+from slime.settings.megatron_defaults import FIXED
+from slime.settings.model_shape import read_hf_config
+from slime.settings.shapes import megatron_shape
 from slime.training.model.config import ddp_config, fixed, optimizer_config, transformer_config
 from slime.training.step.optimizer import _scheduler
 

@@ -10,14 +10,14 @@ import torch
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket, cut
-from slime.weights.engine_layout import ExpectedDigests, engine_pieces, engine_tensors, padded_vocab_size
+from slime.weights.engine_layout import ExpectedDigests, engine_shards, engine_tensors, padded_vocab_size
 from slime.weights.tables import Unit
 from slime.weights.verify import compare
 from tests.support.weights import model
 
 
 def engine_shard(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.cat(engine_pieces(*args, **kwargs))
+    return torch.cat(engine_shards(*args, **kwargs))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -8,17 +8,17 @@ import time
 import pytest
 import torch
 
-from slime.config.model_shape import text_config
-from slime.config.shapes import megatron_shape
 from slime.core.errors import ConfigError
+from slime.settings.model_shape import text_config
+from slime.settings.shapes import megatron_shape
 from slime.weights.engine_layout import ExpectedDigests
 from slime.weights.tables import table_for
-from tests.support.published import PUBLISHED
+from tests.support.published import SYNCED
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", SYNCED)
 def test_a_published_config_has_a_shape_and_all_parameters(name: str) -> None:
-    config, billions = PUBLISHED[name]
+    config, billions = SYNCED[name]
     config = text_config(config)
     shape, table = megatron_shape(config), table_for(config)
     assert shape["num_layers"] == len(table.layers)
@@ -29,7 +29,7 @@ def test_a_published_config_has_a_shape_and_all_parameters(name: str) -> None:
 
 def test_digests_of_many_experts_take_time_in_proportion() -> None:
     """49152 expert tensors of Qwen3-Next, without data: what remains is bookkeeping, while engines are paused."""
-    table = table_for(PUBLISHED["Qwen3-Next-80B-A3B"][0])
+    table = table_for(SYNCED["Qwen3-Next-80B-A3B"][0])
     expected = ExpectedDigests(table, [], lambda tensors: "")
     tensors = [(name, torch.empty(table.hf_shape(name), device="meta")) for name in table.hf_names]
     started = time.process_time()
@@ -42,7 +42,7 @@ def test_digests_of_many_experts_take_time_in_proportion() -> None:
 @pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True)])
 def test_the_model_around_the_language_model_says_whether_embeddings_are_tied(outer: bool, inner: bool) -> None:
     """As transformers and SGLang have it: otherwise a checkpoint's own lm_head would be passed over in silence."""
-    wrapper = PUBLISHED["Qwen3.5-35B-A3B"][0]
+    wrapper = SYNCED["Qwen3.5-35B-A3B"][0]
     text = {**wrapper["text_config"], "tie_word_embeddings": inner}
     config = text_config({**wrapper, "tie_word_embeddings": outer, "text_config": text})
     assert (
@@ -67,4 +67,4 @@ def test_what_is_not_trained_is_refused_by_its_name(name: str, wrong: dict[str, 
     said = {"rope_scaling": "rotary scaling", "layer_types": "sliding_attention"}
     key = next(iter(wrong))
     with pytest.raises(ConfigError, match=said.get(key, key)):
-        megatron_shape({**PUBLISHED[name][0], **wrong})
+        megatron_shape({**SYNCED[name][0], **wrong})

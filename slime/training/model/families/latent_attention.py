@@ -30,8 +30,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.nn.utils import skip_init
 
-from slime.config.shapes.deepseek import indexer_kinds
 from slime.core.errors import ConfigError
+from slime.settings.shapes.deepseek import indexer_kinds
 from slime.training.model.attention import PackedAttention, PackedSequences
 from slime.training.model.families.sparse_indexer import SparseIndexer, masks_of
 from slime.training.model.norm import RMSNorm, current_device

@@ -1,0 +1,109 @@
+"""One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
+
+Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.cluster.run import EngineInfo
+from slime.serving.control import HttpEngineControl
+from slime.serving.wire import digest, serialize_bucket
+from slime.training.backend import MegatronBackend
+from slime.weights.buckets import Tamper
+from slime.weights.sync import sync_weights
+from slime.weights.targets import EngineTarget, Peers
+from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
+
+SENDER = 0
+"""The training rank that talks to engines."""
+
+
+class RankWeightSync:
+    """Publishes the weights of `backend` to `engines`; made on every training rank, called on all of them together."""
+
+    def __init__(
+        self,
+        args: Any,
+        backend: MegatronBackend,
+        engines: Sequence[EngineInfo],
+        *,
+        rank: int,
+        slots: Sequence[int],
+        address: str,
+        tamper: Tamper | None = None,
+    ) -> None:
+        """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
+        self._args, self._backend = args, backend
+        self._table = backend.table
+        self._group = dist.new_group(backend="gloo")
+        self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
+        gpu_of_slot = self._gpus(slots[rank])
+        self._targets = [
+            EngineTarget(
+                HttpEngineControl(info.url, info.tp_size, args.weight_sync_timeout_s, info.api_key),
+                tuple(gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if gpu_of_slot else (),
+            )
+            for info in engines
+        ]
+        gpu_id = gpu_of_slot.get(slots[rank]) if gpu_of_slot else None
+        self._transport = self._make_transport(gpu_id, address, tamper)
+
+    def sync_weights(self) -> dict[str, float]:
+        """Sends, verifies, resumes. Returns `perf/update_weights_*`. Raises `WeightSyncError` on every rank."""
+        metrics = sync_weights(
+            self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
+            table=self._table,
+            targets=self._targets,
+            transport=self._transport,
+            digest=digest,
+            version=self._backend.weight_version,
+            buffer_bytes=self._args.update_weight_buffer_size,
+            peers=self._peers,
+            pause_mode=self._args.pause_generation_mode,
+        )
+        self._backend.note_synced()
+        return {f"perf/{name}": value for name, value in metrics.items()}
+
+    def close(self) -> None:
+        """Leaves the group with the engines."""
+        self._transport.close()
+
+    def _make_transport(self, gpu_id: str | None, address: str, tamper: Tamper | None) -> Transport:
+        args = self._args
+        if args.update_weight_transport == "tensor":
+            return TensorTransport(serialize_bucket, self._peers, gpu_id=gpu_id, tamper=tamper)
+        if args.update_weight_transport == "distributed":
+            backend = "nccl" if args.device == "cuda" else "gloo"
+            limit_s = args.weight_sync_timeout_s
+            return DistributedTransport(
+                self._peers, backend=backend, timeout_s=limit_s, master_address=address, tamper=tamper
+            )
+        keep = args.update_weight_disk_keep_files
+        source = Path(args.hf_checkpoint)
+        return DiskTransport(Path(args.update_weight_disk_dir), source, self._peers, keep=keep, tamper=tamper)
+
+    def _gpus(self, slot: int) -> dict[int, str]:
+        """Slot -> GPU of the training rank there; empty on a CPU. Collective."""
+        if self._args.device != "cuda":
+            return {}
+        mine = (slot, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return dict(everyone)
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=SENDER, group=self._group)
+        return box[0]
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        out: list[Any] | None = [None] * dist.get_world_size() if self._peers.is_sender else None
+        dist.gather_object(value, out, dst=SENDER, group=self._group)
+        return out

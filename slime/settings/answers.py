@@ -1,0 +1,101 @@
+"""What --help, --version and --explain print."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from slime.core.errors import ConfigError
+from slime.settings.args import MASK, Args
+from slime.settings.derive import json_line
+from slime.settings.flags import Flag
+from slime.settings.schema import load
+from slime.settings.table import engine_flags, own_flags, secret_settings
+
+TOPICS = ("slime", "megatron", "sglang", "router", "all")
+
+_INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
+           --rollout-batch-size N --num-rollout N [--flag value ...]
+
+  --help [slime|megatron|sglang|router|all]   flags of slime (default), of an engine, or of all
+  --explain                                   print every resolved value and where it came from, then exit
+  --version                                   print versions, then exit
+"""
+
+
+def help_or_version(words: Sequence[str]) -> str | None:
+    """The text that answers --help [topic] or --version; None if neither was asked for."""
+    if "--version" in words:
+        import slime
+
+        packages = ", ".join(load(owner)["package"] for owner in ("megatron", "sglang", "router"))
+        return f"slime {slime.__version__} (flags of {packages})"
+    for word in ("--help", "-h"):
+        if word in words:
+            following = words[words.index(word) + 1 :]
+            topic = following[0] if following and not following[0].startswith("-") else "slime"
+            return help_text(topic)
+    return None
+
+
+def help_text(topic: str) -> str:
+    """Help on one topic. Raises `ConfigError` on an unknown one."""
+    if topic not in TOPICS:
+        raise ConfigError(f"got --help {topic}; topics are {', '.join(TOPICS)}")
+    parts = [_INTRO]
+    if topic in ("slime", "all"):
+        headings = dict.fromkeys(f.group for f in own_flags(with_docs=True))
+        parts += [_section(h, (f for f in own_flags(with_docs=True) if f.group == h)) for h in headings]
+    for owner in ("megatron", "sglang", "router"):
+        if topic in (owner, "all"):
+            parts.append(_section(load(owner)["package"], engine_flags(owner)))
+    return "\n".join(parts)
+
+
+def _section(heading: str, flags: Iterable[Flag]) -> str:
+    lines = [heading]
+    for flag in flags:
+        if flag.internal:
+            continue
+        lines.append(f"  {', '.join(flag.names)}{_value(flag)}{_off(flag)}")
+        text = f"{flag.doc} [{_default(flag)}]" if not flag.derived else flag.doc
+        lines.append(textwrap.indent(textwrap.fill(text, 110), "      "))
+    return "\n".join(lines) + "\n"
+
+
+def _value(flag: Flag) -> str:
+    if flag.kind == "bool":
+        return ""
+    if flag.choices and len(flag.choices) <= 8:
+        return " {" + "|".join(map(str, flag.choices)) + "}"
+    return f" {flag.kind.upper()}" + (" ..." if flag.is_list else "")
+
+
+def _off(flag: Flag) -> str:
+    shown = [n for n in flag.off_names if flag.default is True or n != f"--no-{flag.names[0][2:]}"]
+    return f" | {', '.join(shown)}" if shown else ""
+
+
+def _default(flag: Flag) -> str:
+    if flag.kind == "bool":
+        return "on" if flag.default else "off"
+    return "none" if flag.default is None else f"default {json_line(flag.default)}"
+
+
+def explain(args: Args) -> str:
+    """Every resolved value and its origin, one line each: what differs from the defaults comes first."""
+    secrets = secret_settings()
+    rows = []
+    mappings = ("megatron", "sglang", "router", "custom", "origins")
+    for one in dataclasses.fields(args):
+        if one.name not in mappings:
+            rows.append((one.name, ("slime", one.name), getattr(args, one.name)))
+    for owner in mappings[:-1]:
+        rows += [(f"{owner}.{k}", (owner, k), v) for k, v in getattr(args, owner).items()]
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    for name, key, value in rows:
+        origin = args.origins.get(name, "--custom-config-path" if name.startswith("custom.") else "command line")
+        shown = MASK if key in secrets and value is not None else json_line(value)
+        lines[origin.startswith("default")].append(f"  {name} = {shown}    ({origin})")
+    return "\n".join(["Given, read and derived:", *lines[False], "", "Defaults:", *lines[True]])

@@ -1,0 +1,139 @@
+"""Evaluation datasets: what each is and how it is sampled, from `--eval-prompt-data` or a `--eval-config` file.
+
+    eval:
+      defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
+      datasets:                                  # a list with names, or a mapping from names
+        - {name: aime, path: aime.jsonl, rm_type: math}
+
+A setting comes from the dataset's entry, else from `defaults`, else from the command line. Names and types are checked
+as strictly as flags are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.settings.fields import flags_of
+from slime.settings.flags import FlagTable, coerce
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDatasetConfig:
+    """One dataset. Fields without a setting of the same meaning on the command line are None or empty there."""
+
+    name: str
+    """Unique; metrics are `eval/<name>`."""
+    path: str
+    """A .jsonl, .jsonl.zst or .parquet file, with an optional `@[start:stop]`."""
+    rm_type: str | None = None
+    """Grader of rows whose metadata names none, in place of --rm-type."""
+    custom_rm_path: str | None = None
+    """Grader function in place of --custom-rm-path."""
+    custom_generate_function_path: str | None = None
+    """Generate function in place of --custom-generate-function-path."""
+    metadata_overrides: dict[str, Any] | None = None
+    """Written over the metadata of each row."""
+    input_key: str
+    """Column with the prompt."""
+    label_key: str | None
+    """Column with the answer."""
+    tool_key: str | None
+    """Column with the tools."""
+    metadata_key: str | None
+    """Column with the metadata."""
+    apply_chat_template: bool
+    """Render the prompt with the chat template."""
+    apply_chat_template_kwargs: dict[str, Any] | None
+    """Arguments of the template."""
+    max_prompt_len: int | None
+    """Longer prompts are left out, in tokens."""
+    n_samples_per_eval_prompt: int
+    """Executions per prompt; pass@k is told for the powers of two up to it."""
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    """TopPSet sampling."""
+    top_k: int
+    """Top-k sampling, -1 is off."""
+    max_response_len: int
+    """Most tokens of a response."""
+    min_new_tokens: int | None
+    """Fewest tokens of a response."""
+    repetition_penalty: float | None = None
+    """1.0 is none."""
+    stop: tuple[str, ...] | None
+    """Strings that end a response."""
+    stop_token_ids: tuple[int, ...] | None
+    """Ids that end a response."""
+    skip_special_tokens: bool
+    """Leave special tokens out of the response text."""
+
+
+_SETTINGS = {
+    name.removeprefix("eval_").removeprefix("rollout_"): name for name in (
+        "eval_input_key", "eval_label_key", "eval_tool_key", "eval_max_prompt_len", "eval_temperature", "eval_top_p",
+        "eval_top_k", "eval_max_response_len", "eval_min_new_tokens", "rollout_stop", "rollout_stop_token_ids",
+        "rollout_skip_special_tokens", "metadata_key", "apply_chat_template", "apply_chat_template_kwargs",
+        "n_samples_per_eval_prompt",
+    )
+}  # fmt: skip
+"""Field -> the setting of the command line that it is taken from."""
+
+
+def eval_datasets(args: Any) -> tuple[EvalDatasetConfig, ...]:
+    """The datasets that the settings name; none without any. Raises `ConfigError` for a file that cannot be meant."""
+    common = {field: getattr(args, setting) for field, setting in _SETTINGS.items()}
+    if args.eval_config is None:
+        data = args.eval_prompt_data or ()
+        entries = [{"name": name, "path": file} for name, file in zip(data[0::2], data[1::2], strict=False)]
+    else:
+        defaults, entries = _read(args.eval_config)
+        common |= defaults
+    names = [entry["name"] for entry in entries]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"got evaluation datasets with the same name {twice}, whose metrics would be one; rename one")
+    return tuple(EvalDatasetConfig(**{**common, **entry}) for entry in entries)
+
+
+def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Defaults and datasets of the file, each value of its field's type. Raises `ConfigError`."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(file).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"got --eval-config {file}, which cannot be read as YAML: {error}") from error
+    top = _typed(content, {"eval"}, file)["eval"] if isinstance(content, dict) else None
+    top = _typed(top, {"defaults", "datasets"}, f"{file}: eval")
+    known = {field.name for field in dataclasses.fields(EvalDatasetConfig)}
+    datasets = top.get("datasets") or []
+    if isinstance(datasets, dict):
+        datasets = [{"name": name, **(entry or {})} for name, entry in datasets.items()]
+    if not isinstance(datasets, list) or not datasets:
+        raise ConfigError(f"{file}: got no eval.datasets; give a list of entries with name and path")
+    entries = [_typed(entry, known, f"{file}: eval.datasets[{i}]") for i, entry in enumerate(datasets)]
+    for i, entry in enumerate(entries):
+        if not {"name", "path"} <= entry.keys():
+            raise ConfigError(f"{file}: eval.datasets[{i}] has no name or no path; give both")
+    defaults = _typed(top.get("defaults") or {}, known - {"name", "path"}, f"{file}: eval.defaults")
+    return defaults, entries
+
+
+def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
+    """A copy with values of the fields' types. Raises `ConfigError` on another shape, key or type."""
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{where}: got {mapping!r}, which is no mapping; write `eval:` with defaults and datasets")
+    table = FlagTable(flags_of(EvalDatasetConfig, heading=""))
+    flags = {flag.dest: flag for flag in table.flags}
+    for key in mapping:
+        if key not in known:
+            near = table.nearest("--" + str(key).replace("_", "-"))
+            hint = f"did you mean {near[2:].replace('-', '_')}? " if near else ""
+            raise ConfigError(f"{where}: got unknown key {key!r}; {hint}known are {', '.join(sorted(known))}")
+    return {k: coerce(flags[k], v, where=f"{where}.{k}") if k in flags else v for k, v in mapping.items()}

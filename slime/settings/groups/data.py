@@ -1,0 +1,30 @@
+"""The prompt data: file, columns, chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.settings.fields import opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArgs:
+    """Which prompts, and how a row becomes one."""
+
+    prompt_data: str | None = None
+    """A .jsonl or .parquet file; a suffix @[a:b] takes a slice of its rows."""
+    input_key: str = "input"
+    """Column with the prompt: text or a list of messages."""
+    label_key: str | None = None
+    """Column with the reference answer."""
+    metadata_key: str = "metadata"
+    """Column with a free object that graders and hooks see as sample.metadata."""
+    tool_key: str = "tools"
+    """Column with tool descriptions for the chat template."""
+    apply_chat_template: bool = False
+    """Render the prompt with the tokenizer's chat template."""
+    apply_chat_template_kwargs: dict[str, Any] = opt({})  # noqa: RUF009
+    """Arguments of the chat template, a JSON object."""
+    data_source_path: str | None = None
+    """Class to use in place of the Data Buffer's prompt source (see --help hooks in the documentation)."""

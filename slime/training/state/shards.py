@@ -1,0 +1,282 @@
+"""Pieces: what a checkpoint of a model is made of on disk, whatever layout wrote it. Needs torch, no ranks.
+
+A piece is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes the pieces that it
+owns into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`; `hf/` beside them holds configuration and
+tokenizer of the model, so that the folder says by itself what it is.
+
+Invariants
+1. A range that is not covered by pieces is a `CheckpointError`, never zeros.
+2. A reader holds one parameter at a time.
+3. Writing neither copies a tensor of the host nor holds the interpreter's lock for long: bytes go out, and through the
+   hash, in chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import CheckpointError
+from slime.settings.model_shape import read_hf_config
+from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
+from slime.training.state.tensor_file import DTYPES, TensorFile
+from slime.weights.convert import export, load_shard
+from slime.weights.tables import Entry, FamilyTable, table_for
+
+FORMAT = 3
+MODEL, MASTER = "model", "master"
+COPY = "copy."
+"""Roles, and the prefix of those of the policy's copies. The others are what the optimizer calls its state."""
+HF = "hf"
+"""Folder with the model's config.json and tokenizer."""
+
+_CHUNK_BYTES = 1 << 24
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_NOT_ARCHITECTURE = frozenset({
+    "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
+    "pad_token_id", "initializer_range", "max_position_embeddings", "quantization_config", "attention_dropout",
+})  # fmt: skip
+"""What a config.json may say otherwise of the same model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, end) of one flattened shard."""
+
+    role: str
+    name: str
+    """Of the parameter in the whole model (`training.model.names`)."""
+    tp_rank: int
+    """Which shard; 0 of 1 for what every tensor-parallel rank holds whole."""
+    tp_size: int
+    shape: tuple[int, ...]
+    """Of the shard."""
+    start: int
+    end: int
+    dtype: str
+    """As torch writes it."""
+
+    @property
+    def key(self) -> str:
+        """Name of the tensor in its file."""
+        return f"{self.role}/{self.name}/{self.tp_rank}-of-{self.tp_size}/{self.start}"
+
+
+def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config.json decides which weights a model has and what they compute."""
+    return {k: v for k, v in hf_config.items() if k not in _NOT_ARCHITECTURE and not k.startswith("_")}
+
+
+def digest_of(hf_config: Mapping[str, Any]) -> str:
+    """Of the architecture."""
+    return hashlib.sha256(json.dumps(architecture(hf_config), sort_keys=True).encode()).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
+    """Writes a safetensors file, one tensor after the other, and flushes it to disk; returns its size and hash."""
+    # Wide types first, as the library does, so that each tensor begins at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        dtype, shape = _CODES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            content = flat.view(torch.uint8).numpy().data
+            for i in range(0, len(content), _CHUNK_BYTES):
+                file.write(content[i : i + _CHUNK_BYTES])
+    return file.seal
+
+
+def write_meta(path: Path, meta: Mapping[str, Any]) -> Seal:
+    """Writes a JSON file and flushes it to disk."""
+    with HashedFile(path) as file:
+        file.write(json.dumps(meta, indent=None, separators=(",", ":")).encode())
+    return file.seal
+
+
+class ShardReader:
+    """Reads one model's folder of pieces: `ShardReader(folder).shard("model", name, 0)`. Files are open while it is."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads every rank's description. Raises `CheckpointError` for a missing or damaged one, by its name."""
+        self.folder = folder
+        files = sorted(folder.glob("rank_*.json"))
+        if not files:
+            raise CheckpointError(f"got no rank_*.json in {folder}; it holds no model, name another checkpoint")
+        self.metas = [_read_meta(file) for file in files]
+        world_size = int(self.metas[0]["layout"]["world_size"])
+        missing = {f"rank_{rank:05d}.json" for rank in range(world_size)} - {file.name for file in files}
+        if missing or len(files) != world_size:
+            raise CheckpointError(
+                f"got {len(files)} of {world_size} ranks in {folder}, missing {sorted(missing)[:4]}; load another "
+                "checkpoint"
+            )
+        self._pieces: dict[tuple[str, str], list[tuple[Path, Piece]]] = {}
+        for file, meta in zip(files, self.metas, strict=True):
+            for role, name, tp_rank, tp_size, shape, *rest in meta["pieces"]:
+                piece = Piece(role, name, tp_rank, tp_size, tuple(shape), *rest)
+                self._pieces.setdefault((role, name), []).append((file.with_suffix(".safetensors"), piece))
+        self._names: dict[str, set[str]] = {}
+        for role, name in self._pieces:
+            self._names.setdefault(role, set()).add(name)
+        self._open: dict[Path, TensorFile] = {}
+        self._touched: TensorFile | None = None
+
+    @property
+    def roles(self) -> Collection[str]:
+        """All roles that any parameter has."""
+        return self._names.keys()
+
+    def names(self, role: str) -> Collection[str]:
+        """The parameters that have this role."""
+        return self._names.get(role, ())
+
+    def any(self, role: str, name: str) -> Piece:
+        """One of a parameter's pieces, which says how it is cut. Raises `CheckpointError` if there is none."""
+        if (role, name) not in self._pieces:
+            raise CheckpointError(
+                f"got no {role} of {name} in {self.folder}; it was written by another model or with other settings"
+            )
+        return self._pieces[role, name][0][1]
+
+    def flat(self, role: str, name: str, tp_rank: int, start: int, end: int) -> Tensor:
+        """Elements [start, end) of a flattened shard, on the host. Raises `CheckpointError` if a part is missing."""
+        found = [(f, p) for f, p in self._pieces.get((role, name), ()) if p.tp_rank == tp_rank]
+        parts, at = [], start
+        for file, piece in sorted(found, key=lambda item: item[1].start):
+            if piece.start <= at < min(piece.end, end):
+                parts.append(self._read(file, piece.key)[at - piece.start : min(piece.end, end) - piece.start])
+                at = min(piece.end, end)
+        if at != end:
+            raise CheckpointError(
+                f"got {role} of {name} in {self.folder} without elements {at} to {end} of shard {tp_rank}; the "
+                "checkpoint is incomplete, load another one"
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+
+    def shard(self, role: str, name: str, tp_rank: int) -> Tensor:
+        """A whole shard in its shape."""
+        shape = self.any(role, name).shape
+        return self.flat(role, name, tp_rank, 0, torch.Size(shape).numel()).reshape(shape)
+
+    def shards(self, role: str, name: str) -> list[Tensor]:
+        """All shards of a parameter, in rank order."""
+        return [self.shard(role, name, rank) for rank in range(self.any(role, name).tp_size)]
+
+    def tensor(self, rank: int, key: str) -> Tensor:
+        """A copy of a tensor of one rank's own, such as the state of a generator, which may be kept."""
+        return self._read(self.folder / f"rank_{rank:05d}.safetensors", key).clone()
+
+    def _read(self, file: Path, key: str) -> Tensor:
+        """A view of a tensor, whose memory is given back when the next one is read."""
+        if self._touched is not None:
+            self._touched.release()
+        if file not in self._open:
+            self._open[file] = TensorFile(file)
+        self._touched = self._open[file]
+        return self._touched.read(key)
+
+
+def is_cut(table: FamilyTable, name: str) -> bool:
+    """Whether tensor-parallel ranks hold parts of a parameter; a routed expert is whole on its rank."""
+    entry = table.entry(name)
+    return entry.expert is None and entry.row.dim is not None
+
+
+def cut_again(pieces: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
+    """The shard that rank `tp_rank` of `tp_size` holds, from a checkpoint that was cut otherwise."""
+    whole = dict(export(table, name, pieces.shards(role, name)))
+    return load_shard(table, name, whole.__getitem__, tp_rank=tp_rank, tp_size=tp_size)
+
+
+def iter_full(table: FamilyTable, shards: Callable[[Entry], Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, full tensor) in table order, from the shards of each entry; experts that share a tensor are stacked."""
+    stacks: dict[str, list[Tensor]] = {}
+    for entry in table.entries:
+        for name, tensor in export(table, entry.megatron, shards(entry)):
+            if not entry.row.stacked:
+                yield name, tensor
+                continue
+            stacks.setdefault(name, []).append(tensor)
+            if len(stacks[name]) == table.shape.num_experts:
+                yield name, torch.stack(stacks.pop(name))
+
+
+class OpenCheckpoint:
+    """A committed checkpoint, read without ranks: what `slime convert` needs."""
+
+    hf_config: dict[str, Any]
+    """Of the policy, flat, as `read_hf_config` gives it."""
+    table: FamilyTable
+    assets: Path
+    """Folder of config.json and tokenizer files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `CheckpointError` if `folder` holds no model."""
+        self.pieces = ShardReader(folder)
+        self.assets = folder / HF
+        self.hf_config = read_hf_config(str(self.assets))
+        self.table = table_for(self.hf_config)
+
+    def iter_hf(self, role: str = MODEL) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) in table order, one at a time, adapters merged.
+
+        `role` "master": the float32 weights that the optimizer keeps, where it does.
+        """
+        held = self.pieces.names(role)
+
+        def found(name: str) -> list[Tensor]:
+            return self.pieces.shards(role if name in held else MODEL, name)
+
+        def shards(entry: Entry) -> list[Tensor]:
+            """With its adapter, as the trainer exports a weight; float32 where masters are asked for."""
+            weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
+            if linear + "lora_a" not in self.pieces.names(MODEL):
+                return weights
+            a, b = found(linear + "lora_a"), found(linear + "lora_b")
+            scale = self.pieces.metas[0]["adapter_scale"]
+            products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
+            merged = [p.mul_(scale).add_(w) for p, w in zip(products, weights, strict=True)]
+            return merged if role == MASTER else [m.to(w.dtype) for m, w in zip(merged, weights, strict=True)]
+
+        return iter_full(self.table, shards)
+
+
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
+    """A `--save` folder (its latest checkpoint) or one checkpoint of it, whose every file is compared with its hash.
+
+    Raises `CheckpointError` if it is none, or damaged.
+    """
+    found = latest(path)
+    if found is None:
+        raise CheckpointError(f"got {path}, which holds no checkpoint; name a --save folder or a step_* folder of one")
+    verify(found.path)
+    yield OpenCheckpoint(found.path)
+
+
+def _read_meta(file: Path) -> dict[str, Any]:
+    try:
+        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"got {error} from {file}; the checkpoint is damaged, load another one") from error
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"got checkpoint format {meta.get('format')} in {file}; this release reads format {FORMAT}"
+        )
+    return meta

@@ -1,0 +1,153 @@
+"""The gap between the trainer's and the engine's log-probs of the same sampled tokens: the alarm for silent wrongness.
+
+A wrong weight, a wrong template, another temperature or a stale engine all show here first. Tokens sampled by the
+version that the trainer holds must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of
+other versions (partial rollouts, asynchronous training) legitimately differ; they have a figure of their own. So do the
+newest tokens after older ones in a request that went on with its old keys and values (`in_place`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.core.batch import TrainBatch
+from slime.core.errors import NumericsError
+from slime.core.sample import NOT_SAMPLED
+from slime.training.step.micro_batch import MicroBatch
+
+LIMITS: dict[torch.dtype, tuple[str, float]] = {
+    torch.float32: ("max", 1e-3),
+    torch.bfloat16: ("mean", 1e-1),
+    torch.float16: ("mean", 2e-2),
+}
+"""Training dtype -> which figure is limited, and the default limit in nats. `--mismatch-limit` replaces the number.
+
+float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 and more. Half precision has single tokens with
+gaps of 1 and more on real models, so its limit is on the mean."""
+
+_LOW, _HIGH, _BINS = -9.0, 3.0, 1200
+"""Histogram of log10(gap): 2.3 % wide bins, the same on every rank, so that a percentile needs one small all-reduce."""
+
+
+@dataclass(slots=True)
+class WorstToken:
+    """The token with the largest gap seen on one rank."""
+
+    gap: float = -1.0
+    position: int = -1
+    """Of its sample in the batch."""
+    offset: int = -1
+    """Within the response."""
+    trainer: float = 0.0
+    engine: float = 0.0
+
+
+class MismatchMeter:
+    """Collects gaps over micro-batches; `finish` reduces over the data-parallel group and raises if over the limit."""
+
+    def __init__(self, version: int, device: torch.device, *, keeps_old_keys: bool = False) -> None:
+        """`keeps_old_keys`: a sample of several versions was sampled with keys and values of several."""
+        self._version, self._keeps_old_keys = version, keeps_old_keys
+        self._device = device
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
+        self._pending: list[tuple[MicroBatch, Tensor, Tensor, Tensor]] = []
+
+    def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
+        """log_probs [R]: the trainer's, detached."""
+        if batch.targets.numel() == 0:
+            return
+        sampled = batch.sampled > 0
+        current = sampled & (batch.versions == self._version)
+        if self._keeps_old_keys:
+            older = (batch.versions != self._version) & (batch.versions != NOT_SAMPLED)
+            current &= batch.sequences.spread(batch.sequences.sum(older.float())) == 0
+        zero = torch.zeros_like(log_probs)
+        gap = torch.where(sampled, (log_probs - torch.where(sampled, batch.rollout_log_probs, zero)).abs(), zero)
+        stale = sampled & ~current
+        own = torch.where(current, gap, zero)
+        self._sums += torch.stack([own.double().sum(), current.sum(), gap.double().sum(), sampled.sum(), stale.sum()])
+        bins = torch.clamp(
+            ((own.clamp_min(1e-9).log10() - _LOW) / (_HIGH - _LOW) * _BINS).nan_to_num(_BINS - 1.0), 0, _BINS - 1
+        )
+        self._histogram.scatter_add_(0, bins.long(), current.double())
+        # A NaN is the worst gap of all; argmax treats it so.
+        ranked = torch.where(current, gap, zero - 1)
+        worst = ranked.argmax()
+        self._pending.append((batch, log_probs, ranked[worst], worst))
+
+    def finish(
+        self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup
+    ) -> dict[str, float]:
+        """Metrics of the whole step. Raises `NumericsError` on every rank if the limit is exceeded.
+
+        A collective over the data-parallel `group`.
+        """
+        worst = self._worst()
+        numbers = torch.cat([self._sums, self._histogram])
+        dist.all_reduce(numbers, group=group)
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, worst, group=group)
+        top: WorstToken = max(gathered, key=lambda w: math.inf if math.isnan(w.gap) else w.gap)
+        own_sum, num_current, mismatch_sum, num_sampled, num_stale = numbers[:5].tolist()
+        metrics = {"train/stale_tokens": num_stale}
+        if num_sampled:
+            metrics["train/train_rollout_logprob_abs_diff"] = mismatch_sum / num_sampled
+        if num_stale:
+            metrics["train/train_rollout_logprob_abs_diff_stale"] = (mismatch_sum - own_sum) / num_stale
+        if num_current:
+            metrics["train/train_rollout_logprob_abs_diff_max"] = top.gap
+            metrics["train/train_rollout_logprob_abs_diff"] = own_sum / num_current
+            metrics["train/train_rollout_logprob_abs_diff_p99"] = min(_percentile(numbers[5:], 0.99), top.gap)
+            _check_limit(batch, top, own_sum / num_current, dtype=dtype, limit=limit, version=self._version)
+        return metrics
+
+    def _worst(self) -> WorstToken:
+        best = WorstToken()
+        for micro_batch, log_probs, gap, index in self._pending:
+            value = float(gap)
+            if value > best.gap or math.isnan(value):
+                position, offset = locate(micro_batch, int(index))
+                engine = float(micro_batch.rollout_log_probs[index])
+                best = WorstToken(value, position, offset, float(log_probs[index]), engine)
+        return best
+
+
+def locate(batch: MicroBatch, index: int) -> tuple[int, int]:
+    """(position of the sample in the batch, offset in its response) of entry `index` of [R]."""
+    for position, length in zip(batch.positions, batch.lengths, strict=True):
+        if index < length:
+            return position, index
+        index -= length
+    raise AssertionError(f"response token {index} beyond the end of the micro-batch")
+
+
+def _percentile(histogram: Tensor, share: float) -> float:
+    cumulative = histogram.cumsum(0)
+    index = int((cumulative < share * float(cumulative[-1])).sum())
+    return float(10 ** (_LOW + (index + 1) * (_HIGH - _LOW) / _BINS))
+
+
+def _check_limit(
+    batch: TrainBatch, worst: WorstToken, mean: float, *, dtype: torch.dtype, limit: float | None, version: int
+) -> None:
+    figure, default = LIMITS[dtype]
+    bound = default if limit is None else limit
+    value = worst.gap if figure == "max" else mean
+    if value <= bound:  # false for NaN, too
+        return
+    sample = batch.samples[worst.position]
+    token = int(sample.tokens[sample.num_tokens - sample.response_length + worst.offset])
+    raise NumericsError(
+        f"got a {figure} train-inference mismatch of {value:.3g} (limit {bound:.3g} for {dtype}), "
+        f"because they do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group "
+        f"{sample.group_index}, response token {worst.offset} (id {token}), trainer {worst.trainer:.6f}, engine "
+        f"{worst.engine:.6f}, both version {version}. Look at --sglang-dtype, --rollout-temperature and the weight "
+        f"sync; --mismatch-limit moves the limit"
+    )

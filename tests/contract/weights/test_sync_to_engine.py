@@ -1,0 +1,218 @@
+"""Law 2 against a real SGLang server: what the trainer sends is what the engine serves, over every transport; one
+altered float is refused by name, and the engine stays paused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.core.errors import WeightSyncError
+from slime.serving.control import HttpEngineControl
+from slime.serving.server import ServerSpec, SGLangServer
+from slime.serving.wire import digest, serialize_bucket
+from slime.weights.buckets import Tamper
+from slime.weights.sync import sync_weights
+from slime.weights.tables import FamilyTable, table_for
+from slime.weights.targets import EngineTarget, Peers
+from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
+from tests.support.tiny import write_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+BUCKET_BYTES = 64 * 1024
+TRANSPORTS = ["tensor", "distributed", "disk"]
+PROMPT = [2, 40, 41, 42, 43, 44, 45, 46]
+TAMPERED = "model.layers.1.self_attn.k_proj.weight"
+StateDict = dict[str, torch.Tensor]
+
+
+def read_model(path: Path) -> tuple[FamilyTable, StateDict]:
+    table = table_for(json.loads((path / "config.json").read_text()))
+    state = {n: t for n, t in load_file(path / "model.safetensors").items() if n in table.hf_names}
+    return table, {n: state[n] for n in table.hf_names}
+
+
+def reference_logprobs(path: Path, state: StateDict, tokens: list[int]) -> torch.Tensor:
+    """[T-1] log-probs of tokens[1:] under transformers."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    kind = getattr(transformers, config.architectures[0])
+    model = kind.from_pretrained(None, config=config, state_dict=dict(state), dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def engine_logprobs(url: str, tokens: list[int]) -> tuple[torch.Tensor, str]:
+    """[T-1] log-probs of tokens[1:] under the engine, and its weight version."""
+    body = {
+        "input_ids": tokens,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    meta = httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
+    return torch.tensor([x[0] for x in meta["input_token_logprobs"][1:]]), meta["weight_version"]
+
+
+def is_paused(url: str) -> bool:
+    """A paused engine holds requests back; an unpaused one answers a single token at once."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+    try:
+        httpx.post(f"{url}/generate", json=body, timeout=2)
+    except httpx.ReadTimeout:
+        return True
+    return False
+
+
+def changed(state: StateDict, seed: int) -> StateDict:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: t + 0.05 * torch.randn(t.shape, generator=generator) for n, t in state.items()}
+
+
+def one_float(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if name == TAMPERED:
+        tensor.view(-1)[7] += 1e-6
+    return tensor
+
+
+class Rig:
+    """A server, its control, and what it was started from."""
+
+    def __init__(self, url: str, path: Path, tmp_path: Path, tp_size: int = 1) -> None:
+        self.url, self.path, self.tmp_path = url, path, tmp_path
+        self.table, self.state = read_model(path)
+        self.control = HttpEngineControl(url, tp_size, timeout_s=60)
+        self.targets = [EngineTarget(self.control)]
+
+    def transport(self, name: str, tamper: Tamper | None = None) -> Transport:
+        if name == "tensor":
+            return TensorTransport(serialize_bucket, Peers(), tamper=tamper)
+        if name == "distributed":
+            return DistributedTransport(Peers(), backend="gloo", timeout_s=60, tamper=tamper)
+        return DiskTransport(self.tmp_path / "disk", self.path, Peers(), tamper=tamper)
+
+    def sync_weights(self, state: StateDict, transport: Transport, version: int, **kwargs: Any) -> dict[str, float]:
+        return sync_weights(
+            iter(state.items()),
+            table=self.table,
+            targets=self.targets,
+            transport=transport,
+            digest=digest,
+            version=version,
+            buffer_bytes=BUCKET_BYTES,
+            **kwargs,
+        )
+
+    def assert_serves(self, state: StateDict, version: int) -> None:
+        got, served = engine_logprobs(self.url, PROMPT)
+        assert served == str(version)
+        want = reference_logprobs(self.path, state, PROMPT)
+        assert (got - want).abs().max() < 1e-5, f"worst gap {(got - want).abs().max()}"
+
+
+@pytest.fixture
+def rig(engine_server: SGLangServer, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(engine_server.url, Path(engine_server.model_path), tmp_path)
+    yield rig
+    rig.sync_weights(rig.state, rig.transport("tensor"), version=1)  # leave the shared server as it was
+    rig.control.close()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_new_weights_arrive_and_are_served(rig: Rig, name: str) -> None:
+    transport = rig.transport(name)
+    before, _ = engine_logprobs(rig.url, PROMPT)
+    for version in (2, 3):  # the second weight sync reuses what the first one set up
+        state = changed(rig.state, seed=version)
+        metrics = rig.sync_weights(state, transport, version)
+        rig.assert_serves(state, version)
+    after, _ = engine_logprobs(rig.url, PROMPT)
+    assert (after - before).abs().max() > 1e-3
+    assert metrics["update_weights_bytes"] == sum(t.numel() * t.element_size() for t in state.values())
+    transport.close()
+    assert not list(rig.tmp_path.glob("disk/*"))
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_one_altered_float_is_refused_by_name_and_the_engine_stays_paused(rig: Rig, name: str) -> None:
+    bad = rig.transport(name, one_float)
+    with pytest.raises(WeightSyncError) as caught:
+        rig.sync_weights(changed(rig.state, 5), bad, version=5)
+    bad.close()
+    message = str(caught.value)
+    assert TAMPERED in message and "model.layers.1.self_attn.qkv_proj.weight" in message and rig.url in message
+    assert message.count("qkv_proj") == 1 and "missing" not in message and "extra" not in message
+    assert is_paused(rig.url)
+    good = changed(rig.state, 6)
+    transport = rig.transport(name)
+    rig.sync_weights(good, transport, version=6)  # the way out: publish again
+    transport.close()
+    rig.assert_serves(good, 6)
+
+
+def test_unchanged_weights_are_verified_as_well(rig: Rig) -> None:
+    metrics = rig.sync_weights(rig.state, rig.transport("tensor"), version=1)
+    assert metrics["update_weights_verify_time"] > 0
+    rig.assert_serves(rig.state, 1)
+
+
+def test_a_forgotten_tensor_is_refused_before_the_engine_is_asked(rig: Rig) -> None:
+    state = {n: t for n, t in rig.state.items() if n != "model.norm.weight"}
+    with pytest.raises(WeightSyncError, match=r"without \['model.norm.weight'\]"):
+        rig.sync_weights(state, rig.transport("tensor"), version=7)
+
+
+def test_a_weight_sync_under_load_drains_first(rig: Rig) -> None:
+    """Requests in flight are aborted and the server survives, also those whose client has hung up."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
+
+    def ask(timeout: float) -> Any:
+        try:
+            return httpx.post(f"{rig.url}/generate", json=body, timeout=timeout).json()
+        except httpx.ReadTimeout:
+            return None
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(ask, t) for t in (60, 60, 0.4, 0.4)]
+        while not all(f.done() for f in running[2:]):
+            pass
+        state = changed(rig.state, 8)
+        rig.sync_weights(state, rig.transport("tensor"), version=8)
+        reasons = [f.result()["meta_info"]["finish_reason"]["type"] for f in running[:2]]
+    assert set(reasons) <= {"abort", "length"}
+    rig.assert_serves(state, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, overrides", [("llama", {"tied": True, "vocab_size": 131}), ("qwen3", {}), ("qwen3_moe", {})]
+)
+def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """Fusing, sharding, the padding of heads, MLP and vocabulary are as declared, over every transport."""
+    kv_heads = 1 if family == "qwen3" else 2
+    path = write_tiny_model(tmp_path / "model", family, seed=3, num_key_value_heads=kv_heads, **overrides)
+    server = SGLangServer(ServerSpec(str(path), dtype="float32", tp_size=2), log_path=tmp_path / "engine.log")
+    server.start()
+    try:
+        server.wait_ready(timeout_s=240)
+        rig = Rig(server.url, path, tmp_path, tp_size=2)
+        for version, name in enumerate(TRANSPORTS, 2):
+            state = changed(rig.state, seed=version)
+            transport = rig.transport(name)
+            rig.sync_weights(state, transport, version)
+            transport.close()
+            rig.assert_serves(state, version)
+        with pytest.raises(WeightSyncError, match=r"rank [01]: differing"):
+            rig.sync_weights(changed(rig.state, 9), rig.transport("tensor", one_float), version=9)
+    finally:
+        server.stop()

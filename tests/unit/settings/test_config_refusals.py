@@ -1,0 +1,126 @@
+"""What cannot work is refused before anything starts, and the message says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.settings import parse_args
+from slime.settings.shapes import FAMILIES
+from slime.weights.tables import FAMILIES as TABLES
+from tests.support.command_line import refused
+
+REFUSALS = [
+    ("--global-batch-size 3", "does not divide"),
+    ("--global-batch-size 4 --num-steps-per-rollout 1", "only one of the two"),
+    ("--over-sampling-batch-size 2", "over_sampling_batch_size 2"),
+    ("--tensor-model-parallel-size 2", "does not divide"),
+    ("--actor-num-gpus-per-node 3 --tensor-model-parallel-size 3", "does not divide"),
+    ("--rollout-num-gpus-per-engine 3", "attention heads"),
+    ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "whole engines"),
+    ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size 2"),
+    ("--fp16 --bf16", "one of them"),
+    ("--rollout-temperature 0", "value > 0"),
+    ("--rollout-top-p 0.9 --use-rollout-logprobs", "cut distribution"),
+    ("--rollout-top-k 8 --use-kl-loss --kl-loss-coef 0.1", "use --kl-coef"),
+    ("--rollout-top-p 0", "0 < top_p <= 1"),
+    ("--rollout-top-k 0", "-1 for all"),
+    ("--actor-num-nodes 2", "loopback"),
+    ("--device cuda --update-weight-transport tensor", "without --colocate"),
+    ("--device cuda --rollout-num-gpus-per-engine 2", "engines of one GPU"),
+    ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient is zero"),
+    ("--n-samples-per-prompt 1", "every advantage is zero"),
+    ("--custom-reward-post-process-path a.b --rewards-normalization", "once more"),
+    ('--apply-chat-template-kwargs {"a":1}', "which needs --apply-chat-template"),
+    ("--start-rollout-id -1", "count from 0"),
+    ("--prompt-data data.jsonl@[1:2:3]", "@[start:stop]"),
+    ("--save-hf {step}", "only {rollout_id} is known"),
+    ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "reference twice"),
+    ("--calculate-per-token-loss --loss-aggregation sequence_sum", "give one of them"),
+    ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss ppo_clip or gspo"),
+    ("--gamma 0.9", "which needs advantage_estimator ppo or reinforce_plus_plus"),
+    ("--custom-tis-function-path a.b", "which needs --use-tis"),
+    ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "tis_clip_low 0.6 and tis_clip 0.5"),
+    ("--advantage-estimator ppo --observation-returns reset", "skip or through"),
+    ("--advantage-estimator ppo --lambd 1.5", "lambd 1.5"),
+    ("--use-opd", "without --opd-type"),
+    ("--use-opd --opd-type megatron", "the folder goes with"),
+    ("--use-dynamic-global-batch-size --global-batch-size 4", "no fixed size"),
+    ("--critic-load missing", "critic_load missing"),
+    ("--kl-loss-coef 0.1", "which needs --use-kl-loss"),
+    ("--use-tis --use-rollout-logprobs", "compare"),
+    ("--loss-type custom_loss", "without the other"),
+    ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
+    ("--eval-interval 2", "--eval-prompt-data"),
+    ("--eval-prompt-data only-a-name", "pairs"),
+    ("--save-interval 2", "without --save"),
+    ("--async-save", "which needs --save"),
+    ("--save s --save-keep-last 0", "must be at least 1"),
+    ("--save s --save-retain-interval 5", "which needs --save-keep-last"),
+    ("--ckpt-step 3", "which needs --load"),
+    ("--finetune", "which needs --load"),
+    ("--prompt-data missing.jsonl", "does not exist"),
+    ("--hf-checkpoint missing", "config.json does not exist"),
+    ("--rm-type remote_rm", "--rm-url"),
+    ("--group-rm", "--custom-rm-path"),
+    ("--debug-rollout-only --debug-train-only", "nothing would run"),
+    ("--offload", "which needs --colocate"),
+    ("--hidden-dropout 0.1", "drop the flag"),
+    ("--moe-aux-loss-coeff 0.1", "other tokens of its micro-batch"),
+    ("--expert-model-parallel-size 2", "0 experts"),
+    ("--update-weights-interval 2", "train_async.py"),
+    ("--n-samples-per-prompt 0", "at least 1"),
+    ("--lr fast", "float"),
+    ("--lr", "no value"),
+    ("--colocate=yes", "switch"),
+    ("--kl-loss-type k9", "k1"),
+    ("--train-env-vars [1]", "JSON object"),
+    ("--freeze-params-name-list a --only-train-params-name-list b", "each say what is trained"),
+    ("--freeze-params-name-list a --lora-rank 4", "each say what is trained"),
+    ("--freeze-params-name-list a(", "no regular expression"),
+    ("--lora-rank 0", "at least 1"),
+    ("--lora-rank 4 --lora-alpha 0", "lora_alpha 0.0"),
+    ("--keep-old-actor", "train_async.py"),
+    ("--kl-coef 0.1 --ref-update-interval 0", "at least 1"),
+    ("stray", "belongs to no flag"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSALS)
+def test_what_cannot_work_is_refused(base: list[str], flags: str, said: str) -> None:
+    assert said in refused([*base, *flags.split()])
+
+
+def test_async_and_colocate_exclude_each_other(base: list[str]) -> None:
+    assert "--colocate" in refused([*base, "--colocate"], synchronous=False)
+    assert parse_args([*base, "--update-weights-interval", "2"], synchronous=False).update_weights_interval == 2
+
+
+def test_all_contradictions_are_reported_together(base: list[str]) -> None:
+    message = refused([*base, "--kl-loss-coef", "1", "--rollout-temperature", "0", "--num-layers", "9"])
+    assert "3 problems" in message
+
+
+def test_required_settings_are_named() -> None:
+    message = refused([])
+    assert all(name in message for name in ("--hf-checkpoint", "--rollout-batch-size", "--num-rollout"))
+
+
+def test_engines_are_not_started_on_quantised_weights(base: list[str]) -> None:
+    path = Path(base[base.index("--hf-checkpoint") + 1]) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    assert "slime convert" in refused(base)
+    assert parse_args([*base, "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}"]).debug_train_only
+
+
+@pytest.mark.parametrize(
+    "flag", ["quantization fp8", "ep-size 2", "speculative-algorithm EAGLE", "enable-dp-attention"]
+)
+def test_engines_that_would_hold_other_tensors_are_refused(base: list[str], flag: str) -> None:
+    assert "verifies after each sync" in refused([*base, *f"--sglang-{flag}".split()])
+
+
+def test_a_family_has_a_table_and_a_shape() -> None:
+    assert FAMILIES.keys() == TABLES.keys()

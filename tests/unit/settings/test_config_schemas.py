@@ -1,0 +1,85 @@
+"""Laws of the stored schemas: they are what is installed, on any host, and every setting that code reads exists."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.settings.args import Args
+from slime.settings.flags import KINDS
+from slime.settings.schema import OWNED, flags_of_owner
+from slime.settings.table import engine_flags, flag_table, own_flags
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("owner", ["megatron", "sglang", "router"])
+def test_entries_are_well_formed(owner: str) -> None:
+    flags = flags_of_owner(owner)
+    assert len({f.dest for f in flags}) == len(flags) > 50
+    for flag in flags:
+        assert flag.kind in KINDS and flag.names, flag
+    assert set(OWNED[owner]) <= {f.dest for f in flags}
+
+
+def test_no_default_names_a_place_on_the_host() -> None:
+    for owner in ("megatron", "sglang", "router"):
+        for flag in flags_of_owner(owner):
+            assert not str(flag.default).startswith(("/home", "/root", "/usr", "/opt", "/var")), flag
+
+
+def test_engine_spellings_do_not_collide_with_slimes() -> None:
+    own = {n for f in own_flags() for n in (*f.names, *f.off_names)}
+    for owner in ("megatron", "sglang", "router"):
+        for flag in engine_flags(owner):
+            taken = own & {*flag.names, *flag.off_names}
+            assert not taken, f"{owner} {flag.dest}: {taken}"
+
+
+def test_every_setting_that_the_code_reads_exists() -> None:
+    known = {f.name for f in dataclasses.fields(Args)} | {"replace", "to_json_dict"}
+    known |= {f.dest for f in flag_table().flags if f.owner == "megatron"}
+    stray = []
+    for path in [*(ROOT / "slime").rglob("*.py"), ROOT / "train.py", ROOT / "train_async.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            owner = getattr(node, "value", None)
+            if not isinstance(node, ast.Attribute) or not isinstance(owner, ast.Name) or owner.id != "args":
+                continue
+            if node.attr not in known and not hasattr(Path, node.attr) and not hasattr(dict, node.attr):
+                stray.append(f"{path.name}: args.{node.attr}")
+    assert not stray
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    """A flag that nothing implements must not be accepted."""
+    within_config = {"num_epoch", "num_steps_per_rollout", "custom_config_path", "offload", "grpo_std_normalization"}
+    paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "config") not in p.parents]
+    paths.append(ROOT / "slime" / "config" / "eval_config.py")  # makes the datasets that the rollout samples
+    text = "\n".join(p.read_text() for p in [*paths, ROOT / "train.py", ROOT / "train_async.py"])
+    words = set(re.findall(r"\w+", text))
+    assert not [f.dest for f in own_flags() if not f.internal and f.dest not in words | within_config]
+
+
+@pytest.mark.slow
+def test_the_stored_schemas_are_those_of_the_installed_packages() -> None:
+    command = [sys.executable, "-m", "slime.cli.schemas"]  # of its own: other tests may have imported engines before
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert told.returncode == 0, f"run python -m slime.cli.schemas --write; {told.stdout[:1000]}{told.stderr[-1000:]}"
+
+
+@pytest.mark.slow
+def test_settings_build_megatrons_own_config_objects() -> None:
+    import torch
+    from megatron.core.optimizer import OptimizerConfig
+
+    from slime.training.model.config import config_kwargs
+
+    settings = {f.dest: f.default for f in flags_of_owner("megatron")} | {"lr": 1e-4, "exp_avg_dtype": "bfloat16"}
+    kwargs = config_kwargs(OptimizerConfig, settings)
+    assert kwargs == {"lr": 1e-4, "exp_avg_dtype": torch.bfloat16}

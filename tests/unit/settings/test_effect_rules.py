@@ -1,0 +1,168 @@
+"""A setting of the algorithm acts on what the run computes, or it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from slime.settings import Args, parse_args
+from slime.settings.effect_rules import BOTH_WAYS, NEEDS, OFF_AT_ZERO
+from slime.settings.groups import AlgorithmArgs, CriticArgs, OffPolicyArgs, TeacherArgs
+from tests.support.command_line import refused
+
+ALWAYS_ACT = {
+    "loss_type": "it chooses what is minimised",
+    "loss_aggregation": "every loss is summed with the weights that it gives; hooks are told of it",
+    "calculate_per_token_loss": "a name of --loss-aggregation token_mean; another aggregation beside it is refused",
+}
+"""Settings without a condition, and why there is none."""
+
+NO_ADVANTAGES = "--disable-compute-advantages-and-returns"
+CUSTOM = "--loss-type custom_loss --custom-loss-function-path a.b"
+HOOK = "--custom-advantage-function-path a.b"
+TIS_HOOK = "--use-tis --custom-tis-function-path a.b"
+
+IDLE = [
+    # Without advantages the policy loss is zero.
+    (NO_ADVANTAGES, "all advantages would be zero"),
+    (f"{NO_ADVANTAGES} --use-kl-loss", "all advantages would be zero"),
+    (f"{NO_ADVANTAGES} --kl-coef 0.1", "kl_coef 0.1, which needs advantages"),
+    (f"{NO_ADVANTAGES} --use-kl-loss --kl-loss-coef 0.1 --use-opd --opd-type sglang", "use_opd True"),
+    (f"{NO_ADVANTAGES} --entropy-coef 0.1 {HOOK}", "custom_advantage_function_path a.b"),
+    (f"{NO_ADVANTAGES} --entropy-coef 0.1 --eps-clip 0.1", "eps_clip 0.1, which needs the policy loss"),
+    (f"{NO_ADVANTAGES} {CUSTOM} --kl-coef 0.1", "kl_coef 0.1"),
+    (f"{NO_ADVANTAGES} {CUSTOM} --advantage-estimator ppo", "advantage_estimator ppo"),
+    # Other losses.
+    ("--loss-type sft_loss --kl-coef 0.1", "kl_coef 0.1"),
+    ("--loss-type sft_loss --entropy-coef 0.1", "entropy_coef 0.1"),
+    ("--loss-type sft_loss --use-tis", "use_tis True"),
+    ("--loss-type sft_loss --use-kl-loss", "use_kl_loss True"),
+    ("--loss-type sft_loss --dynamic-sampling-filter-path a.b", "a rollout that samples"),
+    ("--loss-type sft_loss --rollout-data-postprocess-path a.b", "which needs advantages"),
+    ("--loss-type sft_loss --advantage-estimator ppo", "advantage_estimator ppo"),
+    ("--loss-type sft_loss --compute-advantages-and-returns", "compute_advantages_and_returns True"),
+    (f"{CUSTOM} --use-tis", "use_tis True"),
+    (f"{CUSTOM} --entropy-coef 0.1", "entropy_coef 0.1"),
+    (f"{CUSTOM} --policy-loss gspo", "policy_loss gspo"),
+    (f"{CUSTOM} --use-kl-loss --kl-loss-coef 0.1", "kl_loss_coef 0.1"),
+    (f"{CUSTOM} --use-kl-loss --kl-loss-type k2", "kl_loss_type k2"),
+    (f"{CUSTOM} --use-rollout-logprobs", "use_rollout_logprobs True"),
+    (f"{CUSTOM} --get-mismatch-metrics", "get_mismatch_metrics True"),
+    # Corrections.
+    ("--rejection-veto 0.1", "which needs --rejection-level"),
+    ("--rejection-low 0.1", "which needs --rejection-level"),
+    ("--rejection-high 3", "which needs --rejection-level"),
+    ("--tis-clip 3", "which needs --use-tis or --get-mismatch-metrics"),
+    ("--tis-clip-low 0.1", "which needs --use-tis or --get-mismatch-metrics"),
+    ("--tis-mode mask", "which needs --use-tis or --get-mismatch-metrics"),
+    ("--tis-level sequence", "which needs --use-tis or --get-mismatch-metrics"),
+    ("--custom-tis-function-path a.b", "which needs --use-tis"),
+    (f"{TIS_HOOK} --tis-clip 3", "--custom-tis-function-path replaces them"),
+    (f"{TIS_HOOK} --tis-level sequence", "--custom-tis-function-path replaces them"),
+    (f"{TIS_HOOK} --get-mismatch-metrics", "--custom-tis-function-path replaces them"),
+    ("--opsm-delta 0.1", "which needs --use-opsm"),
+    # Bounds.
+    ("--policy-loss sapo --eps-clip 0.1", "eps_clip 0.1"),
+    ("--advantage-estimator sapo --eps-clip-high 0.1", "eps_clip_high 0.1"),
+    ("--policy-loss sapo --eps-clip-c 3", "which needs policy_loss ppo_clip or gspo"),
+    ("--policy-loss cispo --eps-clip-high 4 --cispo-clip-high 2", "bounds of its own"),
+    ("--policy-loss cispo --eps-clip 0.1 --cispo-clip-low 0 --cispo-clip-high 2", "bounds of its own"),
+    ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 4 --cispo-clip-low 0", "eps_clip 0.1"),
+    ("--cispo-clip-low 0", "which needs policy_loss cispo"),
+    ("--sapo-tau-positive 2", "which needs policy_loss sapo"),
+    # Advantages.
+    ("--disable-grpo-std-normalization --advantage-scale group", "says the contrary"),
+    ("--grpo-std-normalization --advantage-scale none", "says the contrary"),
+    *((f"--advantage-estimator {e} --disable-grpo-std-normalization", "grpo_std_normalization False")
+      for e in ("rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")),
+    *((f"--advantage-estimator {e} --disable-rewards-normalization", "rewards_normalization False")
+      for e in ("ppo", "reinforce_plus_plus")),
+    ("--disable-rewards-normalization --advantage-scale batch", "advantage_scale batch"),
+    ("--disable-rewards-normalization --advantage-epsilon 1e-4", "advantage_epsilon 0.0001"),
+    ("--advantage-scale none --advantage-epsilon 1e-4", "which needs advantage_scale group or batch"),
+    (f"{HOOK} --advantage-scale batch", "--custom-advantage-function-path replaces it"),
+    (f"{HOOK} --advantage-estimator ppo --lambd 0.9", "--custom-advantage-function-path replaces it"),
+    (f"{HOOK} --advantage-estimator ppo --gamma 0.9", "--custom-advantage-function-path replaces it"),
+    (f"{HOOK} --disable-rewards-normalization", "--custom-advantage-function-path replaces it"),
+    ("--value-clip 0.1", "which needs advantage_estimator ppo"),
+    ("--opd-kl-coef 0.5", "which needs --use-opd"),
+    # Reference and aggregation.
+    ("--kl-loss-type k2", "which needs --kl-coef, or --use-kl-loss"),
+    ("--use-unbiased-kl", "which needs --use-kl-loss"),
+    ("--ref-load a", "which needs --use-kl-loss or --kl-coef"),
+    ("--ref-update-interval 2", "which needs --use-kl-loss or --kl-coef"),
+    ("--lora-alpha 8", "which needs --lora-rank"),
+    ("--lora-target-modules linear_qkv", "which needs --lora-rank"),
+    ("--keep-old-actor --use-rollout-logprobs", "which needs old log-probs of the trainer"),
+    ("--keep-old-actor --debug-train-only", "which needs engines"),
+    ("--loss-constant-length 9", "which needs loss_aggregation constant_length"),
+    ("--calculate-per-token-loss --drop-masked-executions", "which token_mean does not"),
+]  # fmt: skip
+
+ACTING = [
+    f"{NO_ADVANTAGES} --use-kl-loss --kl-loss-coef 0.1",
+    f"{NO_ADVANTAGES} --use-kl-loss --kl-loss-coef 0.1 --use-unbiased-kl --use-rollout-logprobs",
+    f"{NO_ADVANTAGES} --entropy-coef 0.1",
+    f"{NO_ADVANTAGES} --debug-rollout-only",
+    f"{NO_ADVANTAGES} --loss-type sft_loss --calculate-per-token-loss --debug-train-only",
+    "--loss-type sft_loss --kl-coef 0.0 --entropy-coef 0 --no-use-tis --drop-masked-executions",
+    f"{CUSTOM} {NO_ADVANTAGES} --use-kl-loss",
+    f"{CUSTOM} --kl-coef 0.1 --kl-loss-type k2 --log-ratio-limit 9 --use-opd --opd-type sglang {HOOK}",
+    f"{CUSTOM} --advantage-estimator ppo --gamma 0.9 --value-clip 0.1 --drop-masked-executions",
+    f"{HOOK} --advantage-estimator ppo --critic-lr 1e-4 --normalize-advantages --kl-coef 0.1",
+    "--advantage-estimator cispo --eps-clip 1.0 --eps-clip-high 4.0",
+    "--policy-loss cispo --eps-clip 0.1 --cispo-clip-high 2",
+    "--policy-loss cispo --eps-clip 0.3 --cispo-clip-low 0",
+    "--policy-loss cispo --cispo-clip-low 0 --cispo-clip-high 1.28",
+    "--policy-loss gspo --eps-clip 3e-4 --eps-clip-high 4e-4",
+    "--use-kl-loss --kl-loss-coef 0.0 --kl-loss-type low_var_kl --entropy-coef 0.0 --eps-clip 0.2 --eps-clip-high 0.28",
+    "--kl-coef 0.1 --kl-loss-type k1 --ref-load MODEL",
+    "--get-mismatch-metrics --tis-clip 3 --tis-level sequence",
+    "--use-tis --get-mismatch-metrics --tis-mode mask --rejection-level geometric --rejection-veto 1e-4",
+    TIS_HOOK,
+    "--disable-grpo-std-normalization --advantage-scale none --loss-aggregation constant_length",
+    "--disable-grpo-std-normalization --loss-aggregation constant_length --loss-constant-length 9",
+    "--disable-rewards-normalization --n-samples-per-prompt 1",
+    "--advantage-estimator reinforce_plus_plus --gamma 0.9 --observation-returns reset",
+    "--advantage-estimator ppo --lambd 0.9 --num-critic-only-steps 1 --value-clip 0.1",
+    "--advantage-estimator grpo --num-critic-only-steps 0 --eps-clip-c none",
+]
+
+OUT_OF_RANGE = [
+    *(f"{flag} {value}" for flag in ("--entropy-coef", "--kl-coef", "--use-kl-loss --kl-loss-coef",
+      "--use-opd --opd-type sglang --opd-kl-coef", "--rejection-level token --rejection-veto", "--log-ratio-limit",
+      "--advantage-epsilon", "--use-opsm --opsm-delta", "--policy-loss sapo --sapo-tau-negative",
+      "--advantage-estimator ppo --critic-lr", "--advantage-estimator ppo --value-clip",
+      "--advantage-estimator ppo --gamma", "--eps-clip", "--eps-clip-high", "--eps-clip-c",
+      "--use-tis --tis-clip", "--rejection-level token --rejection-high", "--policy-loss cispo --cispo-clip-high")
+      for value in ("nan", "-1")),
+    "--entropy-coef inf",
+    "--eps-clip 1.1",
+    "--policy-loss cispo --eps-clip 1.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "said"), IDLE)
+def test_a_setting_that_would_do_nothing_is_refused(base: list[str], flags: str, said: str) -> None:
+    assert said in refused([*base, *flags.split()])
+
+
+@pytest.mark.parametrize("flags", ACTING)
+def test_a_setting_that_acts_is_taken(base: list[str], flags: str) -> None:
+    parse_args([*base, *flags.replace("MODEL", base[1]).split()])
+
+
+@pytest.mark.parametrize("flags", OUT_OF_RANGE)
+def test_a_coefficient_is_a_number_that_makes_sense(base: list[str], flags: str) -> None:
+    message = refused([*base, *flags.split()])
+    assert flags.split()[-2].removeprefix("--").replace("-", "_") in message
+
+
+def test_no_setting_of_the_algorithm_is_forgotten() -> None:
+    groups = (AlgorithmArgs, OffPolicyArgs, TeacherArgs, CriticArgs)
+    fields = {f.name for group in groups for f in dataclasses.fields(group)}
+    needy = {name for need in NEEDS for name in need.settings.split()}
+    assert not needy & ALWAYS_ACT.keys(), "a setting that always acts needs nothing"
+    assert fields - needy == ALWAYS_ACT.keys(), "say in NEEDS what a new setting needs, or here why it always acts"
+    assert needy | OFF_AT_ZERO | BOTH_WAYS <= {f.name for f in dataclasses.fields(Args)}, "a name that is no setting"

@@ -1,0 +1,223 @@
+"""Laws of the weight sync that need no engine: the order of the protocol, and the agreement of ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
+from slime.serving.wire import digest
+from slime.weights.sync import sync_weights
+from slime.weights.tables import FamilyTable
+from slime.weights.targets import EngineTarget, Peers
+from slime.weights.transports import DistributedTransport, TensorTransport
+from tests.support.weights import FakeEngine, FakeWire, Ranks, State, model
+
+
+def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeWire, **kwargs: Any) -> dict[str, float]:
+    peers = kwargs.pop("peers", Peers())
+    transport = TensorTransport(wire.serialize, peers, tamper=kwargs.pop("tamper", None))
+    return sync_weights(
+        iter(state.items()),
+        table=table,
+        targets=[EngineTarget(e) for e in engines],  # type: ignore[arg-type]
+        transport=transport,
+        digest=digest,
+        version=3,
+        buffer_bytes=4096,
+        peers=peers,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> None:
+    table, state = model()
+    wire = FakeWire()
+    engines = [FakeEngine("http://a", table, wire, 1), FakeEngine("http://b", table, wire, 2)]
+    metrics = run(table, state, engines, wire, pause_mode=mode)
+    for engine in engines:
+        steps = [s for i, s in enumerate(engine.log) if engine.log[i - 1 : i] != [s]]
+        drains = ["flush"] if mode == "abort" else []  # requests that stay keep a cache from being flushed
+        assert steps == [f"pause {mode}", *drains, "update", "checksums", "resume"]
+    assert metrics["update_weights_bytes"] == sum(t.numel() * 4 for t in state.values())
+
+
+def test_every_departure_is_named_and_no_engine_resumes() -> None:
+    table, state = model()
+    wire = FakeWire()
+    engines = [FakeEngine("http://a", table, wire), FakeEngine("http://b", table, wire, 2)]
+    engines[1].drop = "model.norm.weight"
+
+    def tamper(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + 1 if name == "model.layers.0.mlp.up_proj.weight" else tensor
+
+    with pytest.raises(WeightSyncError) as caught:
+        run(table, state, engines, wire, tamper=tamper)
+    text = str(caught.value)
+    for part in (
+        "http://a rank 0",
+        "http://b rank 0",
+        "http://b rank 1",
+        "gate_up_proj",
+        "up_proj.weight",
+        "version 3",
+    ):
+        assert part in text
+    assert "missing: model.norm.weight" in text
+    assert not any("resume" in e.log for e in engines)
+
+
+@pytest.mark.parametrize("step", ["pause abort", "flush", "update", "checksums"])
+def test_a_failing_engine_leaves_all_paused_and_the_stream_is_walked_to_its_end(step: str) -> None:
+    table, state = model()
+    wire = FakeWire()
+    engines = [FakeEngine("http://a", table, wire), FakeEngine("http://b", table, wire)]
+    engines[1].fail_at = step
+    walked: list[str] = []
+
+    def stream() -> Any:
+        for item in state.items():
+            walked.append(item[0])
+            yield item
+
+    with pytest.raises(EngineError, match="http://b refuses"):
+        sync_weights(
+            stream(),
+            table=table,
+            targets=[EngineTarget(e) for e in engines],  # type: ignore[arg-type]
+            transport=TensorTransport(wire.serialize, Peers()),
+            digest=digest,
+            version=1,
+            buffer_bytes=4096,
+        )
+    assert walked == list(state), "iterating is a collective of the trainer: every rank must finish it"
+    assert not any("resume" in e.log for e in engines)
+
+
+@pytest.mark.parametrize("broken", [None, "update", "serialize"])
+def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: str | None) -> None:
+    table, state = model()
+    ranks, wires = Ranks(2), [FakeWire(), FakeWire()]
+    shared = FakeWire()
+    engine = FakeEngine("http://a", table, shared, 2)
+    target = EngineTarget(engine, gpu_ids=("g1", "g0"))  # type: ignore[arg-type]
+    engine.fail_at = broken
+    seen: list[list[str]] = []
+    outcomes: list[Any] = [None, None]
+
+    def member(rank: int) -> None:
+        def serialize(tensors: Any, num: int, reuse: object) -> tuple[list[str], object]:
+            assert reuse is None, "on GPUs another rank may still be delivering the bucket before"
+            if broken == "serialize" and rank == 1:
+                raise RuntimeError("no handle")
+            names, held = wires[rank].serialize(tensors, num)
+            tickets = [f"g{rank}-{n}" for n in names]
+            shared.tickets.update({t: wires[rank].tickets[n] for t, n in zip(tickets, names, strict=True)})
+            return tickets, held
+
+        transport = TensorTransport(serialize, ranks.peers(rank), gpu_id=f"g{rank}")
+        try:
+            outcomes[rank] = sync_weights(
+                iter(state.items()),
+                table=table,
+                targets=[target],
+                transport=transport,
+                digest=digest,
+                version=1,
+                buffer_bytes=4096,
+                peers=ranks.peers(rank),
+            )
+        except Exception as error:
+            outcomes[rank] = error
+
+    original = engine.update_weights_from_tensor
+
+    def spy(payloads: Sequence[str], **update: Any) -> None:
+        seen.append([p[:2] for p in payloads])
+        original(payloads, **update)
+
+    engine.update_weights_from_tensor = spy  # type: ignore[method-assign]
+    threads = [threading.Thread(target=member, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if broken is None:
+        assert isinstance(outcomes[0], dict) and outcomes[0] == outcomes[1]
+        assert seen and all(pair == ["g1", "g0"] for pair in seen)
+    else:
+        kind = EngineError if broken == "update" else WeightSyncError
+        assert all(isinstance(o, kind) for o in outcomes) and str(outcomes[0]) == str(outcomes[1])
+        assert "resume" not in engine.log
+
+
+def test_errors_of_several_engines_are_told_together() -> None:
+    from slime.weights.targets import on_all
+
+    table, _ = model()
+    engines = [FakeEngine(f"http://{c}", table, FakeWire()) for c in "ab"]
+    targets = [EngineTarget(e) for e in engines]  # type: ignore[arg-type]
+
+    def silent(control: Any) -> None:
+        raise DeadlineExceeded.waiting(owner="weight sync", for_what=control.url, limit_s=1)
+
+    with pytest.raises(DeadlineExceeded, match=r"(?s)http://a.*http://b"):
+        on_all(targets, silent, "answer")
+
+
+REFUSING_ENGINE = """
+import sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+port, name = int(sys.argv[1]), sys.argv[2]
+limit = timedelta(seconds=60)
+store = c10d.PrefixStore(name, dist.TCPStore("127.0.0.1", port, 2, False, timeout=limit))
+c10d._new_process_group_helper(2, 1, [], c10d.Backend("gloo"), store, group_name=name, timeout=limit)
+threading.Event().wait(60)
+"""
+
+
+class RefusingEngine(FakeEngine):
+    """Joins the group (a process of its own, which never receives), then refuses the broadcast."""
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def init_weights_update_group(self, *, master_port: int, group_name: str, **rest: Any) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", REFUSING_ENGINE, str(master_port), group_name])
+
+    def destroy_weights_update_group(self, *, group_name: str) -> None:
+        raise EngineError("gone")
+
+    def update_weights_from_distributed(self, **update: Any) -> None:
+        raise EngineError("no room for these weights")
+
+
+def test_a_refusal_during_broadcasts_is_reported_at_once() -> None:
+    table, state = model(vocab_size=200_000)  # large enough that gloo cannot buffer it
+    engine = RefusingEngine("http://a", table, FakeWire())
+    started = time.monotonic()
+    try:
+        with pytest.raises(EngineError, match="no room"):
+            sync_weights(
+                iter(state.items()),
+                table=table,
+                targets=[EngineTarget(engine)],  # type: ignore[arg-type]
+                transport=DistributedTransport(Peers(), backend="gloo", timeout_s=200),
+                digest=digest,
+                version=1,
+                buffer_bytes=1 << 30,
+            )
+        assert time.monotonic() - started < 100
+    finally:
+        if engine.process is not None:
+            engine.process.kill()
+            engine.process.wait()
