@@ -213,9 +213,11 @@ def main() -> None:
     print(f"{shape}, torch {torch.__version__}, {where}; forward + backward, peak over the inputs")
     for name, result in results.items():
         against = results["naive: " + (name.split(": ")[1] if not name.startswith("variant") else list(MODES)[-1])]
-        print(f"{name:48s} {result['ms']:9.1f} ms  {against['ms'] / result['ms']:5.2f} x naive's speed  "
-              f"{result['peak_gb']:8.3f} GB  1/{against['peak_gb'] / result['peak_gb']:.1f} of naive's  "
-              f"loss {result['loss']:.1f}")  # fmt: skip
+        print(
+            f"{name:48s} {result['ms']:9.1f} ms  {against['ms'] / result['ms']:5.2f} x naive's speed  "
+            f"{result['peak_gb']:8.3f} GB  1/{against['peak_gb'] / result['peak_gb']:.1f} of naive's  "
+            f"loss {result['loss']:.1f}"
+        )
     print(json.dumps({"shape": vars(shape), "device": where, "torch": torch.__version__, "results": results}))
 
 

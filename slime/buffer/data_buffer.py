@@ -352,12 +352,18 @@ class DataBuffer:
 
     def _figures(self) -> dict[str, Any]:
         return {
-            "format": FORMAT, "walk": None if self._walk is None else self._walk.state_dict(),
-            "next_group_index": self._next_group_index, "next_index": self._next_index, "issued": self._num_issued,
-            "trained": self._num_trained, "filtered": dict(self._filtered), "failed": dict(self._failed),
-            "returned": dict(self._returned), "weight_version": self.weight_version,
+            "format": FORMAT,
+            "walk": None if self._walk is None else self._walk.state_dict(),
+            "next_group_index": self._next_group_index,
+            "next_index": self._next_index,
+            "issued": self._num_issued,
+            "trained": self._num_trained,
+            "filtered": dict(self._filtered),
+            "failed": dict(self._failed),
+            "returned": dict(self._returned),
+            "weight_version": self.weight_version,
             "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the state. Raises `CheckpointError` if it belongs to other data, order or format."""

@@ -54,10 +54,19 @@ def reset(sample: Sample) -> Sample:
     """The sample as it was before any generation."""
     metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored")}
     return dataclasses.replace(
-        sample, tokens=sample.tokens[: sample.prompt_length], response="", response_length=0, loss_mask=None,
-        rollout_log_probs=None, token_versions=None, teacher_log_probs=None, reward=None, status=Status.PENDING,
-        remove_sample=False, metadata=metadata,
-    )  # fmt: skip
+        sample,
+        tokens=sample.tokens[: sample.prompt_length],
+        response="",
+        response_length=0,
+        loss_mask=None,
+        rollout_log_probs=None,
+        token_versions=None,
+        teacher_log_probs=None,
+        reward=None,
+        status=Status.PENDING,
+        remove_sample=False,
+        metadata=metadata,
+    )
 
 
 def reset_group(group: Group) -> Group:

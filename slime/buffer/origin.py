@@ -35,12 +35,15 @@ def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) 
     """A group as it starts; every sample owns its containers."""
     samples = [
         Sample(
-            group_index=group_index, index=origin.first_index + i, prompt=copy.deepcopy(row.prompt),
-            tokens=list(row.prompt_tokens or ()), label=copy.deepcopy(row.label),
+            group_index=group_index,
+            index=origin.first_index + i,
+            prompt=copy.deepcopy(row.prompt),
+            tokens=list(row.prompt_tokens or ()),
+            label=copy.deepcopy(row.label),
             metadata=copy.deepcopy(dict(row.metadata)),
         )
         for i in range(origin.num_executions)
-    ]  # fmt: skip
+    ]
     return Group(group_index=group_index, samples=tuple(samples), attempts=attempts)
 
 

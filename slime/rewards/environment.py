@@ -16,11 +16,28 @@ EXTRA = "SLIME_REWARD_ENV"
 """Names, separated by commas, of further variables for user graders."""
 ALLOWED = frozenset(
     [
-        "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
-        "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONDONTWRITEBYTECODE", "SLIME_RUN_ID",
-        "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "TRANSFORMERS_OFFLINE", "NLTK_DATA",
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+        "PYTHONHOME",
+        "PYTHONHASHSEED",
+        "PYTHONUTF8",
+        "PYTHONDONTWRITEBYTECODE",
+        "SLIME_RUN_ID",
+        "CUDA_VISIBLE_DEVICES",
+        "XDG_CACHE_HOME",
+        "TRANSFORMERS_OFFLINE",
+        "NLTK_DATA",
     ]
-)  # fmt: skip
+)
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "HF_")
 NETWORK = frozenset(
     ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]

@@ -64,11 +64,16 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
         for _ in range(config.n_samples_per_eval_prompt):
             samples.append(
                 Sample(
-                    group_index=-1 - number, index=-1 - first_index - len(samples), prompt=copy.deepcopy(row.prompt),
-                    tokens=list(row.prompt_tokens or ()), label=row.label, metadata=copy.deepcopy(metadata),
-                    generate_function_path=config.custom_generate_function_path, custom_rm_path=config.custom_rm_path,
+                    group_index=-1 - number,
+                    index=-1 - first_index - len(samples),
+                    prompt=copy.deepcopy(row.prompt),
+                    tokens=list(row.prompt_tokens or ()),
+                    label=row.label,
+                    metadata=copy.deepcopy(metadata),
+                    generate_function_path=config.custom_generate_function_path,
+                    custom_rm_path=config.custom_rm_path,
                 )
-            )  # fmt: skip
+            )
     return samples
 
 

@@ -21,11 +21,28 @@ from slime.core.errors import EngineError, RequestRejected
 from slime.core.ports import TOKEN_VERSIONS_KEY, WeightVersion
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
 
-FORWARDED_SAMPLING_PARAMS = frozenset((
-    "temperature", "max_new_tokens", "min_new_tokens", "top_p", "top_k", "min_p", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "no_stop_trim", "json_schema", "regex", "ebnf", "sampling_seed",
-))  # fmt: skip
+FORWARDED_SAMPLING_PARAMS = frozenset(
+    (
+        "temperature",
+        "max_new_tokens",
+        "min_new_tokens",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "no_stop_trim",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "sampling_seed",
+    )
+)
 """What sglang-router 0.3.2 passes on; seen by sending every parameter to an echoing worker."""
 
 

@@ -265,9 +265,11 @@ class StepLoop:
         left = limit_s - (time.monotonic() - self.started)
         if left <= 0:
             raise DeadlineExceeded.waiting(
-                owner=f"rollout of step {self.rollout_id}", for_what=f"{self.target} groups", limit_s=limit_s,
+                owner=f"rollout of step {self.rollout_id}",
+                for_what=f"{self.target} groups",
+                limit_s=limit_s,
                 last_progress=str(self.context.progress),
-            )  # fmt: skip
+            )
         return left
 
     async def _stop_surplus(self) -> None:

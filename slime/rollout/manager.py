@@ -223,10 +223,16 @@ class RolloutManager:
     def _context(self, rollout_id: int) -> Iterator[RolloutContext]:
         """What functions called in the block see; its progress shows in the manager's."""
         context = RolloutContext(
-            args=self._args, client=self._client, tokenizer=self._tokenizer, graders=self._graders,
-            progress=Progress(), loop=asyncio.get_running_loop(), rollout_id=rollout_id,
-            teacher=self._teacher, eval_datasets=self._eval_datasets,
-        )  # fmt: skip
+            args=self._args,
+            client=self._client,
+            tokenizer=self._tokenizer,
+            graders=self._graders,
+            progress=Progress(),
+            loop=asyncio.get_running_loop(),
+            rollout_id=rollout_id,
+            teacher=self._teacher,
+            eval_datasets=self._eval_datasets,
+        )
         self._progress.append(context.progress)
         try:
             with use(context):

@@ -29,8 +29,16 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
 
 def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
     """Parameters of one evaluation dataset. Temperature 0 is greedy."""
-    names = ("temperature", "top_p", "top_k", "min_new_tokens", "repetition_penalty", "skip_special_tokens", "stop",
-             "stop_token_ids")  # fmt: skip
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_new_tokens",
+        "repetition_penalty",
+        "skip_special_tokens",
+        "stop",
+        "stop_token_ids",
+    )
     given = {name: getattr(dataset, name) for name in names}
     params = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if v is not None}
     return {**params, "max_new_tokens": dataset.max_response_len}

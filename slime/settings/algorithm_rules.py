@@ -14,24 +14,30 @@ def temperature_is_positive(args: Args) -> str | None:
     """Greedy samples have no log-prob to learn from."""
     if args.rollout_temperature > 0:
         return None
-    return (f"got rollout_temperature {args.rollout_temperature}: greedy samples of a prompt are all equal and their "
-            "log-probs divide by zero; give a value > 0 (--eval-temperature 0 is fine)")  # fmt: skip
+    return (
+        f"got rollout_temperature {args.rollout_temperature}: greedy samples of a prompt are all equal and their "
+        "log-probs divide by zero; give a value > 0 (--eval-temperature 0 is fine)"
+    )
 
 
 def sampled_distribution_is_trained(args: Args) -> str | None:
     """The log-prob of a token is that of the distribution it was sampled from; engines report the whole one."""
     if not 0 < args.rollout_top_p <= 1 or (args.rollout_top_k < 1 and args.rollout_top_k != -1):
-        return (f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}; "
-                "give 0 < top_p <= 1, and top_k >= 1 or -1 for all")  # fmt: skip
+        return (
+            f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}; "
+            "give 0 < top_p <= 1, and top_k >= 1 or -1 for all"
+        )
     if args.loss_type == "sft_loss" or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
         return None
     names = ("use_rollout_logprobs", "use_kl_loss", "custom_loss_function_path", "custom_advantage_function_path")
     wrong = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n)]
     if not wrong:
         return None
-    return (f"got {', '.join(wrong)} with rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: "
-            "the trainer's log-probs are those of the cut distribution, the engine's and the reference's of the whole "
-            "one; leave top-p and top-k out, or use --kl-coef for a reference")  # fmt: skip
+    return (
+        f"got {', '.join(wrong)} with rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: "
+        "the trainer's log-probs are those of the cut distribution, the engine's and the reference's of the whole "
+        "one; leave top-p and top-k out, or use --kl-coef for a reference"
+    )
 
 
 def engines_divide_by_the_temperature(args: Args) -> str | None:
@@ -40,16 +46,20 @@ def engines_divide_by_the_temperature(args: Args) -> str | None:
         return None
     if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() not in ("1", "true", "yes", "y"):
         return None
-    return (f"got SGLANG_RETURN_ORIGINAL_LOGPROB in the environment with rollout_temperature "
-            f"{args.rollout_temperature}: engines would report log-probs at temperature 1, and the trainer those that "
-            "tokens were sampled with; unset it")  # fmt: skip
+    return (
+        f"got SGLANG_RETURN_ORIGINAL_LOGPROB in the environment with rollout_temperature "
+        f"{args.rollout_temperature}: engines would report log-probs at temperature 1, and the trainer those that "
+        "tokens were sampled with; unset it"
+    )
 
 
 def kl_is_complete(args: Args) -> str | None:
     """Each switch has its weight, and the KL is in one place."""
     if args.kl_coef and args.kl_loss_coef:
-        return (f"got kl_coef {args.kl_coef} with kl_loss_coef {args.kl_loss_coef}, which would hold the policy to the "
-                "reference twice; give one of them")  # fmt: skip
+        return (
+            f"got kl_coef {args.kl_coef} with kl_loss_coef {args.kl_loss_coef}, which would hold the policy to the "
+            "reference twice; give one of them"
+        )
     return None
 
 
@@ -57,8 +67,10 @@ def kl_loss_has_a_gradient(args: Args) -> str | None:
     """k1 is the log-ratio itself: the expected gradient of it is zero, whatever the distance to the reference."""
     if not args.use_kl_loss or args.kl_loss_coef == 0 or args.kl_loss_type != "k1" or args.use_unbiased_kl:
         return None
-    return (f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}: as a loss its expected gradient is zero, so "
-            "nothing holds the policy to the reference; use another, or add --use-unbiased-kl")  # fmt: skip
+    return (
+        f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}: as a loss its expected gradient is zero, so "
+        "nothing holds the policy to the reference; use another, or add --use-unbiased-kl"
+    )
 
 
 def advantages_can_differ_from_zero(args: Args) -> str | None:
@@ -71,17 +83,21 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
         return None
     if args.use_opd or args.custom_advantage_function_path or args.rollout_data_postprocess_path:
         return None
-    return ("got n_samples_per_prompt 1 with rewards_normalization: the group's mean is the reward itself, every "
-            "advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
-            "--disable-rewards-normalization")  # fmt: skip
+    return (
+        "got n_samples_per_prompt 1 with rewards_normalization: the group's mean is the reward itself, every "
+        "advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
+        "--disable-rewards-normalization"
+    )
 
 
 def reward_hook_replaces_normalization(args: Args) -> str | None:
     """What the hook returns is what is trained on."""
     if not args.custom_reward_post_process_path or not args.rewards_normalization:
         return None
-    return ("got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the hook "
-            "returns once more; drop the switch and normalise in the hook")  # fmt: skip
+    return (
+        "got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the hook "
+        "returns once more; drop the switch and normalise in the hook"
+    )
 
 
 def clip_is_sane(args: Args) -> str | None:
@@ -100,13 +116,31 @@ def bounds_are_sane(args: Args) -> str | None:
     pairs = [("tis_clip_low", "tis_clip"), ("rejection_low", "rejection_high")]
     if was_given(args, "cispo_clip_low") or was_given(args, "cispo_clip_high"):  # made from eps_clip: see above
         pairs.append(("cispo_clip_low", "cispo_clip_high"))
-    wrong = [f"{a} {getattr(args, a)} and {b} {getattr(args, b)}" for a, b in pairs
-             if not 0 <= getattr(args, a) <= getattr(args, b)]  # fmt: skip
-    wrong += [f"{n} {getattr(args, n)}" for n in ("sapo_tau_positive", "sapo_tau_negative", "value_clip", "critic_lr",
-              "loss_constant_length") if not 0 < getattr(args, n) < math.inf]  # fmt: skip
-    wrong += [f"{n} {getattr(args, n)}" for n in ("log_ratio_limit", "opsm_delta", "num_critic_only_steps",
-              "advantage_epsilon", "entropy_coef", "kl_coef", "kl_loss_coef", "opd_kl_coef", "rejection_veto")
-              if getattr(args, n) is not None and not 0 <= getattr(args, n) < math.inf]  # fmt: skip
+    wrong = [
+        f"{a} {getattr(args, a)} and {b} {getattr(args, b)}"
+        for a, b in pairs
+        if not 0 <= getattr(args, a) <= getattr(args, b)
+    ]
+    wrong += [
+        f"{n} {getattr(args, n)}"
+        for n in ("sapo_tau_positive", "sapo_tau_negative", "value_clip", "critic_lr", "loss_constant_length")
+        if not 0 < getattr(args, n) < math.inf
+    ]
+    wrong += [
+        f"{n} {getattr(args, n)}"
+        for n in (
+            "log_ratio_limit",
+            "opsm_delta",
+            "num_critic_only_steps",
+            "advantage_epsilon",
+            "entropy_coef",
+            "kl_coef",
+            "kl_loss_coef",
+            "opd_kl_coef",
+            "rejection_veto",
+        )
+        if getattr(args, n) is not None and not 0 <= getattr(args, n) < math.inf
+    ]
     wrong += [f"{n} {getattr(args, n)}" for n in ("gamma", "lambd") if not 0 <= getattr(args, n) <= 1]
     return f"got {', '.join(wrong)}, which is out of range (finite, 0 <= low <= high; see --help)" if wrong else None
 
@@ -115,8 +149,10 @@ def corrections_are_compatible(args: Args) -> str | None:
     """With the engine's log-probs as old policy every correction weight is one."""
     corrects = args.use_tis or args.rejection_level or args.get_mismatch_metrics
     if corrects and args.use_rollout_logprobs:
-        return ("got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
-                "them with the trainer's; give one of them")  # fmt: skip
+        return (
+            "got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
+            "them with the trainer's; give one of them"
+        )
     return None
 
 
@@ -141,11 +177,15 @@ def distillation_has_a_teacher(args: Args) -> str | None:
     if args.opd_type is None:
         return "got --use-opd without --opd-type; say sglang (log-probs come with the samples) or megatron"
     if (args.opd_type == "megatron") != bool(args.opd_teacher_load):
-        return (f"got opd_type {args.opd_type} with opd_teacher_load {args.opd_teacher_load}; the folder goes with "
-                "megatron, and only with it")  # fmt: skip
+        return (
+            f"got opd_type {args.opd_type} with opd_teacher_load {args.opd_teacher_load}; the folder goes with "
+            "megatron, and only with it"
+        )
     if args.opd_teacher_url and (args.opd_type != "sglang" or args.rollout_temperature != 1.0):
-        return (f"got opd_teacher_url with opd_type {args.opd_type}, rollout_temperature {args.rollout_temperature}; "
-                "it goes with sglang, whose log-probs of given tokens are those at temperature 1")  # fmt: skip
+        return (
+            f"got opd_teacher_url with opd_type {args.opd_type}, rollout_temperature {args.rollout_temperature}; "
+            "it goes with sglang, whose log-probs of given tokens are those at temperature 1"
+        )
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.settings.groups import (
@@ -73,14 +73,16 @@ class Args(
     origins: Settings = field(default_factory=lambda: Settings("origins", {}), compare=False, repr=False)
     """Setting -> where its value came from: default, command line, HF config, derived (and why)."""
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached only for what is no field. Dunder lookups (pickle, copy) must fail before `__dict__` is filled.
-        if not name.startswith("__"):
-            for owner in ("megatron", "custom"):
-                settings = self.__dict__.get(owner)
-                if settings is not None and name in settings:
-                    return settings[name]
-        raise AttributeError(f"args has no setting {name!r}")
+    if not TYPE_CHECKING:  # strict typing sees the fields only; names behind a mapping are for users' hooks
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached only for what is no field. Dunder lookups (pickle, copy) must fail before `__dict__` is filled.
+            if not name.startswith("__"):
+                for owner in ("megatron", "custom"):
+                    settings = self.__dict__.get(owner)
+                    if settings is not None and name in settings:
+                        return settings[name]
+            raise AttributeError(f"args has no setting {name!r}")
 
     def replace(self, **changes: Any) -> Args:
         """A copy with other values; Megatron's settings may be given by name. Raises `ConfigError` if unknown."""

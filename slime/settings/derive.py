@@ -273,9 +273,21 @@ def has_checkpoint(folder: str) -> bool:
 
 
 DERIVATIONS: tuple[Callable[[Draft], None], ...] = (
-    _device, _dtype, _debug, _sft, _placement, _batches, _fully_async, _algorithm, _experts, _teacher, _length,
-    _evaluation, _weight_sync, _checkpoint,
-)  # fmt: skip
+    _device,
+    _dtype,
+    _debug,
+    _sft,
+    _placement,
+    _batches,
+    _fully_async,
+    _algorithm,
+    _experts,
+    _teacher,
+    _length,
+    _evaluation,
+    _weight_sync,
+    _checkpoint,
+)
 """In order: later ones read what earlier ones set."""
 
 

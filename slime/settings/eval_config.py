@@ -75,13 +75,26 @@ class EvalDatasetConfig:
 
 
 _SETTINGS = {
-    name.removeprefix("eval_").removeprefix("rollout_"): name for name in (
-        "eval_input_key", "eval_label_key", "eval_tool_key", "eval_max_prompt_len", "eval_temperature", "eval_top_p",
-        "eval_top_k", "eval_max_response_len", "eval_min_new_tokens", "rollout_stop", "rollout_stop_token_ids",
-        "rollout_skip_special_tokens", "metadata_key", "apply_chat_template", "apply_chat_template_kwargs",
+    name.removeprefix("eval_").removeprefix("rollout_"): name
+    for name in (
+        "eval_input_key",
+        "eval_label_key",
+        "eval_tool_key",
+        "eval_max_prompt_len",
+        "eval_temperature",
+        "eval_top_p",
+        "eval_top_k",
+        "eval_max_response_len",
+        "eval_min_new_tokens",
+        "rollout_stop",
+        "rollout_stop_token_ids",
+        "rollout_skip_special_tokens",
+        "metadata_key",
+        "apply_chat_template",
+        "apply_chat_template_kwargs",
         "n_samples_per_eval_prompt",
     )
-}  # fmt: skip
+}
 """Field -> the setting of the command line that it is taken from."""
 
 

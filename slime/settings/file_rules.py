@@ -41,8 +41,12 @@ def files_exist(args: Args) -> str | None:
         path, _ = split_slice(spec)
         if not path.is_file():
             return f"got {name} {path}, which does not exist; give a .jsonl or .parquet file"
-    for name, folder in (("load", args.load), ("ref_load", args.ref_load), ("critic_load", args.critic_load),
-                         ("opd_teacher_load", args.opd_teacher_load)):  # fmt: skip
+    for name, folder in (
+        ("load", args.load),
+        ("ref_load", args.ref_load),
+        ("critic_load", args.critic_load),
+        ("opd_teacher_load", args.opd_teacher_load),
+    ):
         if folder is not None and not Path(folder).is_dir():
             return f"got {name} {folder}, which is no folder; give an existing one"
     return None
@@ -52,8 +56,10 @@ def engines_serve_plain_weights(args: Args) -> str | None:
     """Engines load --hf-checkpoint as it is, and the trainer sends them weights without block scales."""
     if args.debug_train_only or not read_hf_config(args.hf_checkpoint).get("quantization_config"):
         return None
-    return (f"got hf_checkpoint {args.hf_checkpoint}, which is quantised: engines would serve it so, and cannot take "
-            "the trainer's weights; do: slime convert IN OUT --to bf16, and give OUT")  # fmt: skip
+    return (
+        f"got hf_checkpoint {args.hf_checkpoint}, which is quantised: engines would serve it so, and cannot take "
+        "the trainer's weights; do: slime convert IN OUT --to bf16, and give OUT"
+    )
 
 
 def load_holds_a_checkpoint(args: Args) -> str | None:
@@ -66,8 +72,10 @@ def load_holds_a_checkpoint(args: Args) -> str | None:
             return None
         there = sorted(path.parent.name for path in Path(args.load).glob("step_*/manifest.json"))
         return f"got ckpt_step {args.ckpt_step}, which {args.load} does not hold; it has {', '.join(there)}"
-    return (f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*); give the --save folder of "
-            "the run to continue; Hugging Face weights go into --hf-checkpoint")  # fmt: skip
+    return (
+        f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*); give the --save folder of "
+        "the run to continue; Hugging Face weights go into --hf-checkpoint"
+    )
 
 
 def one_first_step(args: Args) -> str | None:
@@ -78,8 +86,10 @@ def one_first_step(args: Args) -> str | None:
         return f"got start_rollout_id {args.start_rollout_id}; steps count from 0"
     if args.load is None or args.finetune:
         return None
-    return (f"got start_rollout_id {args.start_rollout_id} with load {args.load}, whose checkpoint says which step is "
-            "next; drop it, or add --finetune to take only the weights")  # fmt: skip
+    return (
+        f"got start_rollout_id {args.start_rollout_id} with load {args.load}, whose checkpoint says which step is "
+        "next; drop it, or add --finetune to take only the weights"
+    )
 
 
 def export_replaces_nothing_else(args: Args) -> str | None:
@@ -92,8 +102,10 @@ def export_replaces_nothing_else(args: Args) -> str | None:
         return f"got save_hf {args.save_hf}, whose braces name something else ({error!r}); only {{rollout_id}} is known"
     for name, path in _in_use(args):
         if exports.fullmatch(os.path.realpath(path)):
-            return (f"got save_hf {args.save_hf}, which is or holds {name} {path}: an export replaces its whole "
-                    "folder, and that would be deleted; give a folder of its own")  # fmt: skip
+            return (
+                f"got save_hf {args.save_hf}, which is or holds {name} {path}: an export replaces its whole "
+                "folder, and that would be deleted; give a folder of its own"
+            )
     return None
 
 
@@ -110,8 +122,16 @@ def _export_folders(template: str) -> re.Pattern[str]:
 
 def _in_use(args: Args) -> list[tuple[str, str]]:
     """(what it is, path) of what a run reads or writes."""
-    names = ("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load", "load", "save", "run_dir",
-             "update_weight_disk_dir")  # fmt: skip
+    names = (
+        "hf_checkpoint",
+        "ref_load",
+        "critic_load",
+        "opd_teacher_load",
+        "load",
+        "save",
+        "run_dir",
+        "update_weight_disk_dir",
+    )
     found = [(name, getattr(args, name)) for name in names if getattr(args, name)]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
     data = [*([args.prompt_data] if args.prompt_data else []), *(d.path for d in eval_datasets(args))]
@@ -120,6 +140,11 @@ def _in_use(args: Args) -> list[tuple[str, str]]:
 
 
 FILE_RULES: tuple[Rule, ...] = (
-    saving_has_a_place, prompts_exist, files_exist, engines_serve_plain_weights, load_holds_a_checkpoint,
-    one_first_step, export_replaces_nothing_else,
-)  # fmt: skip
+    saving_has_a_place,
+    prompts_exist,
+    files_exist,
+    engines_serve_plain_weights,
+    load_holds_a_checkpoint,
+    one_first_step,
+    export_replaces_nothing_else,
+)

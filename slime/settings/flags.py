@@ -20,8 +20,17 @@ from slime.core.errors import ConfigError
 KINDS = ("int", "float", "str", "bool", "json", "human_int", "dtype", "int_or_json", "float_or_json", "str_or_json")
 """How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also takes a list."""
 
-DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16", "half": "float16",
-          "bfloat16": "bfloat16", "bf16": "bfloat16", "uint8": "uint8", "fp8": "uint8"}  # fmt: skip
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "uint8": "uint8",
+    "fp8": "uint8",
+}
 """Spellings of a dtype; Megatron calls the storage of fp8 moments uint8."""
 
 

@@ -7,9 +7,18 @@ import difflib
 from slime.core.errors import ConfigError
 
 GRADERS = (
-    "code", "dapo", "deepscaler", "exact_match", "f1", "gpqa", "ifbench", "math", "random", "reasoning_gym",
+    "code",
+    "dapo",
+    "deepscaler",
+    "exact_match",
+    "f1",
+    "gpqa",
+    "ifbench",
+    "math",
+    "random",
+    "reasoning_gym",
     "remote_rm",
-)  # fmt: skip
+)
 """What `--rm-type` and a row's metadata `rm_type` may name."""
 
 BOXED_PREFIX = "boxed_"

@@ -7,17 +7,12 @@ on request (`check_hooks` at start-up, `load_hook` where it is used), never whil
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from slime.core.errors import HookError
+from slime.core.loading import LoadingFailed, load_object
 from slime.settings.args import Args
 from slime.settings.eval_config import eval_datasets
 from slime.settings.hook_contracts import CONTRACTS, HookContract
@@ -75,48 +70,13 @@ def check_hooks(args: Args) -> None:
 def _find(path: str, contract: HookContract) -> Any:
     """The object at `path`. Raises `HookError`."""
     flag = "--" + contract.flag.replace("_", "-")
-    module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not module_name or not name:
-        raise HookError(f"{flag}: got {path!r}; write pkg.module:function or path/to/file.py:function")
     try:
-        module = _file_module(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except FileNotFoundError:
-        raise HookError(f"{flag}: got {path}, but there is no file {module_name}; check the path") from None
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise HookError(
-            f"{flag}: got {path}, but importing {module_name} raised {error!r}; fix or install it"
-        ) from error
-    target: Any = module
-    for part in name.split("."):
-        if not hasattr(target, part):
-            names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-            raise HookError(
-                f"{flag}: got {path}, but {module_name} has no {name}; it has {', '.join(names) or 'nothing'}"
-            )
-        target = getattr(target, part)
+        target = load_object(path)
+    except LoadingFailed as error:
+        raise HookError(f"{flag}: got {path}, but {error}") from error
     if not callable(target):
         raise HookError(f"{flag}: got {path}, which is a {type(target).__name__}; expected {contract.shape}")
     return target
-
-
-def _file_module(file: str) -> ModuleType:
-    """The module of a file, imported once per process. Raises FileNotFoundError and what the module raises."""
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise FileNotFoundError(file)
-    name = f"slime_hook_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, f"no loader for {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _check_mode(hook: Any, path: str, contract: HookContract) -> None:

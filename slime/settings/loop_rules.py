@@ -24,8 +24,10 @@ def _sync_trainer_syncs_every_step(args: Args) -> str | None:
 def _sync_trains_what_sampled(args: Args) -> str | None:
     if not args.keep_old_actor:
         return None
-    return ("got --keep-old-actor with train.py, which trains every batch on the weights that sampled it; "
-            "drop it or use train_async.py")  # fmt: skip
+    return (
+        "got --keep-old-actor with train.py, which trains every batch on the weights that sampled it; "
+        "drop it or use train_async.py"
+    )
 
 
 def async_rules() -> tuple[Rule, ...]:
@@ -36,8 +38,10 @@ def async_rules() -> tuple[Rule, ...]:
 def _async_is_not_colocated(args: Args) -> str | None:
     if not args.colocate:
         return None
-    return ("got --colocate with train_async.py, which generates while it trains; both need the GPU: "
-            "drop --colocate or use train.py")  # fmt: skip
+    return (
+        "got --colocate with train_async.py, which generates while it trains; both need the GPU: "
+        "drop --colocate or use train.py"
+    )
 
 
 def _sync_waits_for_its_batch(args: Args) -> str | None:
@@ -49,8 +53,10 @@ def _sync_waits_for_its_batch(args: Args) -> str | None:
 def _one_step_off_has_no_bound(args: Args) -> str | None:
     if args.fully_async or args.max_weight_staleness is None:
         return None
-    return ("got --max-weight-staleness with train_async.py, which takes a batch before the weights that it will train "
-            "exist; add --fully-async or use train.py")  # fmt: skip
+    return (
+        "got --max-weight-staleness with train_async.py, which takes a batch before the weights that it will train "
+        "exist; add --fully-async or use train.py"
+    )
 
 
 def _worker_is_not_refused(args: Args) -> str | None:
@@ -65,22 +71,28 @@ def _worker_has_its_own_ways(args: Args) -> str | None:
     wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if was_given(args, n)]
     if not wrong and args.loss_type != "sft_loss":
         return None
-    return (f"got --fully-async with {' and '.join(wrong) or 'loss_type sft_loss'}: its worker is the rollout function "
-            "and keeps max_groups_in_flight groups; drop one of the two")  # fmt: skip
+    return (
+        f"got --fully-async with {' and '.join(wrong) or 'loss_type sft_loss'}: its worker is the rollout function "
+        "and keeps max_groups_in_flight groups; drop one of the two"
+    )
 
 
 def _batches_of_a_worker_mix_versions(args: Args) -> str | None:
     if not (args.fully_async and args.keep_old_actor):
         return None
-    return ("got --keep-old-actor with --fully-async, whose batches were sampled by several weights, of which one copy "
-            "is kept; use --use-tis or --use-rollout-logprobs")  # fmt: skip
+    return (
+        "got --keep-old-actor with --fully-async, whose batches were sampled by several weights, of which one copy "
+        "is kept; use --use-tis or --use-rollout-logprobs"
+    )
 
 
 def _prompts_are_read_at_once(args: Args) -> str | None:
     if args.pause_generation_mode != "in_place" or args.sglang["chunked_prefill_size"] == -1:
         return None
-    return ("got --sglang-chunked-prefill-size with --pause-generation-mode in_place: a prompt read by several weights "
-            "would not show in the versions of its sample; drop it or use retract")  # fmt: skip
+    return (
+        "got --sglang-chunked-prefill-size with --pause-generation-mode in_place: a prompt read by several weights "
+        "would not show in the versions of its sample; drop it or use retract"
+    )
 
 
 def _bounds_are_possible(args: Args) -> str | None:
@@ -88,15 +100,22 @@ def _bounds_are_possible(args: Args) -> str | None:
     if bound is not None and bound < 0:
         return f"got max_weight_staleness {bound}; 0 trains only what the newest weights sampled, leave it out for none"
     if most is not None and most < args.rollout_batch_size:
-        return (f"got max_groups_in_flight {most} below rollout_batch_size {args.rollout_batch_size}: a batch would "
-                "never be full; raise it")  # fmt: skip
+        return (
+            f"got max_groups_in_flight {most} below rollout_batch_size {args.rollout_batch_size}: a batch would "
+            "never be full; raise it"
+        )
     if args.fully_async and bound is not None and bound < (interval := args.update_weights_interval) - 1:
-        return (f"got max_weight_staleness {bound} with update_weights_interval {interval}: before a weight sync "
-                f"engines are {interval - 1} versions behind and a step would wait for ever; raise it")  # fmt: skip
+        return (
+            f"got max_weight_staleness {bound} with update_weights_interval {interval}: before a weight sync "
+            f"engines are {interval - 1} versions behind and a step would wait for ever; raise it"
+        )
     return None
 
 
 _BOTH: tuple[Rule, ...] = (
-    _worker_is_not_refused, _worker_has_its_own_ways, _bounds_are_possible, _prompts_are_read_at_once,
+    _worker_is_not_refused,
+    _worker_has_its_own_ways,
+    _bounds_are_possible,
+    _prompts_are_read_at_once,
     _batches_of_a_worker_mix_versions,
-)  # fmt: skip
+)

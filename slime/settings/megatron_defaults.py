@@ -36,12 +36,16 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp8_param_gather": (False, "weights are not fp8"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are not fp8"),
     "keep_fp8_transpose_cache": (False, "weights are not fp8"),
-    **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), (False, "needs GPU kernels that "
-                    "the local layers lack")),
+    **dict.fromkeys(
+        ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"),
+        (False, "needs GPU kernels that the local layers lack"),
+    ),
     "moe_shared_expert_overlap": (False, "needs Transformer Engine"),
     "moe_enable_deepep": (False, "needs DeepEP"),
-    **dict.fromkeys(("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
-                    (None, "it makes a token's gradient depend on the other tokens of its micro-batch")),
+    **dict.fromkeys(
+        ("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor"),
+        (None, "it makes a token's gradient depend on the other tokens of its micro-batch"),
+    ),
     "moe_aux_loss_coeff": (0.0, "it makes a token's gradient depend on the other tokens of its micro-batch"),
     "moe_router_load_balancing_type": ("none", "there is no loss that balances"),
     "moe_router_bias_update_rate": (0.0, "the bias is the checkpoint's, and the engines'"),
@@ -52,14 +56,16 @@ FIXED: dict[str, tuple[Any, str]] = {
     "moe_latent_size": (None, "no supported family has it"),
     "nccl_ub": (False, "registered buffers cannot be offloaded"),
     "disable_symmetric_registration": (False, "goes with nccl_ub"),
-    **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer", "fsdp_manual_registration"),
-                    (False, "the trainer shards by the distributed optimizer, not by FSDP")),
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer", "fsdp_manual_registration"),
+        (False, "the trainer shards by the distributed optimizer, not by FSDP"),
+    ),
     "data_parallel_sharding_strategy": ("no_shard", "a setting of FSDP"),
     "outer_dp_sharding_strategy": ("no_shard", "a setting of FSDP"),
     "gradient_reduce_div_fusion": (True, "a setting of FSDP"),
     "preserve_fp32_weights": (True, "a setting of FSDP"),
     "suggested_communication_unit_size": (None, "a setting of FSDP"),
-}  # fmt: skip
+}
 """What the trainer of this release cannot do otherwise. A flag that says so is refused; the trainer reads it here."""
 
 SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {

@@ -17,8 +17,10 @@ def one_way_to_say_what_is_trained(args: Args) -> str | None:
     given = [f"--{n.replace('_', '-')}" for n in ways if getattr(args, n)]
     if len(given) < 2:
         return None
-    return (f"got {' and '.join(given)} together, which each say what is trained; give one of them "
-            "(--lora-target-modules chooses among adapters)")  # fmt: skip
+    return (
+        f"got {' and '.join(given)} together, which each say what is trained; give one of them "
+        "(--lora-target-modules chooses among adapters)"
+    )
 
 
 def patterns_are_regexes(args: Args) -> str | None:

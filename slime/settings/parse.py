@@ -135,8 +135,11 @@ def _defaults(given: Given, origins: Mapping[tuple[str, str], str]) -> Draft:
 def _take_shape(draft: Draft) -> list[str]:
     """Fills the model's shape from the checkpoint; returns contradictions with flags."""
     shape = megatron_shape(read_hf_config(draft.values["hf_checkpoint"]))
-    explicit = {n.removeprefix("megatron."): draft.megatron[n.removeprefix("megatron.")]
-                for n in draft.given if n.startswith("megatron.")}  # fmt: skip
+    explicit = {
+        n.removeprefix("megatron."): draft.megatron[n.removeprefix("megatron.")]
+        for n in draft.given
+        if n.startswith("megatron.")
+    }
     problems = contradictions(shape, explicit)
     for name, value in shape.items():
         draft.megatron[name] = value

@@ -31,10 +31,23 @@ def rule(function: Rule) -> Rule:
 @rule
 def counts_are_positive(args: Args) -> str | None:
     """Counts below one make no step."""
-    names = ("rollout_batch_size", "n_samples_per_prompt", "micro_batch_size", "global_batch_size", "actor_num_nodes",
-             "actor_num_gpus_per_node", "rollout_num_gpus_per_engine", "update_weights_interval", "reward_num_workers",
-             "num_steps_per_rollout", "rollout_max_response_len", "n_samples_per_eval_prompt", "eval_max_response_len",
-             "sglang_server_concurrency", "update_weight_buffer_size")  # fmt: skip
+    names = (
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "micro_batch_size",
+        "global_batch_size",
+        "actor_num_nodes",
+        "actor_num_gpus_per_node",
+        "rollout_num_gpus_per_engine",
+        "update_weights_interval",
+        "reward_num_workers",
+        "num_steps_per_rollout",
+        "rollout_max_response_len",
+        "n_samples_per_eval_prompt",
+        "eval_max_response_len",
+        "sglang_server_concurrency",
+        "update_weight_buffer_size",
+    )
     wrong = [f"{n} {getattr(args, n)}" for n in names if getattr(args, n) < 1]
     return f"got {', '.join(wrong)}, which must be at least 1; give a positive number" if wrong else None
 
@@ -50,9 +63,18 @@ def timeouts_are_positive(args: Args) -> str | None:
 @rule
 def intervals_are_positive(args: Args) -> str | None:
     """Intervals count steps."""
-    wrong = [f"{n} {getattr(args, n)}" for n in ("save_interval", "save_keep_last",
-             "save_retain_interval", "eval_interval", "num_epoch", "ref_update_interval")
-             if getattr(args, n) is not None and getattr(args, n) < 1]  # fmt: skip
+    wrong = [
+        f"{n} {getattr(args, n)}"
+        for n in (
+            "save_interval",
+            "save_keep_last",
+            "save_retain_interval",
+            "eval_interval",
+            "num_epoch",
+            "ref_update_interval",
+        )
+        if getattr(args, n) is not None and getattr(args, n) < 1
+    ]
     return f"got {', '.join(wrong)}, which must be at least 1; leave it out to switch it off" if wrong else None
 
 
@@ -62,9 +84,11 @@ def batch_divides(args: Args) -> str | None:
     executions = args.rollout_batch_size * args.n_samples_per_prompt
     if args.use_dynamic_global_batch_size or args.global_batch_size < 1 or executions % args.global_batch_size == 0:
         return None
-    return (f"got rollout_batch_size {args.rollout_batch_size} * n_samples_per_prompt {args.n_samples_per_prompt} = "
-            f"{executions} executions, which global_batch_size {args.global_batch_size} does not divide; "
-            "some would never be trained: change one of the three")  # fmt: skip
+    return (
+        f"got rollout_batch_size {args.rollout_batch_size} * n_samples_per_prompt {args.n_samples_per_prompt} = "
+        f"{executions} executions, which global_batch_size {args.global_batch_size} does not divide; "
+        "some would never be trained: change one of the three"
+    )
 
 
 @rule
@@ -73,13 +97,17 @@ def steps_agree(args: Args) -> str | None:
     executions = args.rollout_batch_size * args.n_samples_per_prompt
     if args.use_dynamic_global_batch_size:
         if was_given(args, "global_batch_size"):
-            return ("got --global-batch-size with --use-dynamic-global-batch-size, whose steps have no fixed size; "
-                    "give --num-steps-per-rollout")  # fmt: skip
+            return (
+                "got --global-batch-size with --use-dynamic-global-batch-size, whose steps have no fixed size; "
+                "give --num-steps-per-rollout"
+            )
         return None
     if args.global_batch_size * args.num_steps_per_rollout == executions or executions % args.global_batch_size:
         return None
-    return (f"got global_batch_size {args.global_batch_size} with num_steps_per_rollout {args.num_steps_per_rollout}, "
-            f"but a rollout has {executions} executions; give only one of the two")  # fmt: skip
+    return (
+        f"got global_batch_size {args.global_batch_size} with num_steps_per_rollout {args.num_steps_per_rollout}, "
+        f"but a rollout has {executions} executions; give only one of the two"
+    )
 
 
 @rule
@@ -87,21 +115,26 @@ def over_sampling_covers_batch(args: Args) -> str | None:
     """Fewer prompts than a batch never fill it."""
     if args.over_sampling_batch_size >= args.rollout_batch_size:
         return None
-    return (f"got over_sampling_batch_size {args.over_sampling_batch_size} below rollout_batch_size "
-            f"{args.rollout_batch_size}; raise it or leave it out")  # fmt: skip
+    return (
+        f"got over_sampling_batch_size {args.over_sampling_batch_size} below rollout_batch_size "
+        f"{args.rollout_batch_size}; raise it or leave it out"
+    )
 
 
 @rule
 def world_divides(args: Args) -> str | None:
     """Ranks form whole models."""
     m, world = args.megatron, args.actor_num_nodes * args.actor_num_gpus_per_node
-    tp, pp, cp, ep = (m[f"{name}_parallel_size"] or 1 for name in
-                      ("tensor_model", "pipeline_model", "context", "expert_model"))  # fmt: skip
+    tp, pp, cp, ep = (
+        m[f"{name}_parallel_size"] or 1 for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+    )
     if min(tp, pp, cp, ep) >= 1 and world % (tp * pp * cp) == 0 and world % (ep * pp) == 0:
         return None
-    return (f"got {world} training GPUs with tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, "
-            f"context_parallel_size {cp} and expert_model_parallel_size {ep}: the product of the first three, or that "
-            "of the second and the last, does not divide them; change --actor-num-gpus-per-node or a size")  # fmt: skip
+    return (
+        f"got {world} training GPUs with tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, "
+        f"context_parallel_size {cp} and expert_model_parallel_size {ep}: the product of the first three, or that "
+        "of the second and the last, does not divide them; change --actor-num-gpus-per-node or a size"
+    )
 
 
 @rule
@@ -111,8 +144,10 @@ def tensor_parallel_divides_heads(args: Args) -> str | None:
     tp = max(m["tensor_model_parallel_size"], 1)
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if m[name] % tp:
-            return (f"got tensor_model_parallel_size {tp}, which does not divide {name} {m[name]} of the checkpoint; "
-                    "choose a divisor")  # fmt: skip
+            return (
+                f"got tensor_model_parallel_size {tp}, which does not divide {name} {m[name]} of the checkpoint; "
+                "choose a divisor"
+            )
     return None
 
 
@@ -131,8 +166,10 @@ def engines_divide(args: Args) -> str | None:
     total, each = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if args.debug_train_only or (total > 0 and each > 0 and total % each == 0):
         return None
-    return (f"got rollout_num_gpus {total} for engines of {each}: they form no whole engines; "
-            "change --rollout-num-gpus or --rollout-num-gpus-per-engine")  # fmt: skip
+    return (
+        f"got rollout_num_gpus {total} for engines of {each}: they form no whole engines; "
+        "change --rollout-num-gpus or --rollout-num-gpus-per-engine"
+    )
 
 
 @rule
@@ -144,15 +181,23 @@ def only_supported_parallelism(args: Args) -> str | None:
         return f"got {', '.join(wrong)}, which this release does not train: leave it out"
     pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1
     if vp > 1 and pp == 1:
-        return (f"got virtual_pipeline_model_parallel_size {vp} without pipeline stages to interleave; give "
-                "--pipeline-model-parallel-size or leave it out")  # fmt: skip
-    uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-              "pipeline_model_parallel_layout")  # fmt: skip
+        return (
+            f"got virtual_pipeline_model_parallel_size {vp} without pipeline stages to interleave; give "
+            "--pipeline-model-parallel-size or leave it out"
+        )
+    uneven = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
+    )
     if m["num_layers"] % (pp * vp) and not any(m[n] for n in uneven):
-        return (f"got {m['num_layers']} layers for pipeline_model_parallel_size {pp} and "
-                f"virtual_pipeline_model_parallel_size {vp}, which do not divide them; choose divisors, or give "
-                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers")  # fmt: skip
+        return (
+            f"got {m['num_layers']} layers for pipeline_model_parallel_size {pp} and "
+            f"virtual_pipeline_model_parallel_size {vp}, which do not divide them; choose divisors, or give "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        )
     ep, experts = m["expert_model_parallel_size"] or 1, m["num_moe_experts"] or 0
     if ep > 1 and (not experts or experts % ep):
         return f"got expert_model_parallel_size {ep} for {experts} experts; choose a divisor of their number"
@@ -173,8 +218,10 @@ def linear_attention_is_cut_by_key_heads(args: Args) -> str | None:
     if heads % tp:
         return f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor"
     if cp > 1:
-        return (f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
-                "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size")  # fmt: skip
+        return (
+            f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
+            "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size"
+        )
     return None
 
 
@@ -217,8 +264,12 @@ def evaluation_can_be_sampled(args: Args) -> str | None:
     """Zero is greedy, less is nothing."""
     least = {"temperature": 0, "n_samples_per_eval_prompt": 1, "max_response_len": 1}
     wrong = [] if args.eval_temperature >= 0 else [f"eval_temperature {args.eval_temperature}"]
-    wrong += [f"{n} {getattr(d, n)} for evaluation on {d.name}" for d in eval_datasets(args)
-              for n, low in least.items() if getattr(d, n) < low]  # fmt: skip
+    wrong += [
+        f"{n} {getattr(d, n)} for evaluation on {d.name}"
+        for d in eval_datasets(args)
+        for n, low in least.items()
+        if getattr(d, n) < low
+    ]
     return f"got {'; '.join(wrong)}: a temperature is 0 (greedy) or more, a count 1 or more" if wrong else None
 
 
@@ -228,8 +279,10 @@ def colocate_shares_all_gpus(args: Args) -> str | None:
     num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
     if not args.colocate or args.debug_train_only or args.rollout_num_gpus <= num_train:
         return None
-    return (f"got --colocate with rollout_num_gpus {args.rollout_num_gpus} and {num_train} training GPUs: the others "
-            "would be shared with nobody; leave --rollout-num-gpus out")  # fmt: skip
+    return (
+        f"got --colocate with rollout_num_gpus {args.rollout_num_gpus} and {num_train} training GPUs: the others "
+        "would be shared with nobody; leave --rollout-num-gpus out"
+    )
 
 
 @rule
@@ -237,8 +290,10 @@ def one_host(args: Args) -> str | None:
     """Engines and router listen on loopback."""
     if args.actor_num_nodes <= 1:
         return None
-    return (f"got actor_num_nodes {args.actor_num_nodes}; in this release engines and router listen on loopback, so a "
-            "run lives on one host: use --actor-num-gpus-per-node")  # fmt: skip
+    return (
+        f"got actor_num_nodes {args.actor_num_nodes}; in this release engines and router listen on loopback, so a "
+        "run lives on one host: use --actor-num-gpus-per-node"
+    )
 
 
 @rule
@@ -247,8 +302,10 @@ def engines_of_one_gpu(args: Args) -> str | None:
     each = args.rollout_num_gpus_per_engine
     if args.device != "cuda" or args.debug_train_only or each <= 1:
         return None
-    return (f"got rollout_num_gpus_per_engine {each}; this release starts engines of one GPU: leave it at 1 and give "
-            f"--rollout-num-gpus {each} for as many engines")  # fmt: skip
+    return (
+        f"got rollout_num_gpus_per_engine {each}; this release starts engines of one GPU: leave it at 1 and give "
+        f"--rollout-num-gpus {each} for as many engines"
+    )
 
 
 @rule
@@ -256,14 +313,23 @@ def engines_hold_what_tables_say(args: Args) -> str | None:
     """The weight tables know engines whose ranks cut tensors by tensor parallelism alone, unquantised."""
     if args.debug_rollout_only or args.debug_train_only:
         return None
-    usual = {"quantization": (None,), "pp_size": (None, 1), "ep_size": (None, 1), "dp_size": (None, 1),
-             "enable_dp_attention": (None, False), "enable_eplb": (None, False), "moe_a2a_backend": (None, "none"),
-             "speculative_algorithm": (None,)}  # fmt: skip
+    usual = {
+        "quantization": (None,),
+        "pp_size": (None, 1),
+        "ep_size": (None, 1),
+        "dp_size": (None, 1),
+        "enable_dp_attention": (None, False),
+        "enable_eplb": (None, False),
+        "moe_a2a_backend": (None, "none"),
+        "speculative_algorithm": (None,),
+    }
     odd = [name for name, plain in usual.items() if args.sglang.get(name) not in plain]
     if not odd:
         return None
-    return (f"got --sglang-{odd[0].replace('_', '-')} {args.sglang[odd[0]]}: the engine would hold other tensors than "
-            "the trainer verifies after each sync; leave it out")  # fmt: skip
+    return (
+        f"got --sglang-{odd[0].replace('_', '-')} {args.sglang[odd[0]]}: the engine would hold other tensors than "
+        "the trainer verifies after each sync; leave it out"
+    )
 
 
 @rule
@@ -272,8 +338,10 @@ def tensor_transport_needs_shared_gpus(args: Args) -> str | None:
     separate = args.device == "cuda" and not args.colocate and not args.debug_train_only and not args.debug_rollout_only
     if args.update_weight_transport != "tensor" or not separate:
         return None
-    return ("got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own GPU, "
-            "where no engine is; use distributed or disk")  # fmt: skip
+    return (
+        "got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own GPU, "
+        "where no engine is; use distributed or disk"
+    )
 
 
 @rule
@@ -282,8 +350,10 @@ def nccl_needs_separate_gpus(args: Args) -> str | None:
     shares = args.colocate and args.device == "cuda" and args.update_weight_transport == "distributed"
     if not shares:
         return None
-    return ("got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one GPU; "
-            "use tensor or disk")  # fmt: skip
+    return (
+        "got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one GPU; "
+        "use tensor or disk"
+    )
 
 
 @rule

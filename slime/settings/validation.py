@@ -28,8 +28,11 @@ REQUIRED = {
 
 def check_required(values: Mapping[str, Any]) -> None:
     """Raises `ConfigError` naming every required setting that is missing."""
-    missing = [text for name, text in REQUIRED.items() if values[name] in (None, "")
-               and (name != "rollout_batch_size" or values["num_rollout"] != 0)]  # fmt: skip
+    missing = [
+        text
+        for name, text in REQUIRED.items()
+        if values[name] in (None, "") and (name != "rollout_batch_size" or values["num_rollout"] != 0)
+    ]
     if values["num_rollout"] is None and values["num_epoch"] is None:
         missing.append("--num-rollout N (or --num-epoch N) is the length of the run")
     if missing:

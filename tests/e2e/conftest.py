@@ -54,11 +54,27 @@ def digits(tasks: Path) -> Callable[[Path], Flags]:
 
     def flags(model: Path) -> Flags:
         return [
-            "--hf-checkpoint", model, "--prompt-data", tasks / DIGITS_FILE, "--input-key", "prompt",
-            "--label-key", "label", "--apply-chat-template", "--custom-rm-path", "recipes.tiny.tasks:digit_fraction",
-            "--rollout-batch-size", str(PROMPTS_PER_STEP), "--n-samples-per-prompt", str(SAMPLES_PER_PROMPT),
-            "--rollout-max-response-len", "24", "--num-rollout", str(NUM_STEPS), *FLOAT32,
-        ]  # fmt: skip
+            "--hf-checkpoint",
+            model,
+            "--prompt-data",
+            tasks / DIGITS_FILE,
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+            "--apply-chat-template",
+            "--custom-rm-path",
+            "recipes.tiny.tasks:digit_fraction",
+            "--rollout-batch-size",
+            str(PROMPTS_PER_STEP),
+            "--n-samples-per-prompt",
+            str(SAMPLES_PER_PROMPT),
+            "--rollout-max-response-len",
+            "24",
+            "--num-rollout",
+            str(NUM_STEPS),
+            *FLOAT32,
+        ]
 
     return flags
 

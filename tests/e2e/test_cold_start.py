@@ -22,11 +22,30 @@ def cold_start(runs: Path, tasks: Path, tiny_qwen3: Path) -> tuple[RealRun, Path
     """Supervised training of a random model, and its Hugging Face export."""
     export = runs / "cold-start-hf" / "{rollout_id}"
     flags: Flags = [
-        "--hf-checkpoint", tiny_qwen3, "--loss-type", "sft_loss", "--prompt-data", tasks / SFT_FILE,
-        "--input-key", "messages", "--rollout-batch-size", "25", "--n-samples-per-prompt", "1",
-        "--num-rollout", str(SFT_STEPS), "--lr", "3e-3", "--lr-decay-style", "constant", "--no-bf16",
-        "--save", runs / "cold-start-save", "--save-hf", export,
-    ]  # fmt: skip
+        "--hf-checkpoint",
+        tiny_qwen3,
+        "--loss-type",
+        "sft_loss",
+        "--prompt-data",
+        tasks / SFT_FILE,
+        "--input-key",
+        "messages",
+        "--rollout-batch-size",
+        "25",
+        "--n-samples-per-prompt",
+        "1",
+        "--num-rollout",
+        str(SFT_STEPS),
+        "--lr",
+        "3e-3",
+        "--lr-decay-style",
+        "constant",
+        "--no-bf16",
+        "--save",
+        runs / "cold-start-save",
+        "--save-hf",
+        export,
+    ]
     return started_and_finished(runs / "cold-start", flags), Path(str(export).format(rollout_id=SFT_STEPS - 1))
 
 
@@ -34,11 +53,31 @@ def cold_start(runs: Path, tasks: Path, tiny_qwen3: Path) -> tuple[RealRun, Path
 def reinforced(runs: Path, tasks: Path, cold_start: tuple[RealRun, Path]) -> RealRun:
     """GRPO by exact match, from the export."""
     flags: Flags = [
-        "--hf-checkpoint", cold_start[1], "--prompt-data", tasks / RL_FILE, "--input-key", "prompt",
-        "--label-key", "label", "--apply-chat-template", "--rollout-batch-size", "25", "--n-samples-per-prompt", "8",
-        "--rollout-max-response-len", "4", "--num-rollout", str(RL_STEPS), "--lr", "2e-3", "--lr-warmup-iters", "3",
-        "--lr-decay-style", "constant", "--no-bf16",
-    ]  # fmt: skip
+        "--hf-checkpoint",
+        cold_start[1],
+        "--prompt-data",
+        tasks / RL_FILE,
+        "--input-key",
+        "prompt",
+        "--label-key",
+        "label",
+        "--apply-chat-template",
+        "--rollout-batch-size",
+        "25",
+        "--n-samples-per-prompt",
+        "8",
+        "--rollout-max-response-len",
+        "4",
+        "--num-rollout",
+        str(RL_STEPS),
+        "--lr",
+        "2e-3",
+        "--lr-warmup-iters",
+        "3",
+        "--lr-decay-style",
+        "constant",
+        "--no-bf16",
+    ]
     return started_and_finished(runs / "reinforced", flags)
 
 

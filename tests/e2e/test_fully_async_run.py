@@ -38,8 +38,18 @@ def rollouts(runs: Path) -> str:
 @pytest.fixture(scope="module")
 def run(runs: Path, tasks: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path, rollouts: str) -> RealRun:
     """Chosen by the public name; the bound is 2."""
-    how: Flags = ["--rollout-function-path", PUBLIC_NAME, "--max-weight-staleness", str(BOUND), "--lr", "1e-2",
-                  "--lr-decay-style", "constant", "--save-debug-rollout-data", rollouts]  # fmt: skip
+    how: Flags = [
+        "--rollout-function-path",
+        PUBLIC_NAME,
+        "--max-weight-staleness",
+        str(BOUND),
+        "--lr",
+        "1e-2",
+        "--lr-decay-style",
+        "constant",
+        "--save-debug-rollout-data",
+        rollouts,
+    ]
     held: Flags = ["--eval-prompt-data", "held", f"{tasks / DIGITS_FILE}@[0:8]", "--eval-interval", str(EVAL_EVERY)]
     return started_and_finished(runs / "fully-async", [*digits(tiny_qwen3), *how, *held], script="train_async.py")
 

@@ -16,15 +16,40 @@ TWO_RANKS = ["--actor-num-gpus-per-node", "2"]
 CASES: dict[str, tuple[str, list[str]]] = {
     "stages": (
         "qwen3",
-        ["--lr", "2e-2", "--pipeline-model-parallel-size", "2", "--update-weight-transport", "distributed",
-         "--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--rollout-top-p", "0.95", "--use-tis"],
+        [
+            "--lr",
+            "2e-2",
+            "--pipeline-model-parallel-size",
+            "2",
+            "--update-weight-transport",
+            "distributed",
+            "--advantage-estimator",
+            "ppo",
+            "--critic-lr",
+            "1e-3",
+            "--rollout-top-p",
+            "0.95",
+            "--use-tis",
+        ],
     ),
     "experts": (
         "qwen3_moe",
-        ["--lr", "8e-3", "--expert-model-parallel-size", "2", "--update-weight-transport", "tensor",
-         "--policy-loss", "gspo", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "512", "--balance-data"],
+        [
+            "--lr",
+            "8e-3",
+            "--expert-model-parallel-size",
+            "2",
+            "--update-weight-transport",
+            "tensor",
+            "--policy-loss",
+            "gspo",
+            "--use-dynamic-batch-size",
+            "--max-tokens-per-gpu",
+            "512",
+            "--balance-data",
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -33,8 +33,14 @@ def recipe(tasks: Path, tiny_qwen3: Path) -> Flags:
 def rejected(runs: Path, recipe: Flags) -> tuple[RealRun, Path]:
     """Rejection sampling, and the export of its last step."""
     export = runs / "rejection-hf" / "{rollout_id}"
-    own: Flags = ["--custom-config-path", RECIPES / "rejection.yaml", "--save-hf", export,
-                  "--dump-details", runs / "dump"]  # fmt: skip
+    own: Flags = [
+        "--custom-config-path",
+        RECIPES / "rejection.yaml",
+        "--save-hf",
+        export,
+        "--dump-details",
+        runs / "dump",
+    ]
     return started_and_finished(runs / "rejection", [*recipe, *own]), Path(str(export).format(rollout_id=STEPS - 1))
 
 
@@ -68,9 +74,16 @@ def test_a_dump_tells_what_was_learned(rejected: tuple[RealRun, Path]) -> None:
 
 def test_part_of_a_dump_is_replayed(rejected: tuple[RealRun, Path], runs: Path, recipe: Flags) -> None:
     """Law: half of the recorded groups trains as a step of its own size, without an engine."""
-    replay: Flags = ["--custom-config-path", RECIPES / "rejection.yaml", "--load-debug-rollout-data-subsample", "0.5",
-                     "--load-debug-rollout-data", runs / "dump" / "rollout_data" / "{rollout_id}.jsonl.zst",
-                     "--save-debug-train-data", runs / "half" / "{rollout_id}.npz"]  # fmt: skip
+    replay: Flags = [
+        "--custom-config-path",
+        RECIPES / "rejection.yaml",
+        "--load-debug-rollout-data-subsample",
+        "0.5",
+        "--load-debug-rollout-data",
+        runs / "dump" / "rollout_data" / "{rollout_id}.jsonl.zst",
+        "--save-debug-train-data",
+        runs / "half" / "{rollout_id}.npz",
+    ]
     run = started_and_finished(runs / "replay", [*recipe, *replay])
     assert len(run.series("train", "train/loss")) == STEPS, run.tail
     with np.load(runs / "half" / "0.npz", allow_pickle=False) as arrays:
@@ -80,8 +93,14 @@ def test_part_of_a_dump_is_replayed(rejected: tuple[RealRun, Path], runs: Path, 
 def test_a_student_learns_from_a_served_teacher(teacher: tuple[RealRun, str], runs: Path, recipe: Flags) -> None:
     """Law: a random model that gets no reward writes what its teacher would."""
     rollouts = runs / "student-rollouts" / "{rollout_id}.zst"
-    own: Flags = ["--custom-config-path", RECIPES / "distillation.yaml", "--opd-teacher-url", teacher[1],
-                  "--save-debug-rollout-data", rollouts]  # fmt: skip
+    own: Flags = [
+        "--custom-config-path",
+        RECIPES / "distillation.yaml",
+        "--opd-teacher-url",
+        teacher[1],
+        "--save-debug-rollout-data",
+        rollouts,
+    ]
     run = started_and_finished(runs / "student", [*recipe, *own])
 
     def digits(step: int) -> float:

@@ -89,9 +89,15 @@ class LabelledEngine:
 
     def _sync(self, state: StateDict, version: int, pause_mode: str) -> None:
         metrics = sync_weights(
-            iter(state.items()), table=self._table, targets=[EngineTarget(self._control)], transport=self._transport,
-            digest=digest, version=version, buffer_bytes=2**20, pause_mode=pause_mode,
-        )  # fmt: skip
+            iter(state.items()),
+            table=self._table,
+            targets=[EngineTarget(self._control)],
+            transport=self._transport,
+            digest=digest,
+            version=version,
+            buffer_bytes=2**20,
+            pause_mode=pause_mode,
+        )
         self.pause_s.append(metrics["update_weights_pause_time"])
 
     async def num_running(self) -> int:

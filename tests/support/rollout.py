@@ -24,11 +24,22 @@ def write_checkpoint_stub(directory: Path) -> Path:
     """Config and tokenizer of the tiny Qwen3, without weights: enough where no engine loads it."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_SIZE, "hidden_size": 64,
-        "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory)
     return directory
@@ -41,10 +52,18 @@ def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40, synchronous: b
         write_checkpoint_stub(model)
     data = write_prompts(tmp_path / "prompts.jsonl", num_rows)
     base = {
-        "--hf-checkpoint": str(model), "--prompt-data": str(data), "--label-key": "label", "--rollout-batch-size": "4",
-        "--n-samples-per-prompt": "2", "--num-rollout": "9", "--rollout-max-response-len": "8", "--device": "cpu",
-        "--rm-type": "random", "--run-dir": str(tmp_path / "run"), "--reward-num-workers": "1",
-    }  # fmt: skip
+        "--hf-checkpoint": str(model),
+        "--prompt-data": str(data),
+        "--label-key": "label",
+        "--rollout-batch-size": "4",
+        "--n-samples-per-prompt": "2",
+        "--num-rollout": "9",
+        "--rollout-max-response-len": "8",
+        "--device": "cpu",
+        "--rm-type": "random",
+        "--run-dir": str(tmp_path / "run"),
+        "--reward-num-workers": "1",
+    }
     given = [f for f in flags if f.startswith("--")]
     words = [part for name, value in base.items() if name not in given for part in (name, value)]
     return parse_args([*words, *flags], synchronous=synchronous)

@@ -37,9 +37,10 @@ class SwallowingProxy:
                 await self._over.wait()
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.request(request.method, f"{self.target}{request.path}", data=body,
-                            headers={"Content-Type": "application/json"}) as answer,
-        ):  # fmt: skip
+            session.request(
+                request.method, f"{self.target}{request.path}", data=body, headers={"Content-Type": "application/json"}
+            ) as answer,
+        ):
             return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
 
 

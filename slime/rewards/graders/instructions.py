@@ -16,9 +16,12 @@ from typing import Any
 
 Check = Callable[..., bool]
 RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
-    "at least": operator.ge, "less than": operator.lt, "at most": operator.le, "more than": operator.gt,
+    "at least": operator.ge,
+    "less than": operator.lt,
+    "at most": operator.le,
+    "more than": operator.gt,
     "exactly": operator.eq,
-}  # fmt: skip
+}
 ABBREVIATIONS = (
     "mr",
     "mrs",

@@ -135,9 +135,11 @@ def grade(sample: Sample, options: GraderOptions) -> float:
     for number, case in enumerate(cases):
         if time.monotonic() - started > budget_s:
             raise DeadlineExceeded.waiting(
-                owner="the code grader", for_what=f"{len(cases)} tests", limit_s=budget_s,
+                owner="the code grader",
+                for_what=f"{len(cases)} tests",
+                limit_s=budget_s,
                 last_progress=f"{number} run, {num_passed} passed",
-            )  # fmt: skip
+            )
         request = {"program": program, **case.request}
         ended = run(request, stdin=case.stdin, time_limit_s=time_limit_s, memory_bytes=memory_bytes)
         if case.kind == "stdin":

@@ -81,9 +81,14 @@ def run(request: dict[str, Any], *, stdin: str = "", time_limit_s: float, memory
         environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
         supervisor = subprocess.run(
             [*command, str(os.getpid()), sysconfig.get_path("purelib")],
-            stdin=subprocess.DEVNULL, capture_output=True, env=environment, cwd="/", start_new_session=True,
-            timeout=time_limit_s * WALL_FACTOR + WALL_EXTRA_S + SUPERVISOR_S, check=False,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+            timeout=time_limit_s * WALL_FACTOR + WALL_EXTRA_S + SUPERVISOR_S,
+            check=False,
+        )
         if supervisor.returncode != 0:
             problem = supervisor.stderr[-300:].decode(errors="replace")
             raise OSError(f"got status {supervisor.returncode} from the sandbox's supervisor: {problem}")
@@ -133,10 +138,13 @@ def become_program(scratch: Path, time_limit_s: float, memory_bytes: int, libc: 
     os.chdir(scratch / "work")
     cpu_s = max(1, round(time_limit_s + 0.5))
     for limit, value in (
-        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES), (resource.RLIMIT_NPROC, MAX_PROCESSES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES),
+        (resource.RLIMIT_NPROC, MAX_PROCESSES),
         (resource.RLIMIT_NOFILE, 64),
-    ):  # fmt: skip
+    ):
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))

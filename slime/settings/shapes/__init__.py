@@ -100,8 +100,10 @@ def _refuse_unsupported(config: Config) -> None:
     scaling = rope_of(config)[1] or {}
     kind = rope_kind(scaling)
     if kind not in ROPE_KINDS or (kind == "yarn" and not config.get("kv_lora_rank")):
-        raise ConfigError(f"got a checkpoint with rotary scaling {kind!r}; this release trains {', '.join(ROPE_KINDS)} "
-                          "(yarn with latent attention only)")  # fmt: skip
+        raise ConfigError(
+            f"got a checkpoint with rotary scaling {kind!r}; this release trains {', '.join(ROPE_KINDS)} "
+            "(yarn with latent attention only)"
+        )
     if missing := [name for name in ROPE_KINDS[kind] if not scaling.get(name)]:
         raise ConfigError(f"got rotary scaling {kind!r} without {', '.join(missing)}; complete config.json")
     if kinds := sorted(set(config.get("layer_types") or ()) - set(LAYER_KINDS)):

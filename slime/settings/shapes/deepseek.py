@@ -11,19 +11,32 @@ from slime.settings.model_shape import is_sparse
 
 def shape(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's settings of latent attention and of its experts. Raises `ConfigError` for what is not trained."""
-    needed = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size",
-              "n_routed_experts", "num_experts_per_tok")  # fmt: skip
+    needed = (
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    )
     if missing := [name for name in needed if not config.get(name)]:
-        raise ConfigError(f"the checkpoint's config.json lacks {', '.join(missing)}; models with latent attention and "
-                          "experts have them")  # fmt: skip
+        raise ConfigError(
+            f"the checkpoint's config.json lacks {', '.join(missing)}; models with latent attention and "
+            "experts have them"
+        )
     if config.get("attention_bias"):
         raise ConfigError("got a checkpoint with attention_bias, which latent attention in the engine lacks")
     if indexer_kinds(config) and (not config.get("q_lora_rank") or config.get("index_k_norm_type", "layer") != "layer"):
-        raise ConfigError("got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is no "
-                          "layer norm; neither is trained")  # fmt: skip
+        raise ConfigError(
+            "got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is no "
+            "layer norm; neither is trained"
+        )
     if always := [name for name in ("index_init_tokens", "index_local_tokens") if config.get(name)]:
-        raise ConfigError(f"got a sparse-attention indexer with {', '.join(always)}: the engine always chooses these "
-                          "keys, the trainer does not; such a checkpoint is not trained")  # fmt: skip
+        raise ConfigError(
+            f"got a sparse-attention indexer with {', '.join(always)}: the engine always chooses these "
+            "keys, the trainer does not; such a checkpoint is not trained"
+        )
     heads, nope, rope = (int(config[n]) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     return {
         "multi_latent_attention": True,
@@ -43,8 +56,10 @@ def shape(config: Mapping[str, Any]) -> dict[str, Any]:
 def sigmoid_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's settings of a sigmoid router with bias and groups, of its experts and the shared ones."""
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise ConfigError(f"got a router with scoring_func {config.get('scoring_func')} and topk_method "
-                          f"{config.get('topk_method')}; this release trains sigmoid and noaux_tc")  # fmt: skip
+        raise ConfigError(
+            f"got a router with scoring_func {config.get('scoring_func')} and topk_method "
+            f"{config.get('topk_method')}; this release trains sigmoid and noaux_tc"
+        )
     size = int(config["moe_intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size
     return {

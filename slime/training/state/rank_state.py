@@ -47,7 +47,7 @@ from slime.training.state.shards import (
     is_cut,
     write_meta,
     write_tensors,
-)  # fmt: skip
+)
 from slime.training.step.optimizer import Trainable
 from slime.weights.tables import FamilyTable
 
@@ -229,8 +229,10 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
                 logger.info(
                     "the checkpoint %s was written under another layout (%s): weights and optimizer are its own, "
                     "generators are seeded anew from --seed and weight version %d",
-                    directory, meta["layout"], version,
-                )  # fmt: skip
+                    directory,
+                    meta["layout"],
+                    version,
+                )
             seed_everything((seed + 1_000_003 * version) % 2**31, kept.info.dp_rank)
     return version
 

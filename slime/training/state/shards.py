@@ -40,10 +40,22 @@ HF = "hf"
 
 _CHUNK_BYTES = 1 << 24
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_NOT_ARCHITECTURE = frozenset({
-    "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "initializer_range", "max_position_embeddings", "quantization_config", "attention_dropout",
-})  # fmt: skip
+_NOT_ARCHITECTURE = frozenset(
+    {
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+        "max_position_embeddings",
+        "quantization_config",
+        "attention_dropout",
+    }
+)
 """What a config.json may say otherwise of the same model."""
 
 

@@ -42,8 +42,12 @@ def corrected(
             high=args.tis_clip,
             log_ratio_limit=limit,
         )
-        metrics = {"tis": weights.raw, "tis_clipfrac": weights.truncated, "tis_abs": (weights.raw - 1.0).abs(),
-                   "mismatch_clamped": weights.ratio_limited}  # fmt: skip
+        metrics = {
+            "tis": weights.raw,
+            "tis_clipfrac": weights.truncated,
+            "tis_abs": (weights.raw - 1.0).abs(),
+            "mismatch_clamped": weights.ratio_limited,
+        }
         if args.use_tis:
             policy_loss = policy_loss * weights.weight
     if args.rejection_level:
@@ -61,8 +65,9 @@ def corrected(
         policy_loss = policy_loss * keep
     if args.use_opsm:
         old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
-        keep = opsm_mask(log_probs, old, batch.advantages, batch.mask, batch.sequences, delta=args.opsm_delta,
-                         log_ratio_limit=limit)  # fmt: skip
+        keep = opsm_mask(
+            log_probs, old, batch.advantages, batch.mask, batch.sequences, delta=args.opsm_delta, log_ratio_limit=limit
+        )
         metrics["opsm_clipfrac"] = 1.0 - keep
         policy_loss = policy_loss * keep
     return policy_loss, metrics

@@ -74,8 +74,12 @@ def policy_outcome(args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor)
     """The loss of `--policy-loss` per token."""
     given = (log_probs, old, batch.advantages, batch.mask)
     limit = float(args.log_ratio_limit)
-    clip = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high, "log_ratio_limit": limit,
-            "eps_clip_c": args.eps_clip_c}  # fmt: skip
+    clip = {
+        "eps_clip": args.eps_clip,
+        "eps_clip_high": args.eps_clip_high,
+        "log_ratio_limit": limit,
+        "eps_clip_c": args.eps_clip_c,
+    }
     if args.policy_loss == "gspo":
         return gspo_loss(*given, sequences=batch.sequences, **clip)
     if args.policy_loss == "cispo":

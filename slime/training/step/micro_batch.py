@@ -82,8 +82,10 @@ def to_device(
     lengths = tuple(s.response_length for s in samples)
     mask = _join([prepared.masks[p] for p in positions], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)
-    rollout = [np.zeros(n, np.float32) if s.rollout_log_probs is None else s.rollout_log_probs
-               for s, n in zip(samples, lengths, strict=True)]  # fmt: skip
+    rollout = [
+        np.zeros(n, np.float32) if s.rollout_log_probs is None else s.rollout_log_probs
+        for s, n in zip(samples, lengths, strict=True)
+    ]
     has_log_prob = [np.full(s.response_length, s.rollout_log_probs is not None) for s in samples]
     sampled = (mask > 0) & (versions != NOT_SAMPLED) & _join(has_log_prob, np.bool_)
 

@@ -105,8 +105,10 @@ def _of_estimator(
             for s, m, k in zip(samples, masks, penalties, strict=True)
         ]
         if estimator == "reinforce_plus_plus":
-            returns = [discounted_returns(r, m, args.gamma, args.observation_returns)
-                       for r, m in zip(rewards, masks, strict=True)]  # fmt: skip
+            returns = [
+                discounted_returns(r, m, args.gamma, args.observation_returns)
+                for r, m in zip(rewards, masks, strict=True)
+            ]
             return _masked(returns, masks), None
         assert signals.values is not None, "ppo needs the critic's values"
         pairs = [

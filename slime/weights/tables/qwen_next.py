@@ -49,9 +49,11 @@ def delta_net(hf_config: Mapping[str, Any], hidden: int) -> Rows:
     keys, value_dim = key_heads * int(hf_config["linear_key_head_dim"]), int(hf_config["linear_value_head_dim"])
     values, taps = value_heads * value_dim, int(hf_config["linear_conv_kernel_dim"])
     per_head = hf_config["model_type"] == "qwen3_next"
-    parts = {"qkvz": (2 * keys + 2 * values,), "ba": (2 * value_heads,)} if per_head else {
-        "qkv": (keys, keys, values), "z": (values,), "b": (value_heads,), "a": (value_heads,)
-    }  # fmt: skip
+    parts = (
+        {"qkvz": (2 * keys + 2 * values,), "ba": (2 * value_heads,)}
+        if per_head
+        else {"qkv": (keys, keys, values), "z": (values,), "b": (value_heads,), "a": (value_heads,)}
+    )
     name, ours = "linear_attn", "self_attention"
     return (
         column(

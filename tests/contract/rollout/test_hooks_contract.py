@@ -69,31 +69,49 @@ def _drops_the_unsolved(seen: Seen) -> bool:
 
 EXAMPLE = "examples.small_hooks"
 STEP: dict[str, tuple[tuple[str, ...], Callable[[Seen], bool]]] = {
-    "rollout": (("--rollout-function-path", f"{EXAMPLE}:rollout"),
-                lambda s: s.metrics["rollout/from_example"] == 1.0),
-    "sample_hook": (("--rollout-sample-hook-path", f"{PROBE}:own_reward",
-                     "--rollout-sample-hook-path", f"{PROBE}.another_sample"),
-                    lambda s: all(r == 10.0 + t.index % 2 for r, t in zip(s.rewards, s.batch.samples, strict=True))),
+    "rollout": (("--rollout-function-path", f"{EXAMPLE}:rollout"), lambda s: s.metrics["rollout/from_example"] == 1.0),
+    "sample_hook": (
+        ("--rollout-sample-hook-path", f"{PROBE}:own_reward", "--rollout-sample-hook-path", f"{PROBE}.another_sample"),
+        lambda s: all(r == 10.0 + t.index % 2 for r, t in zip(s.rewards, s.batch.samples, strict=True)),
+    ),
     "custom_rm": (("--custom-rm-path", "examples.brief_reward:reward"), lambda s: all(0 <= r <= 1 for r in s.rewards)),
-    "group_rm": (("--custom-rm-path", f"{EXAMPLE}:team_reward", "--group-rm"),
-                 lambda s: all(max(t.reward for t in s.batch.samples if t.group_index == g) == 1.0 for g in (0, 1))),
+    "group_rm": (
+        ("--custom-rm-path", f"{EXAMPLE}:team_reward", "--group-rm"),
+        lambda s: all(max(t.reward for t in s.batch.samples if t.group_index == g) == 1.0 for g in (0, 1)),
+    ),
     "dynamic_filter": (("--dynamic-sampling-filter-path", "examples.learnable_groups:keep"), _drops_the_unsolved),
-    "sample_filter": (("--rollout-sample-filter-path", f"{EXAMPLE}:drop_truncated"),
-                      lambda s: all((t.loss_mask.sum() == 0) == t.truncated for t in s.batch.samples)),
-    "all_samples": (("--rollout-all-samples-process-path", f"{EXAMPLE}:log_longest"),
-                    lambda s: "the longest answer has" in s.log),
-    "reward_post_process": (("--custom-reward-post-process-path", f"{EXAMPLE}:clip_rewards"),
-                            lambda s: max(s.rewards) == 1.0),
-    "convert_samples": (("--custom-convert-samples-to-train-data-path", f"{EXAMPLE}:convert"),
-                        lambda s: max(s.rewards) == 1.5),
+    "sample_filter": (
+        ("--rollout-sample-filter-path", f"{EXAMPLE}:drop_truncated"),
+        lambda s: all((t.loss_mask.sum() == 0) == t.truncated for t in s.batch.samples),
+    ),
+    "all_samples": (
+        ("--rollout-all-samples-process-path", f"{EXAMPLE}:log_longest"),
+        lambda s: "the longest answer has" in s.log,
+    ),
+    "reward_post_process": (
+        ("--custom-reward-post-process-path", f"{EXAMPLE}:clip_rewards"),
+        lambda s: max(s.rewards) == 1.0,
+    ),
+    "convert_samples": (
+        ("--custom-convert-samples-to-train-data-path", f"{EXAMPLE}:convert"),
+        lambda s: max(s.rewards) == 1.5,
+    ),
     "rollout_log": (("--custom-rollout-log-function-path", f"{EXAMPLE}:log_step"), lambda s: "step 0:" in s.log),
-    "data_source": (("--data-source-path", f"{EXAMPLE}:CountingSource"),
-                    lambda s: s.batch.samples[0].group_index == 0),
-}  # fmt: skip
+    "data_source": (("--data-source-path", f"{EXAMPLE}:CountingSource"), lambda s: s.batch.samples[0].group_index == 0),
+}
 """Kind -> (flags, what must be seen)."""
 UNSCORED = ("custom_rm", "group_rm", "sample_hook")
-ELSEWHERE = {"generate", "eval", "eval_log", "buffer_filter", "advantage", "data_postprocess", "loss", "tis",
-             "pg_loss_reducer"}  # fmt: skip
+ELSEWHERE = {
+    "generate",
+    "eval",
+    "eval_log",
+    "buffer_filter",
+    "advantage",
+    "data_postprocess",
+    "loss",
+    "tis",
+    "pg_loss_reducer",
+}
 """Kinds that the tests below run."""
 
 
@@ -126,9 +144,21 @@ def test_evaluation_with_its_hooks(
     mode: str, front: Any, engine_server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = write_prompts(tmp_path / "held.jsonl", 3)
-    flags = ("--eval-interval", "1", "--eval-prompt-data", "held", str(held), "--n-samples-per-eval-prompt", "2",
-             "--eval-function-path", f"{EXAMPLE}:rollout", "--custom-generate-function-path", f"{PROBE}:{mode}",
-             "--custom-eval-rollout-log-function-path", f"{EXAMPLE}:log_eval")  # fmt: skip
+    flags = (
+        "--eval-interval",
+        "1",
+        "--eval-prompt-data",
+        "held",
+        str(held),
+        "--n-samples-per-eval-prompt",
+        "2",
+        "--eval-function-path",
+        f"{EXAMPLE}:rollout",
+        "--custom-generate-function-path",
+        f"{PROBE}:{mode}",
+        "--custom-eval-rollout-log-function-path",
+        f"{EXAMPLE}:log_eval",
+    )
 
     async def work(manager: RolloutManager) -> Any:
         return await manager.evaluate(0)
@@ -145,8 +175,15 @@ def test_groups_go_round_through_the_buffer_and_its_filter(
     mode: str, front: Any, engine_server: Any, tmp_path: Path
 ) -> None:
     """Over-sampled groups wait in the buffer, are saved, loaded, and served newest first; siblings stay together."""
-    flags = ("--custom-generate-function-path", f"{PROBE}:together_{mode}", "--buffer-filter-path",
-             f"{EXAMPLE}:newest_first", "--over-sampling-batch-size", "6", "--partial-rollout")  # fmt: skip
+    flags = (
+        "--custom-generate-function-path",
+        f"{PROBE}:together_{mode}",
+        "--buffer-filter-path",
+        f"{EXAMPLE}:newest_first",
+        "--over-sampling-batch-size",
+        "6",
+        "--partial-rollout",
+    )
 
     async def work(manager: RolloutManager) -> Any:
         first, metrics = await manager.generate(0)
@@ -155,8 +192,15 @@ def test_groups_go_round_through_the_buffer_and_its_filter(
         waiting: list[Group] = list(manager._source._queue)
         await manager.save(tmp_path)
         manager.load(tmp_path)
-        manager._args = rollout_args(tmp_path, *flags[:-3], "--hf-checkpoint", str(engine_server.model_path),
-                                     "--rollout-batch-size", "2", "--partial-rollout")  # fmt: skip
+        manager._args = rollout_args(
+            tmp_path,
+            *flags[:-3],
+            "--hf-checkpoint",
+            str(engine_server.model_path),
+            "--rollout-batch-size",
+            "2",
+            "--partial-rollout",
+        )
         return first, waiting, (await manager.generate(1))[0]
 
     first, waiting, second = run(front, engine_server, tmp_path, work, *flags)
@@ -176,14 +220,20 @@ def test_the_trainers_hooks_take_what_the_engine_sampled(
     flags = ("--custom-generate-function-path", f"{PROBE}:{mode}", "--rollout-batch-size", "3")
     batch = run(front, engine_server, tmp_path, work, *flags)
     own = "examples.own_algorithm"
-    common = {"global_batch_size": 6, "rewards_normalization": False,
-              "custom_advantage_function_path": f"{own}:best_of_group",
-              "rollout_data_postprocess_path": f"{own}:at_most_three"}  # fmt: skip
+    common = {
+        "global_batch_size": 6,
+        "rewards_normalization": False,
+        "custom_advantage_function_path": f"{own}:best_of_group",
+        "rollout_data_postprocess_path": f"{own}:at_most_three",
+    }
     for settings in (
         {"loss_type": "custom_loss", "custom_loss_function_path": f"{own}:reinforce"},
-        {"use_tis": True, "custom_tis_function_path": f"{own}:soft_weights",
-         "custom_pg_loss_reducer_function_path": f"{own}:by_thousand_tokens"},
-    ):  # fmt: skip
+        {
+            "use_tis": True,
+            "custom_tis_function_path": f"{own}:soft_weights",
+            "custom_pg_loss_reducer_function_path": f"{own}:by_thousand_tokens",
+        },
+    ):
         with one_rank(engine_server.model_path, **common, **settings) as backend:
             metrics = backend.train(batch)
         assert np.isfinite(list(metrics.values())).all() and metrics["train/grad_norm"] > 0
@@ -207,8 +257,16 @@ def test_a_conversation_trains_the_sampled_ids(front: Any, engine_server: Any, t
     data = tmp_path / "messages.jsonl"
     data.write_text(json.dumps({"input": [{"role": "user", "content": "1+1="}], "label": "2"}) + "\n")
     stops = [str(i) for i in range(30, 60)]
-    flags = ("--custom-generate-function-path", f"{PROBE}:conversation", "--prompt-data", str(data),
-             "--rollout-max-response-len", "400", "--rollout-stop-token-ids", *stops)  # fmt: skip
+    flags = (
+        "--custom-generate-function-path",
+        f"{PROBE}:conversation",
+        "--prompt-data",
+        str(data),
+        "--rollout-max-response-len",
+        "400",
+        "--rollout-stop-token-ids",
+        *stops,
+    )
     answers: dict[tuple[int, ...], list[list[int]]] = {}
     """What the engine read -> what it sampled, each time."""
 

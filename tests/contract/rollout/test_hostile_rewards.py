@@ -61,11 +61,25 @@ def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float) -> tuple[
     """A clean step, then a hostile one, of one manager with warm graders."""
     num_executions = num_prompts * SAMPLES_PER_PROMPT
     args = rollout_args(
-        tmp_path, "--rollout-batch-size", str(num_prompts), "--n-samples-per-prompt", str(SAMPLES_PER_PROMPT),
-        "--rollout-max-response-len", str(TOKENS), "--sglang-server-concurrency", "16", "--rm-type", "exact_match",
-        "--reward-timeout-s", "4", "--reward-num-workers", "2", "--custom-generate-function-path",
-        "tests.support.hostile_rewards:generate", num_rows=2 * num_prompts,
-    )  # fmt: skip
+        tmp_path,
+        "--rollout-batch-size",
+        str(num_prompts),
+        "--n-samples-per-prompt",
+        str(SAMPLES_PER_PROMPT),
+        "--rollout-max-response-len",
+        str(TOKENS),
+        "--sglang-server-concurrency",
+        "16",
+        "--rm-type",
+        "exact_match",
+        "--reward-timeout-s",
+        "4",
+        "--reward-num-workers",
+        "2",
+        "--custom-generate-function-path",
+        "tests.support.hostile_rewards:generate",
+        num_rows=2 * num_prompts,
+    )
 
     async def work(manager: RolloutManager) -> tuple[Any, Any]:
         pair = [Sample(response="\\boxed{1}", label="1"), Sample(response="ok", custom_rm_path=hostile_rewards.REWARD)]

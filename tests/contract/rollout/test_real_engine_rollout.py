@@ -122,9 +122,22 @@ def test_an_aborted_scope_returns_partial_tokens_that_can_be_continued(front: An
 
 def test_steps_and_evaluation_through_the_router(front: Any, engine_server: Any, tmp_path: Path) -> None:
     held_out = write_prompts(tmp_path / "held.jsonl", 40)
-    flags = ("--hf-checkpoint", str(engine_server.model_path), "--over-sampling-batch-size", "8", "--partial-rollout",
-             "--rollout-max-response-len", "48", "--eval-interval", "1", "--eval-temperature", "0",
-             "--eval-prompt-data", "held", str(held_out))  # fmt: skip
+    flags = (
+        "--hf-checkpoint",
+        str(engine_server.model_path),
+        "--over-sampling-batch-size",
+        "8",
+        "--partial-rollout",
+        "--rollout-max-response-len",
+        "48",
+        "--eval-interval",
+        "1",
+        "--eval-temperature",
+        "0",
+        "--eval-prompt-data",
+        "held",
+        str(held_out),
+    )
     args = rollout_args(tmp_path, *flags)
 
     async def work() -> None:

@@ -22,10 +22,20 @@ LIMIT_S = 10
 
 def settings(tmp_path: Path, engine_server: Any, *flags: str, synchronous: bool) -> Any:
     return rollout_args(
-        tmp_path, "--hf-checkpoint", str(engine_server.model_path), "--custom-rm-path", f"{HOOKS}:reward",
-        "--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--request-timeout-s", str(LIMIT_S), *flags,
+        tmp_path,
+        "--hf-checkpoint",
+        str(engine_server.model_path),
+        "--custom-rm-path",
+        f"{HOOKS}:reward",
+        "--rollout-batch-size",
+        "8",
+        "--n-samples-per-prompt",
+        "8",
+        "--request-timeout-s",
+        str(LIMIT_S),
+        *flags,
         synchronous=synchronous,
-    )  # fmt: skip
+    )
 
 
 async def step(manager: RolloutManager, number: int, url: str, trained: set[int]) -> tuple[dict[str, float], Any]:

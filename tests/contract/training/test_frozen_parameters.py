@@ -24,9 +24,11 @@ CHOICES: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
         lambda n: "embed_tokens" not in n and "layers.0." not in n,
     ),
     "freeze by Megatron name": ({"freeze_params_name_list": (r"mlp\.linear_fc",)}, lambda n: ".mlp." not in n),
-    "only": ({"only_train_params_name_list": ("self_attention", "final_layernorm")},
-             lambda n: "self_attn" in n or n == "model.norm.weight"),
-}  # fmt: skip
+    "only": (
+        {"only_train_params_name_list": ("self_attention", "final_layernorm")},
+        lambda n: "self_attn" in n or n == "model.norm.weight",
+    ),
+}
 
 
 @pytest.mark.parametrize("choice", ["only", *(pytest.param(c, marks=pytest.mark.slow) for c in CHOICES if c != "only")])
@@ -68,9 +70,14 @@ def test_recomputation_loses_no_gradient(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "only"), [("qwen3", r"layers\.[23]\."), ("qwen3", r"layers\.0\."), ("qwen3_moe", "experts"),
-                         ("qwen3_moe", r"layers\.3\.mlp\.experts")]
-)  # fmt: skip
+    ("family", "only"),
+    [
+        ("qwen3", r"layers\.[23]\."),
+        ("qwen3", r"layers\.0\."),
+        ("qwen3_moe", "experts"),
+        ("qwen3_moe", r"layers\.3\.mlp\.experts"),
+    ],
+)
 def test_a_rank_with_nothing_to_train_goes_along(family: str, only: str, tmp_path: Path) -> None:
     checkpoint = write_tiny_model(tmp_path / "model", family, num_hidden_layers=4)
     pp = {"pipeline_model_parallel_size": 2}
@@ -81,9 +88,12 @@ def test_a_rank_with_nothing_to_train_goes_along(family: str, only: str, tmp_pat
         "dp2": {"world_size": 2, "megatron": {"overlap_grad_reduce": True}},
     }
     defaults = {
-        "checkpoint": str(checkpoint), "scenarios": {"packed": {}}, "rounds": 2, "save_end": True,
+        "checkpoint": str(checkpoint),
+        "scenarios": {"packed": {}},
+        "rounds": 2,
+        "save_end": True,
         "args": {"only_train_params_name_list": (only,)},
-    }  # fmt: skip
+    }
     outcomes = run_layouts(tmp_path / "out", layouts, defaults=defaults)
     one = outcomes["one"]
     for layout, other in outcomes.items():

@@ -55,8 +55,9 @@ def test_an_untrained_adapter_changes_no_bit_and_a_trained_one_only_itself(
     assert family == "qwen3_moe" or not unused, f"untrained: {unused}"
     after = _tensors(backend)
     assert after.keys() == before.keys(), "adapters are no tensors of an export"
-    assert not torch.equal(after["model.layers.0.self_attn.q_proj.weight"],
-                           before["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
+    assert not torch.equal(
+        after["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
+    )
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
 
 
@@ -162,8 +163,13 @@ MORE = {
     "dp2": _layout(2, overlap_grad_reduce=True),
     "tp2pp2": _layout(4, **SP, **PP),
 }
-EXPERTS = {"one": _layout(1), "ep2": _layout(2, **EP), "sp2": _layout(2, **SP), "sp2ep2": _layout(2, **SP, **EP),
-           "pp2ep2": _layout(4, **PP, **EP)}  # fmt: skip
+EXPERTS = {
+    "one": _layout(1),
+    "ep2": _layout(2, **EP),
+    "sp2": _layout(2, **SP),
+    "sp2ep2": _layout(2, **SP, **EP),
+    "pp2ep2": _layout(4, **PP, **EP),
+}
 
 SHARDS = {name: EXPERTS[name] for name in ("one", "sp2", "sp2ep2")}
 

@@ -28,18 +28,35 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_sum", "constant_length"
 LOSSES: dict[str, dict[str, Any]] = {
     "clip": {"eps_clip_c": 3.0, "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"},
     "gspo": {"policy_loss": "gspo", "eps_clip": 0.02, "use_tis": True, "tis_level": "sequence", "entropy_coef": 0.1},
-    "cispo": {"policy_loss": "cispo", "use_tis": True, "tis_mode": "mask", "use_kl_loss": True, "kl_loss_coef": 0.2,
-              "kl_loss_type": "k2"},
+    "cispo": {
+        "policy_loss": "cispo",
+        "use_tis": True,
+        "tis_mode": "mask",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+        "kl_loss_type": "k2",
+    },
     "sapo": {"policy_loss": "sapo", "rejection_level": "geometric", "rejection_low": 0.9, "rejection_high": 1.1},
     "rloo_opsm": {"advantage_estimator": "rloo", "use_opsm": True, "opsm_delta": 0.05, "kl_coef": 0.1},
-    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1,
-                            "use_tis": True, "tis_level": "geometric"},
-    "baseline_distilled": {"advantage_estimator": "reinforce_plus_plus_baseline", "use_opd": True,
-                           "opd_type": "megatron", "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k1",
-                           "use_unbiased_kl": True},
+    "reinforce_plus_plus": {
+        "advantage_estimator": "reinforce_plus_plus",
+        "gamma": 0.9,
+        "kl_coef": 0.1,
+        "use_tis": True,
+        "tis_level": "geometric",
+    },
+    "baseline_distilled": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "use_opd": True,
+        "opd_type": "megatron",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+        "kl_loss_type": "k1",
+        "use_unbiased_kl": True,
+    },
     "sft": {"loss_type": "sft_loss"},
     "values": {"advantage_estimator": "ppo", "gamma": 0.99, "lambd": 0.9},
-}  # fmt: skip
+}
 CUTS: dict[str, dict[str, Any]] = {
     "single": {"micro_batch_size": 1},
     "four": {"micro_batch_size": 4},

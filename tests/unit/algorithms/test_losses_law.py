@@ -103,9 +103,14 @@ def test_gspo_gives_every_token_of_a_sequence_the_same_gradient_or_none() -> Non
     ids = torch.tensor([0, 0, 0, 1, 1])
     log_probs = _t(0.3, -0.2, 0.1, 0.9, -0.1).requires_grad_()
     got = gspo_loss(
-        log_probs, torch.zeros_like(log_probs), torch.ones_like(log_probs), torch.ones_like(log_probs),
-        sequences=Sequences(ids, 2), eps_clip=0.2, eps_clip_high=0.28,
-    )  # fmt: skip
+        log_probs,
+        torch.zeros_like(log_probs),
+        torch.ones_like(log_probs),
+        torch.ones_like(log_probs),
+        sequences=Sequences(ids, 2),
+        eps_clip=0.2,
+        eps_clip_high=0.28,
+    )
     got.loss.sum().backward()
     s = math.exp(0.2 / 3)
     assert log_probs.grad is not None

@@ -155,8 +155,11 @@ def test_the_settings_choose(tmp_path: Path) -> None:
     assert build_data_buffer(args, data_source=Source).get_groups(1)[0].samples[0].prompt == "p0"
     named = SimpleNamespace(
         **{**vars(args), "prompt_data": str(tmp_path / "d.jsonl"), "label_key": None, "metadata_key": "metadata"},
-        tool_key="tools", apply_chat_template=False, apply_chat_template_kwargs={}, rollout_max_prompt_len=None,
-    )  # fmt: skip
+        tool_key="tools",
+        apply_chat_template=False,
+        apply_chat_template_kwargs={},
+        rollout_max_prompt_len=None,
+    )
     (tmp_path / "d.jsonl").write_text('{"input": "q"}\n')
     prompts = load_prompts(named, None)
     assert load_prompts(args, None) is None and prompts is not None

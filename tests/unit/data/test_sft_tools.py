@@ -52,8 +52,9 @@ def test_calls_and_answers_are_trained_and_results_are_not() -> None:
     row = sft_tokens(conversation("", as_text=False), ChatRenderer(tokenizer), tools=TOOLS)
     call, answer, last = spans(tokenizer, row)
     assert json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call><|im_end|>")) == {
-        "name": "calculate", "arguments": {"expression": "17*23"},
-    }  # fmt: skip
+        "name": "calculate",
+        "arguments": {"expression": "17*23"},
+    }
     assert (answer, last) == ("It is 391.<|im_end|>", "4.<|im_end|>")
     text = tokenizer.decode(row.tokens)
     assert "TOOL391" in text and '"description": "Sums."' in text

@@ -24,12 +24,17 @@ def test_rates_are_of_the_time_after_the_warm_up() -> None:
     per_step = PROMPTS * SAMPLES
     steps = [
         {
-            "trained_at": 100.0 * min(i, WARM_UP - 1) + max(i - WARM_UP + 1, 0), "rollout/response_tokens": 500.0,
-            "rollout/staleness/max": 2.0, "rollout/staleness/mean": 1.0, "perf/train_time": 0.1,
-            "perf/update_weights_time": 0.2, "rollout/raw_reward": 0.5, "eval/held_out": 0.75,
+            "trained_at": 100.0 * min(i, WARM_UP - 1) + max(i - WARM_UP + 1, 0),
+            "rollout/response_tokens": 500.0,
+            "rollout/staleness/max": 2.0,
+            "rollout/staleness/mean": 1.0,
+            "perf/train_time": 0.1,
+            "perf/update_weights_time": 0.2,
+            "rollout/raw_reward": 0.5,
+            "eval/held_out": 0.75,
         }
         for i in range(WARM_UP + 4)
-    ]  # fmt: skip
+    ]
     requests = [{"time": 100.0 * (WARM_UP - 1) + 0.5 + i, "tokens": 600.0} for i in range(-3, 4)]
     figures = measure(steps, requests, seed=1)
     assert figures["samples_per_s"] == pytest.approx(per_step) and figures["seconds"] == 4.0

@@ -102,11 +102,14 @@ def test_a_slow_program_fails_and_is_not_asked_again() -> None:
 @pytest.mark.parametrize(
     "attack",
     [
-        "x = 'a' * (8 << 30)", "open('/etc/passwd')", "import os; os.listdir('/proc/1')",
-        "open('/tmp/slime-code-escaped', 'w')", "import os; os.kill(os.getppid(), 9); print(1 / 0)",
+        "x = 'a' * (8 << 30)",
+        "open('/etc/passwd')",
+        "import os; os.listdir('/proc/1')",
+        "open('/tmp/slime-code-escaped', 'w')",
+        "import os; os.kill(os.getppid(), 9); print(1 / 0)",
         "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
     ],
-)  # fmt: skip
+)
 def test_an_attack_reaches_nothing(attack: str) -> None:
     if ctypes.CDLL(None).syscall(444, None, 0, 1) < 4 and not kernel_permits_namespaces():
         pytest.skip("this kernel has neither Landlock nor user namespaces")

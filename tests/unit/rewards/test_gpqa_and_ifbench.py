@@ -23,15 +23,38 @@ def letter(response: str, label: Any = "C", **metadata: Any) -> Any:
 @pytest.mark.parametrize(
     "response",
     [
-        "The answer is C", "The correct answer is (C).", "Answer: C", "**Answer:** C", "**Answer: (C)**", "ANSWER: c",
-        "Final answer: $\\boxed{C}$", "\\boxed{\\text{C}}", "\\boxed{\\textbf{(C)}}", "\\boxed{C. 5 J}",
-        "\\boxed{The answer is C}", "<answer>C</answer>", "<answer>(c)</answer>", "so\nC", "so\n(C)", "so\n**C**",
-        "so\nC) because", "The answer is option C because of x", "the answer is: C", "The answer is \uff23.",
-        "<think>The answer is A</think> Answer: C", "Answer: A ... no, wait. Answer: C", "The answer is \\(C\\).",
-        "The correct option is C, since A and B fail", "The best choice is therefore C.", "The answer is **C**: 5 J",
-        "I think the answer should be C", "The correct answer is:\n\nC", "Answer: \n**C**", "My answer is c.",
+        "The answer is C",
+        "The correct answer is (C).",
+        "Answer: C",
+        "**Answer:** C",
+        "**Answer: (C)**",
+        "ANSWER: c",
+        "Final answer: $\\boxed{C}$",
+        "\\boxed{\\text{C}}",
+        "\\boxed{\\textbf{(C)}}",
+        "\\boxed{C. 5 J}",
+        "\\boxed{The answer is C}",
+        "<answer>C</answer>",
+        "<answer>(c)</answer>",
+        "so\nC",
+        "so\n(C)",
+        "so\n**C**",
+        "so\nC) because",
+        "The answer is option C because of x",
+        "the answer is: C",
+        "The answer is \uff23.",
+        "<think>The answer is A</think> Answer: C",
+        "Answer: A ... no, wait. Answer: C",
+        "The answer is \\(C\\).",
+        "The correct option is C, since A and B fail",
+        "The best choice is therefore C.",
+        "The answer is **C**: 5 J",
+        "I think the answer should be C",
+        "The correct answer is:\n\nC",
+        "Answer: \n**C**",
+        "My answer is c.",
     ],
-)  # fmt: skip
+)
 def test_a_letter_is_found_in_many_spellings(response: str) -> None:
     assert letter(response) == 1.0
 
@@ -39,11 +62,22 @@ def test_a_letter_is_found_in_many_spellings(response: str) -> None:
 @pytest.mark.parametrize(
     "response",
     [
-        "The answer is A", "C is wrong", "The answer is not C", "The answer is C or D", "\\boxed{C, D}", "Answer: C/A",
-        "", "The answer is Carbon", "\\boxed{ABCD}", "\\boxed{C}\\boxed{A}", "The answer is a C compound", " C A " * 9,
-        "<think>Answer: C</think>", "Answer: C. Answer: \\boxed{D}",
+        "The answer is A",
+        "C is wrong",
+        "The answer is not C",
+        "The answer is C or D",
+        "\\boxed{C, D}",
+        "Answer: C/A",
+        "",
+        "The answer is Carbon",
+        "\\boxed{ABCD}",
+        "\\boxed{C}\\boxed{A}",
+        "The answer is a C compound",
+        " C A " * 9,
+        "<think>Answer: C</think>",
+        "Answer: C. Answer: \\boxed{D}",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_commitment_to_the_letter_scores_nothing(response: str) -> None:
     assert letter(response) == 0.0
 
@@ -76,15 +110,19 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one, two: three", "a b"),
     ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}, "Dr. No. Bye!", "A! B? C"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
-    ("length_constraints:nth_paragraph_first_word",
-     {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Two"}, "a\n\n\"two\" b", "two\n\na"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Two"},
+        'a\n\n"two" b',
+        "two\n\na",
+    ),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b c]", "[a]"),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, TEXT, "no PS"),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, TEXT, "* a\n* b\n- c"),
     ("detectable_format:constrained_response", {}, "So: My answer is yes.", "yes"),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b c**", "*a* ** **"),
     ("detectable_format:multiple_sections", {"section_spliter": "PART", "num_sections": 2}, "PART 1 PART 2", "PART 1"),
-    ("detectable_format:json_format", {}, "```json\n{\"a\": [1]}\n```", "{a: 1}"),
+    ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{a: 1}"),
     ("detectable_format:title", {}, "<<Joy>>\nx", "<< >>"),
     ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it"}, "Say it. Fine.", "Fine. Say it"),
@@ -95,7 +133,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("change_case:english_capital", {}, "ALL 4 OF IT", "All"),
     ("change_case:english_lowercase", {}, "all 4 of it", "aLl"),
     ("punctuation:no_comma", {}, "no comma.", "one, comma"),
-]  # fmt: skip
+]
 
 
 def every_instruction(response: str) -> Sample:
@@ -119,30 +157,41 @@ def test_every_check_has_a_case() -> None:
 
 
 def test_loose_forgives_what_stands_around_the_answer() -> None:
-    sample = Sample(response="Sure, here you are:\n**all small**", metadata={
-        "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma", "startend:quotation"],
-    })  # fmt: skip
+    sample = Sample(
+        response="Sure, here you are:\n**all small**",
+        metadata={
+            "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma", "startend:quotation"],
+        },
+    )
     result = load_grader("ifbench")(sample, OPTIONS)
     assert result == {"score": 0.0, "loose": 0.0, "strict_share": 0.0, "loose_share": pytest.approx(2 / 3)}
 
 
 def test_sentences_end_with_their_marks() -> None:
     for text, count in (
-        ("One. Two! Three?", 3), ("Dr. J. Smith paid 3.5 dollars, e.g. twice.", 1), ("No mark", 1), ("...", 0),
-        ("1. First.\n2. Second.", 2), ("他来了。她走了。", 2), ("Wait... what?! \"Yes.\" He left.", 4), ("", 0),
-    ):  # fmt: skip
+        ("One. Two! Three?", 3),
+        ("Dr. J. Smith paid 3.5 dollars, e.g. twice.", 1),
+        ("No mark", 1),
+        ("...", 0),
+        ("1. First.\n2. Second.", 2),
+        ("他来了。她走了。", 2),
+        ('Wait... what?! "Yes." He left.', 4),
+        ("", 0),
+    ):
         assert num_sentences(text) == count, text
 
 
 @pytest.mark.parametrize(
     "metadata",
     [
-        {}, {"instruction_id_list": []}, {"instruction_id_list": ["language:response_language"]},
+        {},
+        {"instruction_id_list": []},
+        {"instruction_id_list": ["language:response_language"]},
         {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]},
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{"words": ["a"]}]},
         {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 1, "relation": "near"}]},
     ],
-)  # fmt: skip
+)
 def test_a_row_that_cannot_be_checked_is_an_error_not_a_zero(metadata: dict[str, Any]) -> None:
     with pytest.raises(DataError):
         load_grader("ifbench")(Sample(response="x", metadata=metadata), OPTIONS)

@@ -157,9 +157,16 @@ def test_graders_see_no_secret_that_is_not_given_to_them(monkeypatch: pytest.Mon
 
 def test_the_environment_of_a_grader_is_a_short_list() -> None:
     full = {
-        "HOME": "h", "LC_ALL": "C", "HF_HOME": "x", "HF_TOKEN": "s", "RAY_AUTH_TOKEN": "s", "https_proxy": "p",
-        "SLIME_RUN_ID": "r", "KEY": "k", "SLIME_REWARD_ENV": "KEY",
-    }  # fmt: skip
+        "HOME": "h",
+        "LC_ALL": "C",
+        "HF_HOME": "x",
+        "HF_TOKEN": "s",
+        "RAY_AUTH_TOKEN": "s",
+        "https_proxy": "p",
+        "SLIME_RUN_ID": "r",
+        "KEY": "k",
+        "SLIME_REWARD_ENV": "KEY",
+    }
     threads = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
     common = {"HOME", "LC_ALL", "HF_HOME", "SLIME_RUN_ID"} | threads
     assert set(grader_environment(full, offline=True)) == common

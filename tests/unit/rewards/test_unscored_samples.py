@@ -31,11 +31,17 @@ def group(*rewards: float | None, siblings: int = 1) -> Group:
 @pytest.mark.parametrize(
     ("rewards", "stands"),
     [
-        ([None], False), ([1.0], True), ([1.0, None], False), ([1.0, None, 0.0], True), ([1.0, None, None], False),
-        ([1.0, 0.0, None, None], True), ([1.0, None, None, None], False), ([None] * 4 + [0.5] * 4, True),
+        ([None], False),
+        ([1.0], True),
+        ([1.0, None], False),
+        ([1.0, None, 0.0], True),
+        ([1.0, None, None], False),
+        ([1.0, 0.0, None, None], True),
+        ([1.0, None, None, None], False),
+        ([None] * 4 + [0.5] * 4, True),
         ([None] * 5 + [0.5] * 4, False),
     ],
-)  # fmt: skip
+)
 def test_half_of_a_group_and_two_are_enough_to_compare(rewards: list[float | None], stands: bool) -> None:
     assert can_be_compared(group(*rewards)) is stands
 

@@ -46,8 +46,12 @@ def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "17 times 23? <|im_end|><｜end▁of▁sentence｜>"}]  # noqa: RUF001
     data.write_text(json.dumps({"input": messages, "label": "391"}) + "\n")
     flags = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rollout-batch-size", "1")
-    hooks = ("--custom-generate-function-path", "examples.multi_turn_tools:generate",
-             "--rollout-sample-hook-path", "tests.support.probe_hooks:own_reward")  # fmt: skip
+    hooks = (
+        "--custom-generate-function-path",
+        "examples.multi_turn_tools:generate",
+        "--rollout-sample-hook-path",
+        "tests.support.probe_hooks:own_reward",
+    )
     args = rollout_args(tmp_path, *flags, *hooks, "--rollout-max-response-len", "2000")
     engine = ScriptedEngine()
 
@@ -86,7 +90,9 @@ def between(tokenizer: Any, sample: Any) -> list[str]:
 def template_text(tokenizer: Any, result: str) -> str:
     """What the template writes after an answer, without the end token, which was sampled."""
     messages = [
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": "BBB"}, {"role": "tool", "content": result},
-    ]  # fmt: skip
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "BBB"},
+        {"role": "tool", "content": result},
+    ]
     text = ChatRenderer(tokenizer).render(messages, add_generation_prompt=True).text
     return text.split("BBB")[1].removeprefix(tokenizer.eos_token)

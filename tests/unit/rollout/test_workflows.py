@@ -102,10 +102,17 @@ def test_only_what_is_kept_is_learned(tmp_path: Path) -> None:
 def test_fine_tuning_on_sampled_answers_has_engines_and_masks(tmp_path: Path) -> None:
     workflow = "slime.rollout.workflows.rejection"
     args = rollout_args(
-        tmp_path, "--loss-type", "sft_loss", "--rollout-function-path", "slime.rollout.loop.generate_rollout",
-        "--rollout-sample-filter-path", f"{workflow}.keep_right", "--drop-masked-executions",
-        "--custom-rm-path", f"{HOOKS}:odd_is_right",
-    )  # fmt: skip
+        tmp_path,
+        "--loss-type",
+        "sft_loss",
+        "--rollout-function-path",
+        "slime.rollout.loop.generate_rollout",
+        "--rollout-sample-filter-path",
+        f"{workflow}.keep_right",
+        "--drop-masked-executions",
+        "--custom-rm-path",
+        f"{HOOKS}:odd_is_right",
+    )
     assert not args.debug_train_only, "the answers are sampled by engines"
 
     async def work(manager: RolloutManager) -> Any:
@@ -118,8 +125,9 @@ def test_fine_tuning_on_sampled_answers_has_engines_and_masks(tmp_path: Path) ->
 
 def test_a_dump_holds_rollouts_batches_evaluations_and_the_tokenizer(tmp_path: Path) -> None:
     held, dump = write_prompts(tmp_path / "held.jsonl", 2), tmp_path / "dump"
-    args = rollout_args(tmp_path, "--dump-details", str(dump), "--eval-interval", "1", "--eval-prompt-data", "held",
-                        str(held))  # fmt: skip
+    args = rollout_args(
+        tmp_path, "--dump-details", str(dump), "--eval-interval", "1", "--eval-prompt-data", "held", str(held)
+    )
 
     async def work(manager: RolloutManager) -> Any:
         await manager.evaluate(0)

@@ -48,9 +48,14 @@ def test_the_three_spellings_find_the_same(file: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("good_generate", "generate"), ("reward", "custom_rm"), ("async_reward", "custom_rm"),
-     ("keep", "dynamic_filter"), ("Source", "data_source")],
-)  # fmt: skip
+    [
+        ("good_generate", "generate"),
+        ("reward", "custom_rm"),
+        ("async_reward", "custom_rm"),
+        ("keep", "dynamic_filter"),
+        ("Source", "data_source"),
+    ],
+)
 def test_what_slime_can_call_is_accepted(file: str, name: str, kind: str) -> None:
     assert load_hook(f"{file}:{name}", kind).__name__ == name
 

@@ -88,8 +88,20 @@ def test_settings_that_slime_makes_itself_are_refused_with_what_to_use(base: lis
 
 
 def test_engines_get_exactly_what_was_given(base: list[str]) -> None:
-    args = parse_args([*base, "--sglang-disable-cuda-graph", "--sglang-mem-fraction-static", "0.2", "--no-bf16",
-                       "--router-policy", "random", "--sglang-log-requests-target", "a", "b"])  # fmt: skip
+    args = parse_args(
+        [
+            *base,
+            "--sglang-disable-cuda-graph",
+            "--sglang-mem-fraction-static",
+            "0.2",
+            "--no-bf16",
+            "--router-policy",
+            "random",
+            "--sglang-log-requests-target",
+            "a",
+            "b",
+        ]
+    )
     assert dict(args.sglang) == {
         "disable_cuda_graph": True,
         "mem_fraction_static": 0.2,
@@ -100,8 +112,20 @@ def test_engines_get_exactly_what_was_given(base: list[str]) -> None:
 
 
 def test_args_are_frozen_and_picklable_and_hide_secrets(base: list[str]) -> None:
-    args = parse_args([*base, "--wandb-key", "hunter2", "--sglang-api-key", "hunter3", "--eval-prompt-data", "a",
-                       base[3], "--eval-interval", "1"])  # fmt: skip
+    args = parse_args(
+        [
+            *base,
+            "--wandb-key",
+            "hunter2",
+            "--sglang-api-key",
+            "hunter3",
+            "--eval-prompt-data",
+            "a",
+            base[3],
+            "--eval-interval",
+            "1",
+        ]
+    )
     with pytest.raises(AttributeError):
         args.lr = 1.0  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -74,10 +74,14 @@ IDLE = [
     # Advantages.
     ("--disable-grpo-std-normalization --advantage-scale group", "says the contrary"),
     ("--grpo-std-normalization --advantage-scale none", "says the contrary"),
-    *((f"--advantage-estimator {e} --disable-grpo-std-normalization", "grpo_std_normalization False")
-      for e in ("rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")),
-    *((f"--advantage-estimator {e} --disable-rewards-normalization", "rewards_normalization False")
-      for e in ("ppo", "reinforce_plus_plus")),
+    *(
+        (f"--advantage-estimator {e} --disable-grpo-std-normalization", "grpo_std_normalization False")
+        for e in ("rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    ),
+    *(
+        (f"--advantage-estimator {e} --disable-rewards-normalization", "rewards_normalization False")
+        for e in ("ppo", "reinforce_plus_plus")
+    ),
     ("--disable-rewards-normalization --advantage-scale batch", "advantage_scale batch"),
     ("--disable-rewards-normalization --advantage-epsilon 1e-4", "advantage_epsilon 0.0001"),
     ("--advantage-scale none --advantage-epsilon 1e-4", "which needs advantage_scale group or batch"),
@@ -98,7 +102,7 @@ IDLE = [
     ("--keep-old-actor --debug-train-only", "which needs engines"),
     ("--loss-constant-length 9", "which needs loss_aggregation constant_length"),
     ("--calculate-per-token-loss --drop-masked-executions", "which token_mean does not"),
-]  # fmt: skip
+]
 
 ACTING = [
     f"{NO_ADVANTAGES} --use-kl-loss --kl-loss-coef 0.1",
@@ -130,17 +134,34 @@ ACTING = [
 ]
 
 OUT_OF_RANGE = [
-    *(f"{flag} {value}" for flag in ("--entropy-coef", "--kl-coef", "--use-kl-loss --kl-loss-coef",
-      "--use-opd --opd-type sglang --opd-kl-coef", "--rejection-level token --rejection-veto", "--log-ratio-limit",
-      "--advantage-epsilon", "--use-opsm --opsm-delta", "--policy-loss sapo --sapo-tau-negative",
-      "--advantage-estimator ppo --critic-lr", "--advantage-estimator ppo --value-clip",
-      "--advantage-estimator ppo --gamma", "--eps-clip", "--eps-clip-high", "--eps-clip-c",
-      "--use-tis --tis-clip", "--rejection-level token --rejection-high", "--policy-loss cispo --cispo-clip-high")
-      for value in ("nan", "-1")),
+    *(
+        f"{flag} {value}"
+        for flag in (
+            "--entropy-coef",
+            "--kl-coef",
+            "--use-kl-loss --kl-loss-coef",
+            "--use-opd --opd-type sglang --opd-kl-coef",
+            "--rejection-level token --rejection-veto",
+            "--log-ratio-limit",
+            "--advantage-epsilon",
+            "--use-opsm --opsm-delta",
+            "--policy-loss sapo --sapo-tau-negative",
+            "--advantage-estimator ppo --critic-lr",
+            "--advantage-estimator ppo --value-clip",
+            "--advantage-estimator ppo --gamma",
+            "--eps-clip",
+            "--eps-clip-high",
+            "--eps-clip-c",
+            "--use-tis --tis-clip",
+            "--rejection-level token --rejection-high",
+            "--policy-loss cispo --cispo-clip-high",
+        )
+        for value in ("nan", "-1")
+    ),
     "--entropy-coef inf",
     "--eps-clip 1.1",
     "--policy-loss cispo --eps-clip 1.1",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("flags", "said"), IDLE)

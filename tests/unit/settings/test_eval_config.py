@@ -33,8 +33,13 @@ def test_an_entry_wins_over_the_defaults_and_they_over_the_command_line(tmp_path
     recorded = json.loads(json.dumps(args.to_json_dict()))["eval_datasets"]
     assert [(one["name"], one["path"], one["temperature"]) for one in recorded] == [("a", data, 0.0), ("b", data, 0.6)]
     assert eval_sampling_params(a) == {
-        "temperature": 0.0, "top_p": 0.9, "top_k": -1, "skip_special_tokens": False, "stop": ["x"], "max_new_tokens": 8,
-    }  # fmt: skip
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "top_k": -1,
+        "skip_special_tokens": False,
+        "stop": ["x"],
+        "max_new_tokens": 8,
+    }
 
 
 def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path) -> None:

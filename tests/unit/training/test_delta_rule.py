@@ -43,8 +43,9 @@ def test_chunks_equal_the_recurrence_in_value_and_gradient(lengths: tuple[int, .
     got, want = chunked(*x, lengths), token_by_token(*x, lengths)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
     weights = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view_as(want)
-    for a, b in zip(torch.autograd.grad((got * weights).sum(), x), torch.autograd.grad((want * weights).sum(), x),
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        torch.autograd.grad((got * weights).sum(), x), torch.autograd.grad((want * weights).sum(), x), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 

@@ -17,8 +17,15 @@ from slime.training.model.families import sparse_indexer
 from slime.training.model.families.sparse_indexer import SparseIndexer, masks_of
 from slime.training.model.rope import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
 
-DEEPSEEK_V3 = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-               "original_max_position_embeddings": 4096}  # fmt: skip
+DEEPSEEK_V3 = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "as published": DEEPSEEK_V3,
@@ -95,8 +102,10 @@ def test_long_sequences_are_refused_under_context_parallelism() -> None:
         own.needed(packed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("keys", [{}, {"index_topk_freq": 3}, {"index_topk_freq": 2, "index_skip_topk_offset": 3},
-                                  {"index_topk_pattern": "FSSFSF"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"index_topk_freq": 3}, {"index_topk_freq": 2, "index_skip_topk_offset": 3}, {"index_topk_pattern": "FSSFSF"}],
+)
 def test_which_layers_choose(keys: dict[str, Any]) -> None:
     config = transformers.GlmMoeDsaConfig(num_hidden_layers=6, **keys)
     assert indexer_kinds({"index_topk": 4, "num_hidden_layers": 6, **keys}) == config.indexer_types

@@ -108,8 +108,10 @@ def plain_step(
         lp = torch.stack([row[int(s.tokens[first + k])] for k, row in enumerate(rows)])
         entropy = torch.stack([-(row.exp() * row).sum() for row in rows])
         assert signals.old is not None and signals.ref is not None and s.rollout_log_probs is not None, "all are there"
-        old, ref, rollout = (torch.from_numpy(x[i] if isinstance(x, tuple) else x).double()
-                             for x in (signals.old, signals.ref, s.rollout_log_probs))  # fmt: skip
+        old, ref, rollout = (
+            torch.from_numpy(x[i] if isinstance(x, tuple) else x).double()
+            for x in (signals.old, signals.ref, s.rollout_log_probs)
+        )
         token = policy_loss_of(args.policy_loss, args, (lp - old).exp(), lp, advantage(i), mask)
         token = token * (old - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
         token = token + args.kl_loss_coef * ((ref - lp).exp() - 1 - (ref - lp)) - args.entropy_coef * entropy
@@ -159,8 +161,10 @@ def problem() -> tuple[TrainBatch, Signals]:
 def shuffled(batch: TrainBatch, signals: Signals) -> tuple[TrainBatch, Signals]:
     """The same samples in another order, groups apart."""
     order = np.random.default_rng(4).permutation(len(batch.samples))
-    parts = [None if x is None else tuple(x[i] for i in order) for x in
-             (signals.old, signals.ref, signals.teacher, signals.values)]  # fmt: skip
+    parts = [
+        None if x is None else tuple(x[i] for i in order)
+        for x in (signals.old, signals.ref, signals.teacher, signals.values)
+    ]
     return TrainBatch(batch.rollout_id, tuple(batch.samples[i] for i in order)), Signals(*parts)
 
 

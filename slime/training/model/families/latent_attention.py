@@ -61,8 +61,13 @@ class LatentAttention(MegatronModule):
         self.factor = attention_factor(hf_config)
         frequencies = inverse_frequencies(hf_config, self.rope).to(current_device())
         self.register_buffer("frequencies", frequencies, persistent=False)
-        linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False,
-                                  "skip_bias_add": False, "is_expert": False}  # fmt: skip
+        linear: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+        }
         column = functools.partial(ColumnParallelLinear, gather_output=False, **linear)
         query_size = int(hf_config.get("q_lora_rank") or 0)
         if query_size:

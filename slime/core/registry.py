@@ -1,0 +1,136 @@
+"""Extension points: a name on the command line, and what stands behind it, in one file each.
+
+A registry belongs to a package. Every module of that package may register entries under their public names; a user's
+own file does the same and is named by its path instead:
+
+    ESTIMATORS: Registry[AdvantageEstimator] = Registry(
+        "advantage estimator", flag="--advantage-estimator", package="slime.algorithms.advantages.estimators"
+    )
+
+    @ESTIMATORS.register("rloo")
+    @dataclass(frozen=True, kw_only=True)
+    class LeaveOneOut(AdvantageEstimator):
+        "What it is, with its source."
+        some_setting: float = 1.0
+        "Its help text; the flag is --some-setting."
+
+An entry is a class. If it is a frozen dataclass, its fields are settings: the command line knows their flags as soon as
+the entry is known, and `build` fills them. Modules of a package are imported when names are asked for, so they import
+torch and the engines inside functions only.
+
+Invariants
+1. A name stands for one entry; registering another under it is an error.
+2. A name that is not registered is an import path, or it is refused with the names that exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from slime.core.errors import ConfigError
+from slime.core.loading import LoadingFailed, load_module, load_object
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+class Registry(Generic[T]):
+    """The entries of one extension point. Processes do not share it: each resolves names on its own."""
+
+    def __init__(self, what: str, *, flag: str, package: str, contract: type[T]) -> None:
+        """`what`: the noun for messages; `flag`: the setting that names an entry; `package`: the built-in entries;
+        `contract`: the class that entries derive from."""
+        self.what, self.flag, self.package, self.contract = what, flag, package, contract
+        self._entries: dict[str, type[T]] = {}
+        self._complete = False
+
+    def register(self, *names: str) -> Callable[[C], C]:
+        """Class decorator: the class is the entry of these names, the first of which is its `name`."""
+        assert names, f"an entry of the registry of {self.what} needs a name"
+
+        def add(entry: C) -> C:
+            kind: Any = entry
+            assert issubclass(kind, self.contract), f"{entry} is no {self.contract.__name__}"
+            for name in names:
+                assert self._entries.get(name, kind) is kind, f"two entries of {self.what} are called {name!r}"
+                self._entries[name] = kind
+            kind.name = names[0]
+            return entry
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the built-in entries and of what the user's files registered so far, sorted."""
+        self._import_all()
+        return tuple(sorted(self._entries))
+
+    def __iter__(self) -> Iterator[tuple[str, type[T]]]:
+        """(name, entry) by name."""
+        return iter((name, self._entries[name]) for name in self.names())
+
+    def __contains__(self, name: object) -> bool:
+        """Whether an entry of this name is registered."""
+        return name in self.names()
+
+    def get(self, name: str) -> type[T]:
+        """The entry of a registered name, or that of a user's module or class at an import path.
+
+        Raises `ConfigError` for a name that is neither.
+        """
+        self._import_all()
+        if name in self._entries:
+            return self._entries[name]
+        if "." not in name and ":" not in name:
+            near = difflib.get_close_matches(name, self._entries, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            known = ", ".join(sorted(self._entries))
+            raise ConfigError(f"got {self.flag} {name}, which names no {self.what}; {hint}known are {known}")
+        return self._of_path(name)
+
+    def build(self, name: str, settings: object) -> T:
+        """The entry of `name`, its fields taken from the attributes of `settings` that have their names."""
+        entry = self.get(name)
+        fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
+        return entry(**{field.name: getattr(settings, field.name) for field in fields if field.init})
+
+    def _import_all(self) -> None:
+        if self._complete:
+            return
+        self._complete = True  # before the imports: an entry may ask for names
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self.package}.{module.name}")
+
+    def _of_path(self, path: str) -> type[T]:
+        """A class at a path, or the one entry that the module at the path registers."""
+        try:
+            found = self._only_entry_of(path) if path.endswith(".py") else self._class_or_module(path)
+        except LoadingFailed as error:
+            raise ConfigError(f"got {self.flag} {path}, but {error}") from error
+        if not (isinstance(found, type) and issubclass(found, self.contract)):
+            raise ConfigError(
+                f"got {self.flag} {path}, which is no {self.what}; derive a class from "
+                f"{self.contract.__module__}.{self.contract.__qualname__}"
+            )
+        return found
+
+    def _class_or_module(self, path: str) -> Any:
+        try:
+            found = load_object(path)
+        except LoadingFailed:
+            if ":" in path:
+                raise
+            return self._only_entry_of(path)
+        return self._only_entry_of(path) if isinstance(found, type(importlib)) else found
+
+    def _only_entry_of(self, path: str) -> Any:
+        module = load_module(path)
+        entries = {id(e): e for e in self._entries.values() if e.__module__ == module.__name__}
+        if len(entries) != 1:
+            raise LoadingFailed(f"{path} registers {len(entries)} entries; name one as {path}:ClassName")
+        return next(iter(entries.values()))
