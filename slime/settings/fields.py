@@ -12,10 +12,30 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from slime.settings.flags import Flag
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """The condition under which a setting acts."""
+
+    acts: Callable[[Any], bool]
+    """Of the resolved settings."""
+    text: str
+    """The condition in words, after "which needs"."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """What a number may be; None is no bound."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
 
 
 def opt(
@@ -26,20 +46,63 @@ def opt(
     choices: tuple[str, ...] | None = None,
     secret: bool = False,
     append: bool = False,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+    needs: Need | tuple[Need, ...] = (),
+    chosen_from: str | None = None,
 ) -> Any:
-    """A field with more than a default: other spellings, spellings that switch it off, choices, secrecy; `append`:
-    a tuple to which each occurrence of the flag adds one entry.
+    """A field with more than a default.
+
+    `names`, `off_names`: other spellings, and spellings that switch it off. `append`: a tuple to which each occurrence
+    of the flag adds one entry. `gt`, `ge`, `lt`, `le`: bounds of a number. `needs`: when it acts. `chosen_from`: the
+    value names an entry of the registry at this import path, `pkg.module:REGISTRY`.
     """
-    metadata = {"names": names, "off_names": off_names, "choices": choices, "secret": secret, "append": append}
+    metadata = {
+        "names": names,
+        "off_names": off_names,
+        "choices": choices,
+        "secret": secret,
+        "append": append,
+        "range": Range(gt, ge, lt, le),
+        "needs": (needs,) if isinstance(needs, Need) else needs,
+        "chosen_from": chosen_from,
+    }
     if isinstance(default, (dict, list)):
         frozen = default
         return dataclasses.field(default_factory=lambda: type(frozen)(frozen), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def derived(*, names: tuple[str, ...] = (), choices: tuple[str, ...] | None = None) -> Any:
-    """A field that is computed from others when the user does not give it (`derive.py` says how and why)."""
-    return dataclasses.field(default=None, metadata={"names": names, "choices": choices, "derived": True})
+def derived(
+    compute: Callable[[Any], Any] | None = None,
+    why: str | Callable[[Any], str] = "",
+    *,
+    names: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+    needs: Need | tuple[Need, ...] = (),
+    chosen_from: str | None = None,
+) -> Any:
+    """A field that is computed from others when the user does not give it.
+
+    `compute` gets the settings, each derived when it is read; `why` is told by --explain. The rest as in `opt`.
+    """
+    metadata = {
+        "names": names,
+        "choices": choices,
+        "derived": True,
+        "compute": compute,
+        "why": why,
+        "range": Range(gt, ge, lt, le),
+        "needs": (needs,) if isinstance(needs, Need) else needs,
+        "chosen_from": chosen_from,
+    }
+    return dataclasses.field(default=None, metadata=metadata)
 
 
 def internal(default: Any = None) -> Any:
