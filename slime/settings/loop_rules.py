@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from slime.settings.args import Args
-from slime.settings.derive import FULLY_ASYNC
-from slime.settings.rules import Rule, was_given
+from typing import TYPE_CHECKING
+
+from slime.settings.group import Rule
+from slime.settings.groups.hooks import FULLY_ASYNC
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 
 def sync_rules() -> tuple[Rule, ...]:
@@ -16,8 +20,8 @@ def _sync_trainer_syncs_every_step(args: Args) -> str | None:
     if args.update_weights_interval == 1:
         return None
     return (
-        f"got update_weights_interval {args.update_weights_interval} with train.py, which publishes after every step; "
-        "drop it or use train_async.py"
+        f"got update_weights_interval {args.update_weights_interval} with train.py, which syncs weights after every "
+        "step; drop it or use train_async.py"
     )
 
 
@@ -68,7 +72,7 @@ def _worker_is_not_refused(args: Args) -> str | None:
 def _worker_has_its_own_ways(args: Args) -> str | None:
     if not args.fully_async:
         return None
-    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if was_given(args, n)]
+    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if args.was_given(n)]
     if not wrong and args.loss_type != "sft_loss":
         return None
     return (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.settings.fields import Need
+
 FIXED: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
     "optimizer": ("adam", "the distributed optimizer supports adam"),
@@ -76,3 +78,8 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
     **FIXED,
 }
+
+NEEDS: dict[str, Need] = {
+    "moe_router_load_balancing_type": Need(lambda s: bool(s.megatron["moe_aux_loss_coeff"]), "--moe-aux-loss-coeff"),
+}
+"""Flags of Megatron that are accepted -> the condition under which they act; given without it, they are listed."""

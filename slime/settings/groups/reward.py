@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.core.errors import ConfigError
+from slime.settings.eval_config import eval_datasets
+from slime.settings.fields import opt
+from slime.settings.graders import BOXED_PREFIX, SCORE_KEYS, base_type
+from slime.settings.group import Rule
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardArgs:
+class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
     rm_type: str | None = None
@@ -19,9 +29,32 @@ class RewardArgs:
     """Which entry of a dict reward is the number to train on."""
     group_rm: bool = False
     """Grade all samples of a prompt in one call."""
-    reward_timeout_s: float = 30.0
+    reward_timeout_s: float = opt(30.0, gt=0)
     """Limit of one grading, in seconds; after it the sample is unscored, not zero."""
-    reward_num_workers: int = 2
+    reward_num_workers: int = opt(2, ge=1)
     """Grader processes."""
     reward_memory_limit_mb: int = 2048
     """Address space of one grader process, in MiB."""
+
+
+def grader_is_known(args: Args) -> str | None:
+    """A misspelt grader is found before any process starts."""
+    try:
+        for rm_type in (args.rm_type, *(d.rm_type for d in eval_datasets(args))):
+            base_type(rm_type or "random")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def rewards_are_used_as_asked(args: Args) -> str | None:
+    """Several numbers need a key; batches need a service to go to."""
+    keys = SCORE_KEYS.get((args.rm_type or "").removeprefix(BOXED_PREFIX))
+    if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
+        return f"got --rm-type {args.rm_type} without --reward-key; it returns several numbers, pick one of {keys}"
+    if args.rm_batch_size < 1 or (args.rm_batch_size > 1 and not args.rm_url):
+        return f"got --rm-batch-size {args.rm_batch_size}; give 1 or more, above 1 with the --rm-url that gets batches"
+    return None
+
+
+RULES: tuple[Rule, ...] = (grader_is_known, rewards_are_used_as_asked)
