@@ -7,6 +7,7 @@ imported, and the environment is made here.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from slime.cluster.placement import plan_placement
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import collect, start_recording
-from slime.observability.tracker import Tracker
+from slime.observability.tracker import Tracker, Views
+from slime.settings import Args
 from slime.settings.hooks import check_hooks
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 
 
 @contextmanager
-def launch(args: Any) -> Iterator[Run]:
+def launch(args: Args) -> Iterator[Run]:
     """Starts everything that `args` asks for, yields the verbs, and leaves nothing behind."""
     run_id = args.run_id
     prepare_environment(run_id)  # before any user code: a hook may import Ray
@@ -47,8 +49,14 @@ def launch(args: Any) -> Iterator[Run]:
         num_cores=len(os.sched_getaffinity(0)),
         max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
     )
-    folder = RunFolder.create(Path(args.run_dir).resolve(), run_id=run_id, args=args.to_json_dict())
+    settings = args.to_json_dict()
+    folder = RunFolder.create(
+        Path(args.run_dir).resolve(), run_id=run_id, args=settings, without_effect=settings["idle"]
+    )
     setup_logging(folder.logs / "driver.log")
+    if args.idle:
+        told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
+        logger.warning("settings that were given and have no effect (--strict refuses them):\n%s", told)
     from slime.cluster.session import RaySession
     from slime.cluster.start import start
 
@@ -56,7 +64,7 @@ def launch(args: Any) -> Iterator[Run]:
     spans = start_recording("driver", folder.traces)
     try:
         with (
-            Tracker.from_args(args, folder) as tracker,
+            Tracker.with_views(_views(args, settings), folder) as tracker,
             RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "reaper.log"),
         ):
             run = start(args, plan, folder, tracker)
@@ -75,6 +83,12 @@ def launch(args: Any) -> Iterator[Run]:
     finally:
         spans.close()
         folder.write_report()
+
+
+def _views(args: Args, settings: dict[str, Any]) -> Views:
+    """What the settings ask to see beside the record."""
+    names = {field.name for field in dataclasses.fields(Views)} - {"settings"}
+    return Views(**{name: getattr(args, name) for name in names}, settings=settings)
 
 
 def _rescue(run: Run) -> None:

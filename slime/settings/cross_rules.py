@@ -42,7 +42,8 @@ def steps_agree(args: Args) -> str | None:
                 "give --num-steps-per-rollout"
             )
         return None
-    if args.global_batch_size * args.num_steps_per_rollout == executions or executions % args.global_batch_size:
+    size = args.global_batch_size
+    if size < 1 or size * args.num_steps_per_rollout == executions or executions % size:
         return None
     return (
         f"got global_batch_size {args.global_batch_size} with num_steps_per_rollout {args.num_steps_per_rollout}, "

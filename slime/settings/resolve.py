@@ -33,16 +33,18 @@ def resolve(
     `given` and `origins`: values and where each was given, by (owner, dest); `custom`: the user's own settings;
     `synchronous`: the loop is train.py's, not train_async.py's.
     """
+    where = {_spelled(owner, dest): text for (owner, dest), text in origins.items()}
     resolver = Resolver(
         components,
         {_spelled(owner, dest): value for (owner, dest), value in given.items()},
-        origins={_spelled(owner, dest): text for (owner, dest), text in origins.items()},
+        origins=where,
         megatron=megatron_defaults(components),
         passed=_passed(),
     )
     check_required(resolver, components)
     problems, idle = take_architecture(resolver)
     router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
+    resolver.origins |= {f"router.{name}": where[f"router.{name}"] for name in router}
     args = _args(resolver, router=Passthrough("router", router), custom=Passthrough("custom", custom))
     args = _with_idle(args, components, idle)
     validate(args, components, synchronous=synchronous, problems=problems)
