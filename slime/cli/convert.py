@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
-from slime.settings.model_shape import read_hf_config
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, write_hf
 from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
 from slime.weights import fp8
-from slime.weights.tables import FamilyTable, table_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What `--to` may say besides fp8."""

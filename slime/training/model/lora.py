@@ -33,10 +33,10 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import linear
 
 from slime.core.errors import ConfigError
+from slime.models.common.table import Entry, FamilyTable, Row
 from slime.training.model.names import global_name, is_expert
 from slime.training.model.policy import PolicyModel
 from slime.weights.convert import load_shard
-from slime.weights.tables import Entry, FamilyTable, Row
 
 A, B = "lora_a", "lora_b"
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
