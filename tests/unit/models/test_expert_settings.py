@@ -1,4 +1,4 @@
-"""Experts: the architecture is the checkpoint's; settings that tie a token's gradient to its micro-batch are refused."""
+"""Experts: the architecture is the checkpoint's; settings that tie a gradient to its micro-batch are refused."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_the_indexer_chooses_what_transformers_chooses(at_once: int, monkeypatch
     hidden, latent = torch.randn(28, 1, 32), torch.randn(28, 1, 24)
     frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03])
     cos, sin = cos_sin(positions, frequencies, 1.0)
-    packed = SimpleNamespace(query_lengths=lengths, cu_seqlens_q=torch.tensor([0, 11, 14, 19, 28]), cut=None)
+    packed = SimpleNamespace(query_lengths=lengths, cu_seqlens_q=torch.tensor([0, 11, 14, 19, 28]), shard=None)
     assert own.needed(packed)  # type: ignore[arg-type]
     masks = masks_of(own(hidden, latent, cos, sin, packed))
     assert [m is None for m in masks] == [False, True, True, False]  # what is no longer than 5 sees everything
@@ -95,7 +95,7 @@ def test_the_indexer_chooses_what_transformers_chooses(at_once: int, monkeypatch
 
 def test_long_sequences_are_refused_under_context_parallelism() -> None:
     own, _, _ = _indexers()
-    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 9]), cut=object())
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 9]), shard=object())
     assert not own.needed(packed)  # type: ignore[arg-type]
     packed.cu_seqlens_q = torch.tensor([0, 6])
     with pytest.raises(ConfigError, match="context parallelism"):
