@@ -79,8 +79,8 @@ class ExpertLayer(MoELayer):
         parts.submodules.router = ExactRouter
         super().__init__(config, parts.submodules, pg_collection=groups)
         for parameter in self.experts.parameters():
-            # Megatron sets this under expert parallelism only, as if experts were otherwise cut like dense layers. Ours
-            # are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
+            # Megatron sets this under expert parallelism only, as if experts were otherwise split like dense layers.
+            # Ours are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
             parameter.allreduce = False
         if config.moe_token_dispatcher_type == "allgather":
             self.token_dispatcher = UnevenAllGatherDispatcher(

@@ -44,7 +44,7 @@ def column(
     engine: str | None = None,
     **options: Any,
 ) -> Row:
-    """Tensors stacked along the output features, which are cut; one unit stands for all segments."""
+    """Tensors stacked along the output features, which are split; one unit stands for all segments."""
     names = (names,) if isinstance(names, str) else names
     if isinstance(units, Unit):
         units = (units,) * len(options.get("segments") or shapes)
@@ -52,7 +52,7 @@ def column(
 
 
 def row(megatron: str, name: str, out: int, size: int, unit: Unit = Unit.EVEN, **options: Any) -> Row:
-    """A weight [out, size] whose input features are cut."""
+    """A weight [out, size] whose input features are split."""
     engine = options.pop("engine", name)
     return Row(megatron, (name,), ((out, size),), engine, dim=1, units=(unit,), **options)
 

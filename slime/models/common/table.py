@@ -6,7 +6,7 @@ Invariants
    expert's number in the whole model; the engine holds all experts of a row in one tensor.
 2. A row is read in both directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
    for verification. No direction has names or rules of its own.
-3. One formula cuts every parameter: segments, interleaved in groups, in equal parts (`convert`).
+3. One formula splits every parameter: segments, interleaved in groups, in equal parts (`convert`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ EXPERT = "{expert}"
 
 
 class Unit(str, Enum):
-    """What the cut dimension of a segment consists of: what no rank may hold a part of, and how engines pad it."""
+    """What the split dimension of a segment consists of: what no rank may hold a part of, and how engines pad it."""
 
     NONE = "none"
-    """Not cut: whole on every rank (norms, biases added after the reduction)."""
+    """Not split: whole on every rank (norms, biases added after the reduction)."""
     VOCAB = "vocabulary rows"
     """Vocabulary entries; trainer and engine pad them, each in its own way."""
     HEADS = "attention heads"
@@ -58,11 +58,11 @@ class Row:
     engine: str
     """Name of the resident tensor of an SGLang model; rows and experts that share one are stacked along dim 0."""
     dim: int | None = None
-    """The dimension that tensor-parallel ranks cut; None: whole on every rank."""
+    """The dimension that tensor-parallel ranks split; None: whole on every rank."""
     units: tuple[Unit, ...] = ()
     """Of each segment."""
     segments: tuple[int, ...] = ()
-    """Lengths along `dim`, through the HF tensors laid end to end, of what is cut one by one; empty: one per tensor."""
+    """Lengths along `dim`, through the HF tensors laid end to end, of what is split separately; empty: one per tensor."""
     groups: int = 0
     """Megatron interleaves the segments in this many equal groups (KV heads, for example); 0: one group per rank."""
     wide: bool = False
@@ -91,7 +91,7 @@ class Row:
         """A row for each HF tensor, where `engines` names their resident tensors; else none."""
         out, first = [], 0
         for i, engine in enumerate(self.engines):
-            assert self.dim is not None, f"{self.megatron} is not cut"
+            assert self.dim is not None, f"{self.megatron} is not split"
             size, last = self.shapes[i][self.dim], first
             while sum(self.segments[first:last]) < size:
                 last += 1
@@ -104,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes that decide where tensors are cut."""
+    """The sizes that decide where tensors are split."""
 
     num_layers: int
     num_heads: int

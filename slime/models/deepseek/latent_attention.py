@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one small latent.
 
-Megatron's own with the local specification cuts the down projections. Here they are whole on each tensor-parallel rank,
-as in the engines, and only what belongs to heads is cut. It feeds `PackedAttention`, so context parallelism is the
-same as elsewhere. DeepSeek-V3, GLM-4.7-Flash; with a `SparseIndexer` GLM-5.
+Megatron's own with the local specification splits the down projections. Here they are whole on each tensor-parallel
+rank, as in the engines, and only what belongs to heads is split. It feeds `PackedAttention`, so context parallelism is
+the same as elsewhere. DeepSeek-V3, GLM-4.7-Flash; with a `SparseIndexer` GLM-5.
 
 Invariants
 1. The rotary part of a key is one for all heads: its gradient is summed over the tensor-parallel ranks.
@@ -103,7 +103,7 @@ class LatentAttention(MegatronModule):
         check_stages(kinds, [get_transformer_layer_offset(self.config, vp, pp) for pp in ranks for vp in stages])
 
     def forward(
-        self, hidden_states: Tensor, *_args: Any, packed_seq_params: PackedSequences, **_unused: Any
+        self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
         """[T_local, 1, H] -> [T_local, 1, H] (a part of the row under sequence parallelism), and no bias."""
         packed = packed_seq_params

@@ -18,7 +18,7 @@ from slime.models.deepseek.indexer import indexer_kinds
 
 
 def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) -> Rows:
-    """Projections down to latents, whole on each rank, and up to heads, which are cut."""
+    """Projections down to latents, whole on each rank, and up to heads, which are split."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kv_rank, nope, rope, value = (int(config[name]) for name in names)
     hidden, heads, q_rank = s.hidden_size, s.num_heads, int(config.get("q_lora_rank") or 0)

@@ -19,13 +19,13 @@ from slime.models.common.norm import RMSNorm
 class NormedAttention(SelfAttention):
     """Megatron's attention with a norm on its output."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:
+        super().__init__(config, *given, **named)
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, *given: Any, **named: Any) -> tuple[Tensor, None]:
         """As Megatron's: hidden states [T_local, 1, H] and no bias."""
-        output, bias = super().forward(*args, **kwargs)
+        output, bias = super().forward(*given, **named)
         assert bias is None, "the norm comes after the output's bias, which this layer does not add"
         return self.output_norm(output), None
 
@@ -38,8 +38,8 @@ class NormedMLP(MLP):
         super().__init__(config, parts, ffn_hidden_size=config.ffn_hidden_size)
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, None]:
         """As Megatron's: hidden states [T_local, 1, H] and no bias."""
-        output, bias = super().forward(hidden_states, *args, **kwargs)
+        output, bias = super().forward(hidden_states, *given, **named)
         assert bias is None, "the norm comes after the output's bias, which this layer does not add"
         return self.output_norm(output), None

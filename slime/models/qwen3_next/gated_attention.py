@@ -16,7 +16,7 @@ class GatedAttention(SelfAttention):
     """Needs `attention_output_gate` in the configuration."""
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *_args: Any, **_unused: Any
+        self, hidden_states: Tensor, *_given: Any, **_unused: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[T, 1, H] -> query [T, 1, heads, d], key and value [T, 1, groups, d], gate [T, 1, heads, d]."""
         mixed, _ = self.linear_qkv(hidden_states)

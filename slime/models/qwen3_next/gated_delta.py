@@ -1,8 +1,8 @@
 """The gated delta net (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and Qwen3.5: a linear-attention mixer.
 
-Megatron-core's own needs flash-linear-attention and refuses packed rows. Heads of this one are cut over tensor-parallel
-ranks by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is the rate, a the
-decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
+Megatron-core's own needs flash-linear-attention and refuses packed rows. Heads of this one are split over
+tensor-parallel ranks by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is
+the rate, a the decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
 
 Invariants
 1. Convolution and recurrence start anew at each sequence of a packed row.
@@ -62,14 +62,14 @@ class GatedDeltaNet(torch.nn.Module):
         features = key_heads * (sum(self.qkv) + self.repeats * (self.value_dim + 2))
         self.in_proj = ColumnParallelLinear(config.hidden_size, features, gather_output=False, **linear)
         taps = int(hf_config["linear_conv_kernel_dim"])
-        self.conv1d = torch.nn.ParameterDict({"weight": self._cut(self.groups * sum(self.qkv), 1, taps)})
-        self.dt_bias = self._cut(self.groups * self.repeats)
-        self.A_log = self._cut(self.groups * self.repeats, dtype=torch.float32)
+        self.conv1d = torch.nn.ParameterDict({"weight": self._shard(self.groups * sum(self.qkv), 1, taps)})
+        self.dt_bias = self._shard(self.groups * self.repeats)
+        self.A_log = self._shard(self.groups * self.repeats, dtype=torch.float32)
         self.out_norm = GatedNorm(config, self.value_dim, self.in_proj.weight.device)
         size = value_heads * self.value_dim
         self.out_proj = RowParallelLinear(size, config.hidden_size, input_is_parallel=True, **linear)
 
-    def _cut(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    def _shard(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """An undefined parameter of which each tensor-parallel rank holds a part along dim 0."""
         weight = torch.empty(*shape, dtype=dtype or self.config.params_dtype, device=self.in_proj.weight.device)
         parameter = torch.nn.Parameter(weight)
@@ -77,7 +77,7 @@ class GatedDeltaNet(torch.nn.Module):
         return parameter
 
     def forward(
-        self, hidden_states: Tensor, *_args: Any, packed_seq_params: PackedSequences, **_unused: Any
+        self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
         """[T, 1, H] -> [T, 1, H] (of this rank's part of the row under sequence parallelism), and no bias."""
         packed = packed_seq_params

@@ -48,11 +48,12 @@ class ContextShard:
         if not mpu.is_initialized() or mpu.get_context_parallel_world_size() == 1:
             return None
         group = mpu.get_context_parallel_group()
-        cut = context_cut(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
+        split = context_cut(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
         positions, local_index, key_rows = (
-            torch.from_numpy(x).to(device, non_blocking=True) for x in (cut.positions, cut.local_index, cut.key_rows)
+            torch.from_numpy(x).to(device, non_blocking=True)
+            for x in (split.positions, split.local_index, split.key_rows)
         )
-        return cls(group, positions, local_index, key_rows, cut.query_lengths, cut.key_lengths)
+        return cls(group, positions, local_index, key_rows, split.query_lengths, split.key_lengths)
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those of each local chunk end to end, [K, g, d].
