@@ -62,7 +62,7 @@ class Row:
     units: tuple[Unit, ...] = ()
     """Of each segment."""
     segments: tuple[int, ...] = ()
-    """Lengths along `dim`, through the HF tensors laid end to end, of what is split separately; empty: one per tensor."""
+    """Lengths along `dim`, through the HF tensors laid end to end, of what is split separately; empty: one each."""
     groups: int = 0
     """Megatron interleaves the segments in this many equal groups (KV heads, for example); 0: one group per rank."""
     wide: bool = False

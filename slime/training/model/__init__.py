@@ -1,1 +1,1 @@
-"""The model on one rank: Megatron's decoder of a family's layers, log-probs in place of logits, every way to split it."""
+"""Megatron's decoder of a family's layers, log-probs in place of logits, every way to split it."""
