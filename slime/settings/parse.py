@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, HookError, SlimeError
-from slime.settings.architecture import architecture_of, contradictions
 from slime.settings.args import Args
 from slime.settings.derive import DERIVATIONS, Draft
+from slime.settings.families import architecture_of, contradictions
 from slime.settings.megatron_defaults import SLIME_DEFAULTS
 from slime.settings.schema import flags_of_owner, owned_spellings
 from slime.settings.settings import Settings

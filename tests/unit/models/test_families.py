@@ -73,7 +73,7 @@ def test_a_family_is_one_file_of_the_users_own(tmp_path: Path) -> None:
     config = {**config, "model_type": "toy_of_the_tests"}
     code = (
         "import sys, json\n"
-        "from slime.settings.architecture import architecture_of\n"
+        "from slime.settings.families import architecture_of\n"
         "from slime.core.hf_config import read_hf_config\n"
         "from slime.models import family_of, table_for\n"
         "settings = architecture_of(sys.argv[1], sys.argv[2])\n"

@@ -1,6 +1,6 @@
-"""The architecture of the checkpoint: Megatron settings that its `config.json` decides and no flag may contradict.
+"""What the settings ask `slime.models`, which knows the families of models: the architecture of a checkpoint.
 
-`slime.models` knows the families. It stands above the settings, so it is named here by its import path alone.
+That room stands above the settings, so it is named by its import path alone, here and nowhere else in this package.
 """
 
 from __future__ import annotations
