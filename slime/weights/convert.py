@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
+from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 
 ReadHF = Callable[[str], Tensor]
 """HF tensor name -> the full tensor."""
@@ -82,7 +82,7 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
     """Raises `ConfigError` if the trainer cannot cut `entry` into `tp_size` equal shards."""
     row = entry.row
-    counts = [(unit_count(table.shape, u, size), u.value) for size, u in zip(row.segments, row.units, strict=False)]
+    counts = [(unit_count(table.sizes, u, size), u.value) for size, u in zip(row.segments, row.units, strict=False)]
     counts += [(row.groups, "groups")] if row.groups else []
     for count, what in counts:
         if what != Unit.VOCAB.value and count % tp_size:
@@ -92,7 +92,7 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
             )
 
 
-def unit_count(shape: ModelShape, unit: Unit, size: int) -> int:
+def unit_count(shape: ModelSizes, unit: Unit, size: int) -> int:
     """How many units a segment of `size` has."""
     return {Unit.HEADS: shape.num_heads, Unit.KV_HEADS: shape.num_kv_heads}.get(unit, size)
 

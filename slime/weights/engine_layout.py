@@ -21,8 +21,8 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest
+from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 from slime.weights.convert import padded_slice, segments_of, slice_shards, unit_count
-from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
 
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this."""
@@ -53,7 +53,7 @@ def engine_shards(
         return list(parts)
     pieces: list[Tensor] = []
     for segment, unit in zip(segments_of(entry, parts), entry.row.units, strict=True):
-        size, rank, num_ranks = _cut(table.shape, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
+        size, rank, num_ranks = _cut(table.sizes, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
         share = size // num_ranks
         own = rank * share, share
         pieces += slice_shards(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
@@ -61,7 +61,7 @@ def engine_shards(
 
 
 def _cut(
-    shape: ModelShape, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
+    shape: ModelSizes, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> tuple[int, int, int]:
     """(padded length over all ranks, rank, number of ranks that differ) of a segment."""
     if unit is Unit.VOCAB:

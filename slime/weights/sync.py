@@ -24,9 +24,9 @@ from torch import Tensor
 
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.core.ports import Digest
+from slime.models.common.table import FamilyTable
 from slime.weights.buckets import Bucket, cut
 from slime.weights.engine_layout import ExpectedDigests
-from slime.weights.tables import FamilyTable
 from slime.weights.targets import EngineTarget, Peers, on_all
 from slime.weights.transports import Transport
 from slime.weights.verify import require_equal

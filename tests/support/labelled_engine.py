@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.sample import Sample
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.rollout.client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import TensorTransport
 from tests.support.engine_state import num_running

@@ -10,9 +10,10 @@ import torch
 
 from slime.core.errors import EngineError
 from slime.core.ports import RankChecksums
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.engine_layout import engine_tensors
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import Peers
 
 CONFIG: dict[str, Any] = {

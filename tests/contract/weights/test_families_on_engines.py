@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest, serialize_bucket
-from slime.settings.model_shape import read_hf_config
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import TensorTransport
 from tests.support.engine_parity import one_rank, sampled

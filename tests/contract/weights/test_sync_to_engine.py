@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.errors import WeightSyncError
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.buckets import Tamper
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
 from tests.support.tiny import write_tiny_model

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
+from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable
 from slime.weights.targets import EngineTarget, Peers
 from slime.weights.transports import DistributedTransport, TensorTransport
 from tests.support.weights import FakeEngine, FakeWire, Ranks, State, model
