@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime.core.errors import EngineError
 from slime.core.ports import RankChecksums
-from slime.serving.wire import digest
+from slime.serving.wire import digest, serialize_bucket
+from slime.weights.buckets import Bucket
 from slime.weights.engine_layout import engine_tensors
+from slime.weights.receivers import Peers, Receiver
 from slime.weights.tables import FamilyTable, table_for
-from slime.weights.targets import Peers
+from slime.weights.transports import Channel, TransportContext
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -26,6 +29,8 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 70,
 }
 State = dict[str, torch.Tensor]
+Tamper = Callable[[str, torch.Tensor], torch.Tensor]
+"""Gets a private copy of a tensor that is about to travel, returns what travels instead."""
 
 
 def model(**changes: Any) -> tuple[FamilyTable, State]:
@@ -33,6 +38,54 @@ def model(**changes: Any) -> tuple[FamilyTable, State]:
     table = table_for({**CONFIG, **changes})
     generator = torch.Generator().manual_seed(0)
     return table, {n: torch.randn(table.hf_shape(n), generator=generator) for n in table.hf_names}
+
+
+def transport_context(**changes: Any) -> TransportContext:
+    """A trainer of one rank on a CPU, beside its engines."""
+    alone: dict[str, Any] = {
+        "peers": Peers(),
+        "device": "cpu",
+        "gpu_id": None,
+        "address": "127.0.0.1",
+        "timeout_s": 60.0,
+        "hf_checkpoint": Path("no checkpoint"),
+        "serialize": serialize_bucket,
+    }
+    return TransportContext(**{**alone, **changes})
+
+
+def tampered(bucket: Bucket, tamper: Tamper) -> Bucket:
+    """What travels instead of a bucket."""
+    return Bucket(tuple((name, tamper(name, tensor.detach().clone())) for name, tensor in bucket.tensors))
+
+
+class TamperingChannel(Channel):
+    """Alters what travels over another channel."""
+
+    def __init__(self, inner: Channel, tamper: Tamper) -> None:
+        self.name = inner.name
+        self._inner, self._tamper = inner, tamper
+
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        self._inner.begin(receivers, version=version)
+
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
+        return self._inner.prepare(tampered(bucket, self._tamper), receivers)
+
+    def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        self._inner.deliver(prepared, receivers, version=version)
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        self._inner.finish(receivers, version=version)
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class FakeEngine:
