@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.cluster.run import EngineInfo
+from slime.cluster.actors import EngineInfo
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest, serialize_bucket
 from slime.settings import Args
