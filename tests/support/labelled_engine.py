@@ -1,4 +1,4 @@
-"""A real engine whose tokens tell which weights sampled them, published to as a trainer publishes.
+"""A real engine whose tokens tell which weights sampled them; its weights are synced as a trainer does it.
 
 Every embedding is the same vector and no layer adds to it, so that the last hidden state is known and the logits are
 one column of the output layer: in version v those of even ids are `v * LOGIT_STEP`, the others 0. The two log-probs

@@ -73,8 +73,8 @@ def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[st
     from safetensors.torch import load_file
 
     from slime.settings.model_shape import read_hf_config
-    from slime.weights.engine_layout import engine_tensors
     from slime.weights.tables import table_for
+    from tests.support.weights import engine_tensors
 
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from slime.core.errors import EngineError
 from slime.core.ports import RankChecksums
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.buckets import Bucket
-from slime.weights.engine_layout import engine_tensors
+from slime.weights.engine_layout import engine_shards
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.tables import FamilyTable, table_for
 from slime.weights.transports import Channel, TransportContext
@@ -38,6 +38,21 @@ def model(**changes: Any) -> tuple[FamilyTable, State]:
     table = table_for({**CONFIG, **changes})
     generator = torch.Generator().manual_seed(0)
     return table, {n: torch.randn(table.hf_shape(n), generator=generator) for n in table.hf_names}
+
+
+def engine_tensors(
+    table: FamilyTable, state: Mapping[str, torch.Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All resident tensors of one rank from a whole HF state dict; experts come stacked flat."""
+    for name, held in table.resident.items():
+        shards = [
+            shard
+            for entry in held
+            for shard in engine_shards(
+                table, entry, [state[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu
+            )
+        ]
+        yield name, torch.cat(shards)
 
 
 def transport_context(**changes: Any) -> TransportContext:

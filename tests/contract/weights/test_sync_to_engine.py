@@ -154,7 +154,7 @@ def test_one_altered_float_is_refused_by_name_and_the_engine_stays_paused(rig: R
     assert is_paused(rig.url)
     good = changed(rig.state, 6)
     channel = rig.channel(name)
-    rig.sync_weights(good, channel, version=6)  # the way out: publish again
+    rig.sync_weights(good, channel, version=6)  # the way out: sync again
     channel.close()
     rig.assert_serves(good, 6)
 

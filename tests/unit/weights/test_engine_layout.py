@@ -10,10 +10,10 @@ import torch
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket, split
-from slime.weights.engine_layout import ExpectedDigests, engine_shards, engine_tensors, padded_vocab_size
+from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
 from slime.weights.tables import Unit
 from slime.weights.verify import compare
-from tests.support.weights import model, tampered
+from tests.support.weights import engine_tensors, model, tampered
 
 
 def engine_shard(*args: Any, **kwargs: Any) -> torch.Tensor:
