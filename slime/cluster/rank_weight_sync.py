@@ -1,5 +1,8 @@
 """One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
 
+Consumes the trainer's weights, once per weight sync. Produces the outcome, which all ranks share. Waits for the other
+ranks (a gloo group of their own) and, on the sender, for engines, each with a limit; the driver calls it on all ranks.
+
 Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
 """
 
