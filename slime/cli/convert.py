@@ -89,7 +89,7 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
     opened = stack.enter_context(open_checkpoint(folder))
     if hf_checkpoint is not None:  # how experts are stored is seen from its files alone
         config = read_hf_config(str(hf_checkpoint))
-        if digest_of(config) != opened.pieces.metas[0]["architecture"]:
+        if digest_of(config) != opened.reader.metas[0]["architecture"]:
             raise CheckpointError(
                 f"got --hf-checkpoint {hf_checkpoint}, which is of another model than {opened.assets / 'config.json'}; "
                 "name the folder that the model was loaded from"

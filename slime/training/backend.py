@@ -277,7 +277,7 @@ class MegatronBackend:
         for folder, kept in self._kept.items():
             self.weight_version = load_rank(
                 directory / folder,
-                dataclasses.replace(kept, copies={}) if args.finetune else kept,
+                dataclasses.replace(kept, other_policies={}) if args.finetune else kept,
                 seed=int(args.seed),
                 with_optimizer=not (args.finetune or args.no_load_optim),
                 with_rng=not (args.finetune or args.no_load_rng),

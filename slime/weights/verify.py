@@ -72,7 +72,7 @@ def require_equal(
     if complaints:
         raise WeightSyncError(
             f"got weights of version {version} over {transport} that differ from the trainer's, so they must not be "
-            f"served: {'; '.join(complaints)}. The engines stay paused; publish again, or replace them"
+            f"served: {'; '.join(complaints)}. The engines stay paused; sync again, or replace them"
         )
 
 

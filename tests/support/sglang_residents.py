@@ -74,7 +74,7 @@ def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[st
 
     from slime.core.hf_config import read_hf_config
     from slime.models import table_for
-    from slime.weights.engine_layout import engine_tensors
+    from tests.support.weights import engine_tensors
 
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")

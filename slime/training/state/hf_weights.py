@@ -1,7 +1,7 @@
 """This rank's Megatron parameters and full HF tensors: load on start, export for weight sync and `--save-hf`.
 
 Names are those of the whole model (`names`). A parameter lives on one pipeline stage, an expert on one expert-parallel
-rank of it, and everything else is cut over the tensor-parallel ranks. On export its holder sends it over the expert
+rank of it, and everything else is split over the tensor-parallel ranks. On export its holder sends it over the expert
 group, then over the pipeline, so that every rank has this tensor-parallel shard; then the shards are gathered.
 """
 

@@ -1,5 +1,8 @@
 """One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
 
+Consumes the trainer's weights, once per weight sync. Produces the outcome, which all ranks share. Waits for the other
+ranks (a gloo group of their own) and, on the sender, for engines, each with a limit; the driver calls it on all ranks.
+
 Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
 """
 
@@ -12,32 +15,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.cluster.run import EngineInfo
+from slime.cluster.actors import EngineInfo
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest, serialize_bucket
+from slime.settings import Args
 from slime.training.backend import MegatronBackend
-from slime.weights.buckets import Tamper
+from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
+from slime.weights.transports import TRANSPORTS, TransportContext
 
 SENDER = 0
 """The training rank that talks to engines."""
 
 
 class RankWeightSync:
-    """Publishes the weights of `backend` to `engines`; made on every training rank, called on all of them together."""
+    """Sends the weights of `backend` to `engines`; made on every training rank, called on all of them together."""
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         backend: MegatronBackend,
         engines: Sequence[EngineInfo],
         *,
         rank: int,
         slots: Sequence[int],
         address: str,
-        tamper: Tamper | None = None,
     ) -> None:
         """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
         self._args, self._backend = args, backend
@@ -45,23 +47,32 @@ class RankWeightSync:
         self._group = dist.new_group(backend="gloo")
         self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
         gpu_of_slot = self._gpus(slots[rank])
-        self._targets = [
-            EngineTarget(
+        self._receivers = [
+            Receiver(
                 HttpEngineControl(info.url, info.tp_size, args.weight_sync_timeout_s, info.api_key),
                 tuple(gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if gpu_of_slot else (),
             )
             for info in engines
         ]
-        gpu_id = gpu_of_slot.get(slots[rank]) if gpu_of_slot else None
-        self._transport = self._make_transport(gpu_id, address, tamper)
+        self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
+            TransportContext(
+                peers=self._peers,
+                device=args.device,
+                gpu_id=gpu_of_slot.get(slots[rank]) if gpu_of_slot else None,
+                address=address,
+                timeout_s=args.weight_sync_timeout_s,
+                hf_checkpoint=Path(args.hf_checkpoint),
+                serialize=serialize_bucket,
+            )
+        )
 
     def sync_weights(self) -> dict[str, float]:
         """Sends, verifies, resumes. Returns `perf/update_weights_*`. Raises `WeightSyncError` on every rank."""
         metrics = sync_weights(
             self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
             table=self._table,
-            targets=self._targets,
-            transport=self._transport,
+            receivers=self._receivers,
+            channel=self._channel,
             digest=digest,
             version=self._backend.weight_version,
             buffer_bytes=self._args.update_weight_buffer_size,
@@ -73,21 +84,7 @@ class RankWeightSync:
 
     def close(self) -> None:
         """Leaves the group with the engines."""
-        self._transport.close()
-
-    def _make_transport(self, gpu_id: str | None, address: str, tamper: Tamper | None) -> Transport:
-        args = self._args
-        if args.update_weight_transport == "tensor":
-            return TensorTransport(serialize_bucket, self._peers, gpu_id=gpu_id, tamper=tamper)
-        if args.update_weight_transport == "distributed":
-            backend = "nccl" if args.device == "cuda" else "gloo"
-            limit_s = args.weight_sync_timeout_s
-            return DistributedTransport(
-                self._peers, backend=backend, timeout_s=limit_s, master_address=address, tamper=tamper
-            )
-        keep = args.update_weight_disk_keep_files
-        source = Path(args.hf_checkpoint)
-        return DiskTransport(Path(args.update_weight_disk_dir), source, self._peers, keep=keep, tamper=tamper)
+        self._channel.close()
 
     def _gpus(self, slot: int) -> dict[int, str]:
         """Slot -> GPU of the training rank there; empty on a CPU. Collective."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.guardian import LOOK_AT_LEAST_EVERY_S, start_reaper
+from slime.cluster.guardian import LOOK_AT_LEAST_EVERY_S, start_guardian
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
 
@@ -23,12 +23,12 @@ START_LIMIT_S = 60.0
 
 DRIVER = """
 import multiprocessing, os, subprocess, sys, time
-from slime.cluster.guardian import start_reaper
+from slime.cluster.guardian import start_guardian
 from slime.core.ids import RUN_ID_ENV
 
 run_id, temp_dir, ending = sys.argv[1:4]
 os.environ[RUN_ID_ENV] = run_id
-reaper = start_reaper(run_id, temp_dirs=[temp_dir])
+guardian = start_guardian(run_id, temp_dirs=[temp_dir])
 sleep = "import time; time.sleep(300)"
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
 detach = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r], start_new_session=True)" % stubborn
@@ -38,15 +38,15 @@ psm_like = "from multiprocessing.shared_memory import SharedMemory as S; import 
     "m = S('psm_' + sys.argv[1], True, 4096); time.sleep(300)"
 for code in (sleep, stubborn, detach, torch_like, psm_like):
     subprocess.Popen([sys.executable, "-c", code, run_id])
-if os.fork() == 0:  # holds the reaper's pipe open, and carries no mark
+if os.fork() == 0:  # holds the guardian's pipe open, and carries no mark
     time.sleep(3)
     os._exit(0)
 time.sleep(1.5)
-print("up", reaper.pid, flush=True)
+print("up", guardian.pid, flush=True)
 if ending == "wait":
     time.sleep(300)
 elif ending == "close":
-    reaper.close()
+    guardian.close()
     print("closed", flush=True)
 elif ending == "raise":
     raise RuntimeError("the driver fails")
@@ -79,7 +79,7 @@ def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: P
     )
     try:
         assert driver.stdout is not None
-        word, reaper_pid = driver.stdout.readline().split()
+        word, guardian_pid = driver.stdout.readline().split()
         assert word == "up"
         if by_signal:
             up_by = time.monotonic() + START_LIMIT_S
@@ -91,7 +91,7 @@ def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: P
         else:
             started = []
         began = time.monotonic()
-        while (members(run_id) or read_stat(int(reaper_pid)) is not None or temp_dir.exists()) and (
+        while (members(run_id) or read_stat(int(guardian_pid)) is not None or temp_dir.exists()) and (
             time.monotonic() - began < LIMIT_S
         ):
             time.sleep(0.1)
@@ -108,11 +108,11 @@ def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: P
 
 def test_close_returns_when_all_are_gone_and_may_be_called_again() -> None:
     run_id = secrets.token_hex(6)
-    reaper = start_reaper(run_id)
+    guardian = start_guardian(run_id)
     child = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(300)"], env={**os.environ, RUN_ID_ENV: run_id}
     )
-    assert reaper.alive
-    reaper.close()
+    assert guardian.alive
+    guardian.close()
     assert child.wait(1) == -signal.SIGTERM
-    reaper.close()
+    guardian.close()

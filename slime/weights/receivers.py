@@ -1,4 +1,4 @@
-"""Whom weights are published to, and who publishes: engines behind the control port, and the trainer ranks as peers.
+"""Who receives weights, and who sends them: engines behind the control port, and the training ranks as peers.
 
 Control calls to several engines run side by side in threads; each call has its own limit (the control's), and the
 first failures are reported together, by engine.
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class EngineTarget:
+class Receiver:
     """One engine that weights go to."""
 
     control: EngineControl
     gpu_ids: tuple[str, ...] = ()
-    """Per engine rank, the identity of its GPU in the same naming as the trainer's (`TensorTransport.gpu_id`).
+    """Per engine rank, the identity of its GPU in the same naming as the trainer's (`TransportContext.gpu_id`).
     Empty on a CPU; only the tensor transport reads it."""
 
 
@@ -33,7 +33,7 @@ def _alone(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The trainer ranks, as the weight sync sees them. The defaults are a trainer of one rank."""
+    """The training ranks, as the weight sync sees them. The defaults are a trainer of one rank."""
 
     is_sender: bool = True
     """Exactly one rank talks to engines."""
@@ -43,20 +43,20 @@ class Peers:
     """Collective: the sender gets every rank's (picklable) object in rank order, the others None."""
 
 
-def on_all(targets: Sequence[EngineTarget], call: Callable[[EngineControl], T], what: str) -> list[T]:
+def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], what: str) -> list[T]:
     """Calls every engine at the same time and returns their answers in order.
 
     Raises the one failure as it is, or an `EngineError` that names every engine that failed at `what`.
     """
-    if not targets:
+    if not receivers:
         return []
-    with ThreadPoolExecutor(len(targets), thread_name_prefix="weights") as pool:
-        futures = [pool.submit(call, target.control) for target in targets]
-        failures = [(t.control.url, f.exception()) for t, f in zip(targets, futures, strict=True) if f.exception()]
+    with ThreadPoolExecutor(len(receivers), thread_name_prefix="weights") as pool:
+        futures = [pool.submit(call, receiver.control) for receiver in receivers]
+        failures = [(r.control.url, f.exception()) for r, f in zip(receivers, futures, strict=True) if f.exception()]
         if len(failures) == 1 and failures[0][1] is not None:
             raise failures[0][1]
         if failures:
             text = "; ".join(f"{url}: {error}" for url, error in failures)
             kind = DeadlineExceeded if all(isinstance(e, DeadlineExceeded) for _, e in failures) else EngineError
-            raise kind(f"{len(failures)} of {len(targets)} engines failed to {what}: {text}")
+            raise kind(f"{len(failures)} of {len(receivers)} engines failed to {what}: {text}")
         return [future.result() for future in futures]
