@@ -1,7 +1,7 @@
 """From settings to a running run, and back to nothing.
 
-Order: run folder -> reaper and Ray -> placement group, engines, trainers, router (`start`). The `with` block ends them
-in the opposite order, whatever ends the block. This module imports no Ray: Ray reads its environment when it is
+Order: run folder -> guardian and Ray -> placement group, engines, trainers, router (`start`). The `with` block ends
+them in the opposite order, whatever ends the block. This module imports no Ray: Ray reads its environment when it is
 imported, and the environment is made here.
 """
 
@@ -65,7 +65,7 @@ def launch(args: Args) -> Iterator[Run]:
     try:
         with (
             Tracker.with_views(_views(args, settings), folder) as tracker,
-            RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "reaper.log"),
+            RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "guardian.log"),
         ):
             run = start(args, plan, folder, tracker)
             collect()  # the first step begins now

@@ -10,10 +10,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from slime.settings.families import architecture_of, contradictions
 from slime.settings.fields import Need
-from slime.settings.model_shape import contradictions, read_hf_config
 from slime.settings.resolver import Resolver
-from slime.settings.shapes import megatron_shape
 
 _NEEDS: Mapping[str, Need] = {
     "kv_channels": Need(
@@ -28,17 +27,12 @@ _NEEDS: Mapping[str, Need] = {
 """Settings of Megatron that the checkpoint says -> when they act, by its other ones."""
 
 
-def is_quantised(hf_checkpoint: str) -> bool:
-    """Whether a checkpoint's weights have block scales. Raises `ConfigError` if config.json is missing or damaged."""
-    return bool(read_hf_config(hf_checkpoint).get("quantization_config"))
-
-
 def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
     """Settles what the checkpoint says. Returns (contradictions with flags, setting -> why it has no effect).
 
     Raises `ConfigError` for a checkpoint that cannot be trained.
     """
-    architecture = megatron_shape(read_hf_config(resolver.hf_checkpoint))
+    architecture = architecture_of(resolver.hf_checkpoint, resolver.model_family)
     explicit, idle = {}, {}
     for name, value in architecture.items():
         if resolver.was_given(f"megatron.{name}"):

@@ -21,7 +21,7 @@ from typing import Any
 from slime.core.errors import ConfigError
 from slime.core.loading import load_object
 from slime.core.registry import Registry
-from slime.settings.fields import declared, field_docs, flags_of, own_fields
+from slime.settings.fields import ChosenBy, declared, field_docs, flags_of, own_fields
 from slime.settings.flags import Flag
 
 Fields = dict[str, dataclasses.Field[Any]]
@@ -33,6 +33,16 @@ class Chooser:
 
     setting: str
     registry: Registry[Any]
+    chosen_by: ChosenBy | None = None
+
+    def names(self, settings: Any) -> tuple[str, ...]:
+        """Of the entries that `settings` choose."""
+        return named(getattr(settings, self.setting) if self.chosen_by is None else self.chosen_by.name(settings))
+
+    @property
+    def what(self) -> str:
+        """Whose names they are, in messages."""
+        return self.setting if self.chosen_by is None else self.chosen_by.what
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,15 @@ class Choice:
     name: str
     entry: type
 
+    def problems(self, settings: Any) -> list[str]:
+        """What its own `check(settings)` says cannot work: it returns messages, or raises one."""
+        if not hasattr(self.entry, "check"):
+            return []
+        try:
+            return list(self.chooser.registry.build(self.name, settings).check(settings) or ())
+        except ConfigError as error:
+            return [str(error)]
+
 
 class Components:
     """Every setting of slime's own, by name."""
@@ -66,7 +85,9 @@ class Components:
         self.groups = tuple(groups)
         self.own: Fields = {field.name: field for group in self.groups for field in own_fields(group)}
         self.choosers = tuple(
-            Chooser(name, _registry(path)) for name, field in self.own.items() if (path := declared(field).chosen_from)
+            Chooser(name, _registry(path), declared(field).chosen_by)
+            for name, field in self.own.items()
+            if (path := declared(field).chosen_from)
         )
         self._readers: dict[str, list[Reader]] = {}
         self._roots: dict[str, type] = {}
@@ -104,12 +125,6 @@ class Components:
                 return reader.field
         return readers[0].field
 
-    def problems(self, settings: Any) -> Iterator[str]:
-        """What the chosen entries' own `check(settings)` says cannot work."""
-        for choice in self.chosen(settings):
-            if hasattr(choice.entry, "check"):
-                yield from choice.chooser.registry.build(choice.name, settings).check(settings)
-
     def flags(self, *, with_docs: bool = False) -> list[Flag]:
         """The flags of the entries' settings; their texts are read from the source only if wanted."""
         out = []
@@ -125,7 +140,7 @@ class Components:
 
     @staticmethod
     def _choices(chooser: Chooser, settings: Any) -> Iterator[Choice]:
-        for name in named(getattr(settings, chooser.setting)):
+        for name in chooser.names(settings):
             yield Choice(chooser, name, chooser.registry.get(name))
 
     def _add(self, chooser: Chooser, entry: type, label: str) -> None:

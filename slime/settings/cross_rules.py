@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.core.hf_config import read_hf_config
 from slime.settings.data_files import split_slice
 from slime.settings.eval_config import eval_datasets
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
-from slime.settings.model_shape import read_hf_config
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -231,7 +231,7 @@ def _in_use(args: Args) -> list[tuple[str, str]]:
         "run_dir",
         "update_weight_disk_dir",
     )
-    found = [(name, getattr(args, name)) for name in names if getattr(args, name)]
+    found = [(name, getattr(args, name)) for name in names if getattr(args, name, None)]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
     data = [*([args.prompt_data] if args.prompt_data else []), *(d.path for d in eval_datasets(args))]
     found += [("the data", str(split_slice(spec)[0])) for spec in data]

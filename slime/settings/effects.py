@@ -51,9 +51,9 @@ def _choices_with(name: str, components: Components) -> Iterator[str]:
     """`setting a or b` for each setting that chooses entries which have the field."""
     by_chooser: dict[str, dict[str, None]] = {}
     for reader in components.readers(name):
-        by_chooser.setdefault(reader.chooser.setting, {})[reader.label] = None
-    for setting, labels in by_chooser.items():
-        yield f"{setting} {' or '.join(labels)}"
+        by_chooser.setdefault(reader.chooser.what, {})[reader.label] = None
+    for what, labels in by_chooser.items():
+        yield f"{what} {' or '.join(labels)}"
 
 
 def engine_settings_without_effect(args: Args, defaults: Mapping[str, Any]) -> dict[str, str]:

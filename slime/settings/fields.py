@@ -94,6 +94,16 @@ class Adjusted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ChosenBy:
+    """What names an entry of a registry, if not the value of the setting that belongs to the registry."""
+
+    name: Callable[[Any], str | None]
+    """Of the settings."""
+    what: str
+    """What the name is, in words, before the names that exist."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Declared:
     """What a field says beyond its type and default; kept in the field's metadata."""
 
@@ -113,6 +123,8 @@ class Declared:
     """Whether a given value asks for something, so that it is worth telling that it does not act."""
     chosen_from: str | None = None
     """The registry, `pkg.module:REGISTRY`, that the value names an entry of."""
+    chosen_by: ChosenBy | None = None
+    """What names the entry in place of the value, which then only makes the user's own known."""
     compute: Callable[[Any], Any] | None = None
     """The value where the user gives none; None leaves the default."""
     why: str | Callable[[Any], str] = ""
@@ -160,6 +172,7 @@ def opt(
     needs: Need | tuple[Need, ...] = (),
     asks: Callable[[Any], bool] = is_on,
     chosen_from: str | None = None,
+    chosen_by: ChosenBy | None = None,
     canonical: Callable[[Any], Any] | None = None,
     adjust: Callable[[Any, Any], Adjusted | None] | None = None,
     required: str = "",
@@ -175,6 +188,7 @@ def opt(
         needs=(needs,) if isinstance(needs, Need) else needs,
         asks=asks,
         chosen_from=chosen_from,
+        chosen_by=chosen_by,
         canonical=canonical,
         adjust=adjust,
         required=required,

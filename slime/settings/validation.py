@@ -35,7 +35,7 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
         lambda: problems,
         lambda: out_of_range(args, components),
         *(lambda rule=rule: [rule(args)] for rule in rules),
-        lambda: components.problems(args),
+        lambda: of_chosen_entries(args, components),
         lambda: without_effect(args),
     ]
     found: list[str] = []
@@ -49,6 +49,13 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
         raise ConfigError(found[0])
     if found:
         raise ConfigError(f"{len(found)} problems:" + "".join(f"\n  {i}. {text}" for i, text in enumerate(found, 1)))
+
+
+def of_chosen_entries(args: Args, components: Components) -> Iterator[str]:
+    """What the entries that act say of themselves."""
+    for choice in components.chosen(args):
+        if what_is_missing(choice.chooser.setting, args, components) is None:
+            yield from choice.problems(args)
 
 
 def out_of_range(settings: Any, components: Components) -> Iterator[str]:

@@ -39,7 +39,7 @@ GROUPS: tuple[Group, ...] = (
     Group(parameters.ParameterSettings, "Parameters and copies", parameters.RULES),
     Group(training.TrainingSettings, "Training batches", training_rules.RULES, training.PASSED),
     Group(checkpoint.CheckpointSettings, "Checkpoint", checkpoint.RULES),
-    Group(weights.WeightSyncSettings, "Weight sync", weights.RULES),
+    Group(weights.WeightSyncSettings, "Weight sync"),
     Group(serving.ServingSettings, "Serving", serving.RULES),
     Group(logging.LoggingSettings, "Logging"),
     Group(debug.DebugSettings, "Debug", debug.RULES),

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from slime.settings.fields import Need, derived, opt
+from slime.settings.families import model_type_of
+from slime.settings.fields import ChosenBy, Need, derived, opt
 from slime.settings.group import Passed
 
 
@@ -28,10 +29,6 @@ def _why_batch(s: Any) -> str:
 
 
 _DYNAMIC = Need(lambda s: s.use_dynamic_batch_size, "--use-dynamic-batch-size")
-_LINEAR_ATTENTION = Need(
-    lambda s: s.megatron["experimental_attention_variant"] == "gated_delta_net",
-    "a checkpoint with linear attention; this one is a model without gated delta nets",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +62,13 @@ class TrainingSettings:
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
     seed: int = 1234
     """Seed of initialisation and dropout."""
-    qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"), needs=_LINEAR_ATTENTION)
-    """Linear attention of Qwen3-Next and Qwen3.5: kernels of flash-linear-attention (a GPU and half precision), plain
-    PyTorch, or the kernels where they are installed and can run."""
+    model_family: str | None = opt(
+        None,
+        chosen_from="slime.models:FAMILIES",
+        chosen_by=ChosenBy(lambda s: model_type_of(s.hf_checkpoint), "a checkpoint of model_type"),
+    )
+    """A model family of your own, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
+    pkg.module:ClassName. None: slime's own families."""
     mismatch_limit: float | None = None
     """Largest accepted difference between trainer and engine log-probs; none takes the limit of the dtype."""
 

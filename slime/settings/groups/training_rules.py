@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
 from slime.settings.group import Rule
@@ -91,20 +90,6 @@ def linear_attention_is_cut_by_key_heads(args: Args) -> str | None:
     return None
 
 
-def kernels_of_linear_attention_can_run(args: Args) -> str | None:
-    """A choice of kernels has what they need."""
-    m, backend = args.megatron, args.qwen_gdn_backend
-    if backend != "fla" or "qwen_gdn_backend" in args.idle:
-        return None
-    problems = (
-        ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
-        ("the trainer runs on a CPU", args.device == "cpu"),
-        ("the training dtype is float32", not (m["bf16"] or m["fp16"])),
-    )
-    reasons = " and ".join(reason for reason, holds in problems if holds)
-    return f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself" if reasons else None
-
-
 def one_dtype(args: Args) -> str | None:
     """A model has one training dtype."""
     if args.megatron["fp16"] and args.megatron["bf16"]:
@@ -140,7 +125,6 @@ RULES: tuple[Rule, ...] = (
     tensor_parallel_divides_heads,
     only_supported_parallelism,
     linear_attention_is_cut_by_key_heads,
-    kernels_of_linear_attention_can_run,
     one_dtype,
     one_warm_up,
     dynamic_batches_have_a_limit,
