@@ -361,7 +361,7 @@ STEPS: dict[str, Mutation] = {
         "        metrics = _run_step(",
     ),
     "a clip for each optimizer": Mutation(
-        "steps", "training/step/optimizer.py", "total_norm=norm\n", "total_norm=float(inner.get_grad_norm())\n"
+        "steps", "training/step/optimizer.py", "total_norm=norm)", "total_norm=float(inner.get_grad_norm()))"
     ),
     "a critic of advantages": Mutation(
         "critic",

@@ -1,4 +1,4 @@
-"""Evaluation is told apart from training everywhere: hooks are told, identities do not meet, the account is untouched."""
+"""Evaluation is told apart from training: hooks are told, identities do not meet, the account is untouched."""
 
 from __future__ import annotations
 
