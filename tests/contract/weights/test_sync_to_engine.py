@@ -206,7 +206,7 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
     path = write_tiny_model(tmp_path / "model", family, seed=3, num_key_value_heads=kv_heads, **overrides)
     with serving(spec_of(path, tp_size=2), tmp_path) as server:
         rig = Rig(server.url, path, tmp_path, tp_size=2)
-        for version, name in enumerate(TRANSPORTS, 2):
+        for version, name in enumerate(NAMES, 2):
             state = changed(rig.state, seed=version)
             channel = rig.channel(name)
             rig.sync_weights(state, channel, version)
