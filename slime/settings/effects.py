@@ -1,7 +1,7 @@
 """Settings that are given and act on nothing: listed when the run starts, refused with --strict.
 
 A setting acts if the conditions of its declaration hold and, if it belongs to entries of a registry, one of them is
-chosen. What an engine's flag needs is in `megatron_defaults`.
+chosen. What an engine's flag needs is in `megatron_effects`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.settings.components import Components
 from slime.settings.fields import Need, declared
-from slime.settings.megatron_defaults import NEEDS
+from slime.settings.megatron_effects import NEEDS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.settings.group import Rule
-from slime.settings.megatron_defaults import FIXED
+from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -42,9 +42,6 @@ def tensor_parallel_divides_heads(args: Args) -> str | None:
 def only_supported_parallelism(args: Args) -> str | None:
     """What this release trains, and cuts that leave whole layers and experts on every rank."""
     m = args.megatron
-    wrong = [n for n in ("mtp_num_layers", "fp8", "fp4") if m[n]]
-    if wrong:
-        return f"got {', '.join(wrong)}, which this release does not train: leave it out"
     pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1
     if vp > 1 and pp == 1:
         return (
@@ -114,7 +111,7 @@ def dynamic_batches_have_a_limit(args: Args) -> str | None:
 
 def fixed_settings_are_left_alone(args: Args) -> str | None:
     """A flag that the trainer would override silently is refused."""
-    for name, (value, why) in FIXED.items():
+    for name, (value, why) in (*FIXED.items(), *UNSUPPORTED.items()):
         if args.megatron[name] != value and f"megatron.{name}" not in args.idle:
             return f"got {name} {args.megatron[name]}; the trainer always uses {value} ({why}): drop the flag"
     return None

@@ -13,6 +13,9 @@ from slime.settings.groups.algorithm import AlgorithmSettings
 from slime.settings.groups.critic import CriticSettings
 from slime.settings.groups.off_policy import OffPolicySettings
 from slime.settings.groups.teacher import TeacherSettings
+from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
+from slime.settings.megatron_effects import NEEDS
+from slime.settings.schema import flags_of_owner
 from slime.settings.table import components
 from tests.support.command_line import listed, refused
 
@@ -219,3 +222,39 @@ def test_what_has_no_effect_is_told_once_with_the_flag_that_was_given(base: list
 def test_what_has_no_effect_is_not_looked_for(base: list[str]) -> None:
     assert "ref_load" in parse_args([*base, "--ref-load", "missing"]).idle
     assert "critic_load" in parse_args([*base, "--critic-load", "missing"]).idle
+
+
+def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None:
+    stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
+    assert NEEDS.keys() <= stored.keys() and not NEEDS.keys() & UNSUPPORTED.keys()
+    assert NEEDS.keys() & FIXED.keys() == {"moe_router_load_balancing_type"}, (
+        "fixed, and harmless without a coefficient"
+    )
+    for name, (value, _) in UNSUPPORTED.items():
+        assert stored[name].default == value, name
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 8192", "seq_length 8192, which needs rows of one length"),
+        ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
+        ("--attention-backend flash", "which needs Transformer Engine"),
+        ("--muon-momentum 0.9", "which needs another optimizer than Adam"),
+        ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
+    ],
+)
+def test_a_flag_of_megatron_that_acts_on_nothing_is_listed(base: list[str], flags: str, said: str) -> None:
+    args = parse_args([*base, *flags.split()])
+    assert said in listed(args)
+    assert said in refused([*base, *flags.split(), "--strict"])
+    assert args.megatron["moe_router_load_balancing_type"] == "none", "told as it runs"
+
+
+def test_a_flag_of_megatron_at_its_default_asks_for_nothing(base: list[str]) -> None:
+    assert not parse_args([*base, "--attention-softmax-in-fp32", "--seq-length", "4096", "--strict"]).idle
+
+
+@pytest.mark.parametrize("flags", ["--window-size 5 0", "--qk-l2-norm", "--exp-avg-dtype bf16", "--softmax-scale 0.1"])
+def test_a_flag_of_megatron_that_asks_for_another_model_is_refused(base: list[str], flags: str) -> None:
+    assert "drop the flag" in refused([*base, *flags.split()])
