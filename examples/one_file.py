@@ -120,8 +120,7 @@ def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: S
     The ids are kept as they were drawn. Decoding a response and encoding it again may give others, whose log-probs
     nobody knows.
     """
-    num = settings.n_samples_per_prompt
-    read, cache = torch.tensor([list(prompt)] * num, device=model.device), None
+    read, cache = torch.tensor([list(prompt)] * settings.n_samples_per_prompt, device=model.device), None
     ids, log_probs = [], []
     for _ in range(settings.rollout_max_response_len):
         out = model(read, past_key_values=cache, use_cache=True)
