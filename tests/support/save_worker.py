@@ -21,14 +21,14 @@ def main(model: Path, folder: Path, num_kills: int) -> None:
     """Runs everything, with `num_kills` kills of either kind."""
     import torch
 
-    from slime.training.backend import MegatronBackend
+    from tests.support.measured_backend import MeasuredBackend
     from tests.support.training import random_batch, training_args
     from tests.support.training_worker import meet
 
     torch.set_num_threads(1)
     listener, port = meet(folder / "port", 0)
     place = {"rank": 0, "world_size": 1, "local_rank": 0, "master_address": "127.0.0.1", "master_port": port}
-    backend = MegatronBackend(training_args(model), listener=listener, **place)
+    backend = MeasuredBackend(training_args(model), listener=listener, **place)
     backend.weight_version = 1
     backend.train(random_batch())
     draw = random.Random(0)

@@ -37,15 +37,15 @@ def run_layout(spec: dict[str, Any], rank: int) -> None:
     """One rank of one layout, from joining the process group to leaving it."""
     from safetensors.torch import save_file
 
-    from slime.training.backend import MegatronBackend
     from tests.support.adapters import fill_b
+    from tests.support.measured_backend import MeasuredBackend
     from tests.support.training import random_batch, training_args, with_samples
 
     out = Path(spec["out"])
     listener, port = meet(out / "port", rank)
     settings = spec.get("args", {})
     args = training_args(Path(spec["checkpoint"]), megatron=spec["megatron"], **settings)
-    backend = MegatronBackend(
+    backend = MeasuredBackend(
         args,
         rank=rank,
         world_size=spec["world_size"],
