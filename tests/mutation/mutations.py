@@ -237,7 +237,7 @@ DATA: dict[str, Mutation] = {
     ),
 }
 
-_STEP_WEIGHTS = """        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=not args.drop_masked_executions)
+_STEP_WEIGHTS = """        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
 """

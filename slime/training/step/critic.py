@@ -24,6 +24,15 @@ from slime.training.step.train import StepContext, forward_batch, train_on
 from slime.weights.tables import FamilyTable, Row, table_for
 
 HEAD = "value_head."
+_METRICS = {
+    "train/value_loss": "train/critic-value_loss",
+    "train/value_clipfrac": "train/critic-value_clipfrac",
+    "train/values": "train/critic-values",
+    "train/grad_norm": "train/critic-grad_norm",
+    "train/lr-pg_0": "train/critic-lr-pg_0",
+    "train/skipped_updates": "train/critic-skipped_updates",
+}
+"""The critic's metrics under the names that tell them from the policy's."""
 
 
 class Critic:
@@ -61,4 +70,4 @@ class Critic:
         """Every optimizer step of the batch, whose returns are known. Raises `NumericsError` as the policy's does."""
         metrics = train_on(context, self._objective, self.trainable, prepared, version=version)
         metrics.pop("train/num_updates")
-        return {name.replace("train/", "train/critic-", 1): value for name, value in metrics.items()}
+        return {_METRICS.get(name, name): value for name, value in metrics.items()}

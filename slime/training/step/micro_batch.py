@@ -89,8 +89,9 @@ def prepare(
     )
     weights: list[npt.NDArray[Any]] = [np.zeros_like(s.loss_mask) for s in samples]
     shares, units = [0.0] * len(samples), [0.0] * len(samples)
+    count_masked = not args.drop_masked_executions
     for step in schedule.steps:
-        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=not args.drop_masked_executions)
+        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
     return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units))
