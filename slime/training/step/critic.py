@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from slime.algorithms.advantages import Arrays, CriticEstimator
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable, Row
 from slime.settings import Args
-from slime.settings.model_shape import read_hf_config
 from slime.training.model.build import build_model
 from slime.training.model.names import parameters_of
 from slime.training.model.policy import ValueModel
@@ -21,7 +23,6 @@ from slime.training.step.loss import ValueObjective
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.train import StepContext, forward_batch, train_on
-from slime.weights.tables import FamilyTable, Row, table_for
 
 HEAD = "value_head."
 _METRICS = {
@@ -47,7 +48,7 @@ class Critic:
         assert args.critic_load is not None, "the settings say what the critic starts from"
         directory = Path(args.critic_load)
         hf_config = read_hf_config(args.critic_load)
-        chunks = build_model(args.megatron, hf_config, device, kind=ValueModel)
+        chunks = build_model(args, hf_config, device, kind=ValueModel)
         # The output layer has given way to the head: the checkpoint's, if any, is left alone, as a tied one is.
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))

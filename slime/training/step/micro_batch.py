@@ -29,11 +29,12 @@ from slime.algorithms.batch import (
 from slime.algorithms.sequences import Sequences
 from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
-from slime.data.flops import FlopsModel
 from slime.data.packing import pack
 from slime.data.schedule import Schedule, build_schedule
+from slime.models.common.attention import PackedSequences
+from slime.models.common.flops import FlopsModel
 from slime.settings import Args
-from slime.training.model.attention import PackedSequences
+from slime.training.model.context import packed_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def to_device(
         total_lengths=tuple(s.num_tokens for s in samples),
         tokens=tensor(row.tokens),
         position_ids=tensor(row.position_ids),
-        packed=PackedSequences.build(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device),
+        packed=packed_sequences(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device),
         predicting=tensor(row.response_positions),
         targets=tensor(row.target_tokens[row.response_positions]),
         sequences=Sequences(tensor(np.repeat(np.arange(len(samples)), lengths)), len(samples)),

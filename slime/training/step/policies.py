@@ -16,13 +16,13 @@ from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
 from slime.core.sample import NOT_SAMPLED
+from slime.models.common.table import FamilyTable
 from slime.settings import Args
 from slime.training.state.hf_weights import Holder
-from slime.training.state.host_weights import HostCopies
+from slime.training.state.host_policies import HostPolicies
 from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.train import StepContext, forward_batch
-from slime.weights.tables import FamilyTable
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
 """What the policy is held to; what distils; what engines serve; what they served before that. Names in checkpoints."""
@@ -46,7 +46,7 @@ class OtherPolicies:
         """
         self._args, self._chunks = args, chunks
         adapters = holders.keys() - set(table.megatron_names)
-        self._host = HostCopies(parameters, adapters or holders.keys())
+        self._host = HostPolicies(parameters, adapters or holders.keys())
         self._synced_version = 0
         learns_from_samples = args.loss_type != "sft_loss"
         needed: dict[str, tuple[str | None, str]] = {}

@@ -23,7 +23,7 @@ from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch, TrainSample
 from slime.training.step.loss import objective_of
 from slime.training.step.micro_batch import prepare, to_device, with_advantages
-from tests.support.formula_worker import VOCAB, make_batch, make_log_probs, whole_scores
+from tests.support.formulas import VOCAB, make_batch, make_log_probs, whole_scores
 from tests.support.training import training_args
 
 TOLERANCE = 1e-6

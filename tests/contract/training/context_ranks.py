@@ -1,0 +1,70 @@
+"""What ranks do in the context-parallel test: attention and log-probs of one packed row over several gloo processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+
+from slime.compat.megatron_cpu import activate
+from tests.support.ranks import Seat
+
+LENGTHS, NUM_HEADS, NUM_GROUPS, HEAD_DIM, VALUE_DIM, VOCAB = (16, 8, 24), 4, 2, 8, 6, 11
+PREDICTING = ((0, 1, 2, 9, 14, 16, 17, 25, 30, 46), (0,))
+"""Predicting positions of the row; of the second set one rank holds all."""
+
+
+def problem() -> dict[str, torch.Tensor]:
+    """Random query, key, value, output weight, targets and loss weights of one row of 48 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(LENGTHS)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "query": draw(num_tokens, NUM_HEADS, HEAD_DIM),
+        "key": draw(num_tokens, NUM_GROUPS, HEAD_DIM),
+        "value": draw(num_tokens, NUM_GROUPS, VALUE_DIM),
+        "weight": draw(VOCAB, NUM_HEADS * VALUE_DIM),
+        "targets": torch.randint(0, VOCAB, (len(PREDICTING[0]),), generator=generator),
+        "loss_weights": draw(len(PREDICTING[0])),
+    }
+
+
+def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
+    from slime.models.common.attention import PackedAttention
+    from slime.training.model.context import packed_sequences
+    from slime.training.model.log_probs import VocabShard, token_log_probs
+
+    cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+    packed = packed_sequences(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu"))
+    cut = packed.shard
+    held = torch.arange(sum(LENGTHS)) if cut is None else cut.positions
+    p = problem()
+    leaves = {name: p[name].index_select(0, held) for name in ("query", "key", "value")} | {"weight": p["weight"]}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale = None
+    out = attention(leaves["query"], leaves["key"], leaves["value"], packed_seq_params=packed)
+    wanted, targets = torch.tensor(positions), p["targets"][: len(positions)]
+    which, own = (torch.arange(len(positions)), wanted) if cut is None else cut.owned(wanted)
+    part, _ = token_log_probs(out[own], leaves["weight"], targets[which], VocabShard(0, VOCAB, None))
+    log_probs = part if cut is None else cut.whole(part, which, len(wanted))
+    (log_probs.exp() * p["loss_weights"][: len(positions)]).sum().backward()
+    gradients = {f"grad_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"positions": held, "out": out.detach(), "log_probs": log_probs.detach(), **gradients}
+
+
+def compute_part(seat: Seat) -> list[dict[str, torch.Tensor]]:
+    """What this rank finds, for each of `PREDICTING`."""
+    activate("cpu")
+    with seat.world():
+        mpu.initialize_model_parallel(context_parallel_size=seat.world_size)
+        try:
+            return [compute(positions) for positions in PREDICTING]
+        finally:
+            mpu.destroy_model_parallel()
