@@ -88,9 +88,8 @@ class AdvantageEstimator(ABC):
     def estimate(self, batch: RewardedBatch) -> Estimate:
         """The advantages of a batch, before distillation and whitening. Deterministic: every rank computes the same."""
 
-    def check(self, args: Args) -> str | None:
-        """What is wrong with these settings (got / because / do); None if nothing."""
-        return None
+    def check(self, args: Args) -> None:  # noqa: B027
+        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

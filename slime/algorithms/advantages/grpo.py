@@ -61,18 +61,15 @@ class GroupRelative(GroupEstimator):
         """See `GroupEstimator`."""
         return group_advantages(rewards, groups, executions, scale=self.advantage_scale, epsilon=self.advantage_epsilon)
 
-    def check(self, args: Args) -> str | None:
-        """Two settings say whether rewards are divided; they say the same."""
-        given = [not args.origins.get(n, "default").startswith(("default", "derived")) for n in _DIVIDES]
-        if not all(given) or self.grpo_std_normalization == (self.advantage_scale != "none"):
-            return None
-        return (
-            f"got grpo_std_normalization {self.grpo_std_normalization} with advantage_scale {self.advantage_scale}, "
-            "which says the contrary; give one of them"
-        )
-
-
-_DIVIDES = ("grpo_std_normalization", "advantage_scale")
+    def check(self, args: Args) -> None:
+        """Two settings say whether rewards are divided; where both are given they say the same."""
+        given = [args.origins.get(name, "default") for name in ("grpo_std_normalization", "advantage_scale")]
+        both = not any(origin.startswith(("default", "derived")) for origin in given)
+        if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
+            raise ConfigError(
+                f"got grpo_std_normalization {self.grpo_std_normalization} with advantage_scale "
+                f"{self.advantage_scale}, which says the contrary; give one of them"
+            )
 
 
 def group_advantages(

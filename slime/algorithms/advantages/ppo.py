@@ -40,11 +40,10 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
         advantages, returns = [a for a, _ in pairs], [r for _, r in pairs]
         return Estimate(where_trained(advantages, batch.masks), where_trained(returns, batch.masks))
 
-    def check(self, args: Args) -> str | None:
+    def check(self, args: Args) -> None:
         """GAE bootstraps over observations or through them; there is no reset."""
         if self.observation_returns == "reset":
-            return "got observation_returns reset with ppo; give skip or through"
-        return None
+            raise ConfigError("got observation_returns reset with ppo, which bootstraps; give skip or through")
 
 
 def generalized_advantages(

@@ -43,9 +43,8 @@ class Aggregation(ABC):
         `count_masked` is false. Samples that shall not count at all (unscored ones) are not passed.
         """
 
-    def check(self, args: Args) -> str | None:
-        """What is wrong with these settings (got / because / do); None if nothing."""
-        return None
+    def check(self, args: Args) -> None:  # noqa: B027
+        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
 
 
 AGGREGATIONS: Registry[Aggregation] = Registry(

@@ -47,9 +47,8 @@ class KLEstimator(ABC):
         log_ratio, _ = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
         return estimate * log_ratio.exp()
 
-    def check(self, args: Args) -> str | None:
-        """What is wrong with these settings (got / because / do); None if nothing."""
-        return None
+    def check(self, args: Args) -> None:  # noqa: B027
+        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
 
 
 KL_ESTIMATORS: Registry[KLEstimator] = Registry(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.algorithms.kl import KL_ESTIMATORS, KLEstimator
+from slime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,11 +23,10 @@ class K1(KLEstimator):
         """See `KLEstimator`."""
         return d
 
-    def check(self, args: Args) -> str | None:
+    def check(self, args: Args) -> None:
         """A loss that holds nothing is refused."""
-        if not args.use_kl_loss or args.kl_loss_coef == 0 or args.use_unbiased_kl:
-            return None
-        return (
-            f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}: as a loss its expected gradient is zero, so "
-            "nothing holds the policy to the reference; use another, or add --use-unbiased-kl"
-        )
+        if args.use_kl_loss and args.kl_loss_coef and not args.use_unbiased_kl:
+            raise ConfigError(
+                f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}, because as a loss its expected gradient "
+                "is zero, so nothing holds the policy to the reference; use another, or add --use-unbiased-kl"
+            )

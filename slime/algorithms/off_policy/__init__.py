@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
+from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -67,22 +68,20 @@ class Correction(ABC):
         A name that ends in `_clamped` is counted instead.
         """
 
-    def check(self, args: Args) -> str | None:
-        """What is wrong with these settings (got / because / do); None if nothing."""
-        return None
+    def check(self, args: Args) -> None:  # noqa: B027
+        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
 
 
 class MismatchCorrection(Correction):
     """A correction by w = p(trainer, before the update) / p(engine)."""
 
-    def check(self, args: Args) -> str | None:
+    def check(self, args: Args) -> None:
         """With the engine's log-probs as old policy every w is one."""
-        if not args.use_rollout_logprobs:
-            return None
-        return (
-            "got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
-            "them with the trainer's; give one of them"
-        )
+        if args.use_rollout_logprobs:
+            raise ConfigError(
+                "got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
+                "them with the trainer's; give one of them"
+            )
 
 
 CORRECTIONS: Registry[Correction] = Registry(

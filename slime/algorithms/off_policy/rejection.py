@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
 from slime.algorithms.off_policy.levels import Level, mismatch_log_ratio
+from slime.core.errors import ConfigError
 from slime.settings.fields import opt
 
 if TYPE_CHECKING:
@@ -50,14 +51,14 @@ class Rejection(MismatchCorrection):
         )
         return loss * keep, {"rejected": 1.0 - keep}
 
-    def check(self, args: Args) -> str | None:
-        """The band of accepted ratios is one."""
+    def check(self, args: Args) -> None:
+        """See `Correction`."""
+        super().check(args)
         if self.rejection_low > self.rejection_high:
-            return (
-                f"got rejection_low {self.rejection_low} above rejection_high {self.rejection_high}; nothing could be "
-                "between them"
+            raise ConfigError(
+                f"got rejection_low {self.rejection_low} and rejection_high {self.rejection_high}, because no ratio "
+                "lies between them; give 0 <= low <= high"
             )
-        return super().check(args)
 
 
 def rejection_mask(

@@ -39,11 +39,13 @@ class WeightSettings:
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """A weight out of bounds becomes the bound (TIS), or zero (icepop, MIS)."""
 
-    def bounds_problem(self) -> str | None:
-        """What is wrong with the bounds, if anything."""
-        if self.tis_clip_low <= self.tis_clip:
-            return None
-        return f"got tis_clip_low {self.tis_clip_low} above tis_clip {self.tis_clip}; no weight could be between them"
+    def check_bounds(self) -> None:
+        """Raises `ConfigError` for bounds of no interval."""
+        if self.tis_clip_low > self.tis_clip:
+            raise ConfigError(
+                f"got tis_clip_low {self.tis_clip_low} and tis_clip {self.tis_clip}, because no weight lies between "
+                "them; give 0 <= low <= high"
+            )
 
     def weights(self, tokens: OffPolicyTokens) -> ImportanceWeights:
         """Of the tokens that an engine sampled; 1 elsewhere."""
@@ -70,9 +72,10 @@ class ImportanceSampling(WeightSettings, MismatchCorrection):
         weights = self.weights(tokens)
         return loss * weights.weight, weights.metrics()
 
-    def check(self, args: Args) -> str | None:
-        """The band of weights is one."""
-        return super().check(args) or self.bounds_problem()
+    def check(self, args: Args) -> None:
+        """See `Correction`."""
+        super().check(args)
+        self.check_bounds()
 
 
 @CORRECTIONS.register("tis_metrics")
@@ -84,9 +87,10 @@ class ReportedWeights(WeightSettings, MismatchCorrection):
         """See `Correction`."""
         return loss, self.weights(tokens).metrics()
 
-    def check(self, args: Args) -> str | None:
-        """The band of weights is one."""
-        return super().check(args) or self.bounds_problem()
+    def check(self, args: Args) -> None:
+        """See `Correction`."""
+        super().check(args)
+        self.check_bounds()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,8 @@ class PolicyLoss(ABC):
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """The loss of each token. It must not depend on what stands at masked positions, NaN included."""
 
-    def check(self, args: Args) -> str | None:
-        """What is wrong with these settings (got / because / do); None if nothing."""
-        return None
+    def check(self, args: Args) -> None:  # noqa: B027
+        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
 from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
 from slime.algorithms.policy.clip import ClipRange
+from slime.core.errors import ConfigError
 from slime.settings.fields import derived
 
 if TYPE_CHECKING:
@@ -42,14 +43,13 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
             log_ratio_limit=tokens.log_ratio_limit,
         )
 
-    def check(self, args: Args) -> str | None:
-        """The bounds are those of one interval."""
-        if 0 <= self.cispo_clip_low <= self.cispo_clip_high:
-            return None
-        return (
-            f"got cispo_clip_low {self.cispo_clip_low} and cispo_clip_high {self.cispo_clip_high}, which is out of "
-            "range; give 0 <= cispo_clip_low <= cispo_clip_high"
-        )
+    def check(self, args: Args) -> None:
+        """See `PolicyLoss`."""
+        if not 0 <= self.cispo_clip_low <= self.cispo_clip_high:
+            raise ConfigError(
+                f"got cispo_clip_low {self.cispo_clip_low} and cispo_clip_high {self.cispo_clip_high}, because no "
+                "weight lies between them; give 0 <= low <= high"
+            )
 
 
 def cispo_loss(
