@@ -108,5 +108,5 @@ TRANSPORTS: Registry[Transport] = Registry(
     "weight transport",
     flag="--update-weight-transport",
     package="slime.weights.transports",
-    contract=Transport,  # type: ignore[type-abstract]
+    contract=Transport,
 )
