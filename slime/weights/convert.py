@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
+from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 
 ReadHF = Callable[[str], Tensor]
 """HF tensor name -> the full tensor."""
@@ -84,7 +84,7 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
     """Raises `ConfigError` if the trainer cannot split `entry` into `tp_size` equal shards."""
     row = entry.row
-    counts = [(unit_count(table.shape, u, size), u.value) for size, u in zip(row.segments, row.units, strict=False)]
+    counts = [(unit_count(table.sizes, u, size), u.value) for size, u in zip(row.segments, row.units, strict=False)]
     counts += [(row.groups, "groups")] if row.groups else []
     for count, what in counts:
         if what != Unit.VOCAB.value and count % tp_size:
@@ -94,9 +94,9 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
             )
 
 
-def unit_count(shape: ModelShape, unit: Unit, size: int) -> int:
+def unit_count(sizes: ModelSizes, unit: Unit, size: int) -> int:
     """How many units a segment of `size` has."""
-    return {Unit.HEADS: shape.num_heads, Unit.KV_HEADS: shape.num_kv_heads}.get(unit, size)
+    return {Unit.HEADS: sizes.num_heads, Unit.KV_HEADS: sizes.num_kv_heads}.get(unit, size)
 
 
 def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.core.ports import Digest
+from slime.models.common.table import FamilyTable
 from slime.weights.buckets import Bucket, split
 from slime.weights.engine_layout import ExpectedDigests
 from slime.weights.receivers import Peers, Receiver, on_all
-from slime.weights.tables import FamilyTable
 from slime.weights.transports import Channel
 from slime.weights.verify import require_equal
 

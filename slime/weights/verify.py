@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from slime.core.errors import WeightSyncError
 from slime.core.ports import RankChecksums
-from slime.weights.tables import FamilyTable
+from slime.models.common.table import FamilyTable
 
 NAMES_SHOWN = 8
 """Tensors of each kind that an error message names."""

@@ -18,12 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.sample import Sample
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.rollout.client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_state import num_running
 from tests.support.tiny import VOCAB_SIZE

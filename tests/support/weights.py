@@ -11,11 +11,12 @@ import torch
 
 from slime.core.errors import EngineError
 from slime.core.ports import RankChecksums
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.buckets import Bucket
 from slime.weights.engine_layout import engine_shards
 from slime.weights.receivers import Peers, Receiver
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.transports import Channel, TransportContext
 
 CONFIG: dict[str, Any] = {

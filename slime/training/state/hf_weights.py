@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from slime.models.common.table import Entry, FamilyTable
 from slime.training.model.names import is_expert
 from slime.training.state.hf_files import HfReader
 from slime.training.state.shards import iter_full
 from slime.weights.convert import load_shard
-from slime.weights.tables import Entry, FamilyTable
 
 COPY_BYTES = 32 * 2**20
 """How much of a file is in memory at once while it is copied to a parameter."""

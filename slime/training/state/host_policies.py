@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError
-from slime.settings.model_shape import read_hf_config
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.training.state.hf_weights import Holder, load_weights
-from slime.weights.tables import FamilyTable, table_for
 
 
 class HostPolicies:
@@ -48,7 +49,7 @@ class HostPolicies:
         `holders`: of all parameters, those of adapters among them. Raises `ConfigError` for another architecture.
         """
         other = table_for(read_hf_config(str(directory)))
-        if (other.family, other.shape, other.tied) != (table.family, table.shape, table.tied):
+        if (other.family, other.sizes, other.tied) != (table.family, table.sizes, table.tied):
             raise ConfigError(
                 f"got {flag} {directory} of another family or architecture than the policy; use a model of the same "
                 "size"

@@ -28,7 +28,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.settings.model_shape import read_hf_config
+from slime.core.hf_config import read_hf_config
+from slime.models.common.table import FamilyTable
 from slime.training.model.names import EMBEDDING, is_expert, parameters_of
 from slime.training.parallel import ParallelInfo, seed_everything
 from slime.training.state.checkpoint import Seal
@@ -50,7 +51,6 @@ from slime.training.state.shards import (
     write_tensors,
 )
 from slime.training.step.optimizer import Trainable
-from slime.weights.tables import FamilyTable
 
 logger = logging.getLogger(__name__)
 

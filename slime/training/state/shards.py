@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.settings.model_shape import read_hf_config
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.training.state.tensor_file import DTYPES, TensorFile
 from slime.weights.convert import export, load_shard
-from slime.weights.tables import Entry, FamilyTable, table_for
 
 FORMAT = 3
 MODEL, MASTER = "model", "master"
@@ -228,7 +229,7 @@ def iter_full(table: FamilyTable, shards: Callable[[Entry], Sequence[Tensor]]) -
                 yield name, tensor
                 continue
             stacks.setdefault(name, []).append(tensor)
-            if len(stacks[name]) == table.shape.num_experts:
+            if len(stacks[name]) == table.sizes.num_experts:
                 yield name, torch.stack(stacks.pop(name))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from slime.core.sample import NOT_SAMPLED
+from slime.models.common.table import FamilyTable
 from slime.training.state.hf_weights import Holder
 from slime.training.state.host_policies import HostPolicies
 from slime.training.step.optimizer import Trainable
@@ -22,7 +23,6 @@ from slime.training.step.prepare import PreparedBatch
 from slime.training.step.targets import Arrays
 from slime.training.step.task import PolicyTask
 from slime.training.step.train import StepContext, forward_signals
-from slime.weights.tables import FamilyTable
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
 """What the policy is held to; what distils; what engines serve; what they served before that."""

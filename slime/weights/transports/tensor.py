@@ -87,7 +87,7 @@ class TensorChannel(Channel):
         payloads: dict[str | None, list[str]] = {}
         for gpu_id, mine in prepared:
             if isinstance(mine, Exception):
-                raise WeightSyncError(f"a training rank on GPU {gpu_id} could not share its weights: {mine!r}") from mine
+                raise WeightSyncError(f"the training rank on GPU {gpu_id} cannot share its weights: {mine!r}") from mine
             payloads.setdefault(gpu_id, []).extend(mine)
         per_engine: dict[str, list[str]] = {}
         for receiver in receivers:
@@ -97,8 +97,8 @@ class TensorChannel(Channel):
             absent = [g for g in gpu_ids if not payloads.get(g)]
             if absent:
                 raise WeightSyncError(
-                    f"got engine {receiver.control.url} on GPUs {list(gpu_ids)}, but no training rank on {absent}; CUDA "
-                    "memory is shared within one GPU; colocate them or use --update-weight-transport distributed"
+                    f"got engine {receiver.control.url} on GPUs {list(gpu_ids)}, but no training rank on {absent}; "
+                    "CUDA memory is shared within one GPU; colocate them or use --update-weight-transport distributed"
                 )
             per_engine[receiver.control.url] = [payloads[g].pop() for g in gpu_ids]
 

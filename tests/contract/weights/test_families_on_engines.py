@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest
-from slime.settings.model_shape import read_hf_config
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_parity import one_rank, sampled
 from tests.support.families import YARN, write_family

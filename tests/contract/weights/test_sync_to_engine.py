@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.errors import WeightSyncError
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
 from slime.weights.transports import TRANSPORTS, Channel
 from tests.support.tiny import write_tiny_model
 from tests.support.weights import Tamper, TamperingChannel, transport_context

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError, WeightSyncError
+from slime.models.common.table import Unit
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket, split
 from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
-from slime.weights.tables import Unit
 from slime.weights.verify import compare
 from tests.support.weights import engine_tensors, model, tampered
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.convert import load_shard
 from slime.weights.engine_layout import ExpectedDigests
-from slime.weights.tables import FamilyTable, table_for
 from tests.support.qwen_next import EXPERTS, LINEAR
 from tests.support.weights import engine_tensors
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
+from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable
 from slime.weights.transports import Channel
 from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.transports.tensor import TensorTransport
