@@ -7,11 +7,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from slime.core.ids import new_run_id
 from slime.settings.data_files import count_rows
 from slime.settings.groups.hooks import HookArgs
+from slime.settings.groups.off_policy import chosen_corrections
 
 
 class Draft:
@@ -132,6 +134,7 @@ def _algorithm(draft: Draft) -> None:
     draft.derive("advantage_scale", scale, f"grpo_std_normalization {v['grpo_std_normalization']}")
     whitened = estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
     draft.derive("normalize_advantages", whitened, f"advantage_estimator {estimator}")
+    draft.derive("off_policy_corrections", chosen_corrections(SimpleNamespace(**v)), "the switches")
     draft.derive("critic_lr", draft.megatron["lr"], "lr")
     if estimator == "ppo":
         draft.derive("critic_load", v["hf_checkpoint"], "the critic starts from the policy's weights")
