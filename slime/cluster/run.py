@@ -162,10 +162,10 @@ class Run:
         ends_requests = self.args.fully_async and (saves or self.args.pause_generation_mode == "abort")
         with span("update_weights"):
             if ends_requests:  # an engine that has to end them itself takes a second to see that they have ended
-                wait_for([self._rollout.hold.remote()], for_what="requests to end", limit_s=60)
+                wait_for([self._rollout.pause.remote()], for_what="requests to end", limit_s=60)
             metrics = self._on_trainers("sync_weights")
             if ends_requests:
-                wait_for([self._rollout.release.remote()], for_what="requests to go on", limit_s=60)
+                wait_for([self._rollout.resume.remote()], for_what="requests to go on", limit_s=60)
         if self.args.offload_train:
             with span("sleep"):
                 self._on_trainers("sleep")

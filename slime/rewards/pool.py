@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,14 +97,16 @@ class GraderPool:
         memory_limit_bytes: int | None = None,
         rm_type: str | None = None,
         rm_url: str | None = None,
+        rm_batch_size: int = 1,
         custom_rm_path: str | None = None,
-        args: Any = None,
+        eval_rm_types: Collection[str] = (),
+        args: object = None,
     ) -> None:
         """`args` is handed to user functions. Raises `ConfigError` on an unknown `rm_type`."""
         if rm_type is not None:
             base_type(rm_type)
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
-        options = GraderOptions(rm_url=rm_url, timeout_s=timeout_s, rm_batch_size=getattr(args, "rm_batch_size", 1))
+        options = GraderOptions(rm_url=rm_url, timeout_s=timeout_s, rm_batch_size=rm_batch_size)
         self._settings = ProcessSettings(options=options, memory_limit_bytes=memory_limit_bytes, args=args)
         num_async = min(2, num_workers)
         self._offline = _Lane(num_workers, 1, asyncio.Semaphore(num_workers), offline=True)

@@ -19,8 +19,8 @@ from slime.rewards.types import Score, Scored, Unscored
 from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.evaluate import EvalDataset, evaluate
-from slime.rollout.fully_async import RolloutWorker
 from slime.rollout.generate import generate
+from slime.rollout.schedules.fully_async import RolloutWorker
 from slime.rollout.types import Progress
 from slime.settings.eval_config import EvalDatasetConfig
 
