@@ -47,8 +47,6 @@ def grader_pool(args: Args) -> GraderPool:
         memory_limit_bytes=args.reward_memory_limit_mb * 2**20 if args.reward_memory_limit_mb else None,
         rm_type=args.rm_type,
         eval_rm_types=[one.rm_type for one in eval_datasets(args) if one.rm_type is not None],
-        rm_url=args.rm_url,
-        rm_batch_size=args.rm_batch_size,
         custom_rm_path=args.custom_rm_path,
         args=args,
     )
