@@ -27,7 +27,9 @@ def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
     data_source = load(args.data_source_path, "data_source")
     return build_data_buffer(
         args,
-        prompts=None if data_source is not None else load_prompts(args, tokenizer),
+        prompts=None
+        if data_source is not None
+        else load_prompts(args, tokenizer, max_prompt_tokens=args.rollout_max_prompt_len),
         data_source=data_source,
         buffer_filter=load(args.buffer_filter_path, "buffer_filter"),
     )
