@@ -38,7 +38,7 @@ class Engine(Protocol):
     """Seconds for each second of the schedule."""
 
     async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
-        """Changes the weights while requests run; with `scope` its requests are ended and held back by the client."""
+        """Changes the weights while requests run; with `scope` the client ends its requests and pauses."""
 
     async def num_running(self) -> int:
         """Requests that the engine has."""

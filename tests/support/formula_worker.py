@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.core.batch import TrainBatch
-from slime.data.context_split import context_cut
+from slime.data.context_split import split_context
 from slime.training.model.context import RowCut
 from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
 from slime.training.step.loss import micro_batch_loss, micro_batch_value_loss
@@ -142,7 +142,7 @@ class _SumOverVocabShards(torch.autograd.Function):
 
 def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy, or values, of all response tokens on every rank."""
-    cut = context_cut(batch.packed.cu_seqlens_q.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
+    cut = split_context(batch.packed.cu_seqlens_q.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
     positions, index, keys = (torch.from_numpy(x) for x in (cut.positions, cut.local_index, cut.key_rows))
     row_cut = RowCut(layout.cp_group, positions, index, keys, cut.query_lengths, cut.key_lengths)
     which, local = row_cut.owned(batch.predicting)

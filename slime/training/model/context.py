@@ -20,7 +20,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from slime.data.context_split import context_cut
+from slime.data.context_split import split_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RowCut:
         if not mpu.is_initialized() or mpu.get_context_parallel_world_size() == 1:
             return None
         group = mpu.get_context_parallel_group()
-        cut = context_cut(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
+        cut = split_context(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
         positions, local_index, key_rows = (
             torch.from_numpy(x).to(device, non_blocking=True) for x in (cut.positions, cut.local_index, cut.key_rows)
         )

@@ -211,7 +211,7 @@ def test_an_asynchronous_run_quarantines_as_well(tmp_path: Path) -> None:
                 assert manager.commit(step)["data/returned/quarantined"] == 1
                 return
             manager.commit(step)
-            engine.weight_version = str(step + 2)  # as published; else everything would soon be stale
+            engine.weight_version = str(step + 2)  # as after a weight sync; else everything would soon be stale
             await asyncio.sleep(0.3)
         raise AssertionError("the quarantined group was never issued again")
 

@@ -56,7 +56,7 @@ class Life:
         self.worker = RolloutWorker(self.context, self.buffer)
 
     async def step(self, number: int) -> list[Group]:
-        """Takes a batch, trains it, publishes."""
+        """Takes a batch, trains it, syncs weights."""
         output = await self.worker.step(self.context, number)
         groups = [Group(samples[0].group_index or 0, tuple(samples)) for samples in output.samples]
         self.buffer.mark_trained([g.group_index for g in groups])
