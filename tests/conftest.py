@@ -10,12 +10,14 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import settings
 
+from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 
 for _name, _value in {
@@ -59,6 +61,13 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """The training ranks of the session: as many processes as a test asks for, kept for the next one."""
+    with Ranks() as shared:
+        yield shared
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from slime.serving.router import Router
-from slime.serving.server import ServerSpec, SGLangServer
+from slime.serving.server import SGLangServer
+from tests.support.engines import fronting, serving, spec_of
 from tests.support.tiny import write_tiny_model
 
 
@@ -27,25 +28,12 @@ def engine_server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactor
 
     Tests share it: leave it running, not paused, and with the weights of `model_path`.
     """
-    log_path = tmp_path_factory.mktemp("logs") / "engine.log"
-    spec = ServerSpec(model_path=str(tiny_model_path), dtype="float32", token_versions=True)
-    server = SGLangServer(spec, log_path=log_path)
-    server.start()
-    try:
-        server.wait_ready(timeout_s=600)
+    with serving(spec_of(tiny_model_path, token_versions=True), tmp_path_factory.mktemp("engine")) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")
 def router(engine_server: SGLangServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     """A ready router with `engine_server` as its only worker: `.url`, `.workers()`."""
-    front = Router(log_path=tmp_path_factory.mktemp("logs") / "router.log")
-    front.start()
-    try:
-        front.wait_ready()
-        front.add_worker(engine_server.url)
+    with fronting(engine_server.url, tmp_path_factory.mktemp("router")) as front:
         yield front
-    finally:
-        front.stop()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training import free_port, random_batch, training_args
 from tests.support.training_ranks import run_layouts
@@ -57,7 +58,8 @@ def test_a_gpu_computes_what_a_cpu_does(tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):  # in processes of their own: a CPU patches Megatron
         layout = {"one": {"world_size": 1, "megatron": {}, "args": {"device": device, "lora_rank": 4}}}
         defaults = {"checkpoint": str(checkpoint), "scenarios": {"packed": {}}, "rounds": 2}
-        found[device] = run_layouts(tmp_path / device, layout, defaults=defaults)["one"]
+        with Ranks(fresh=True) as ranks:
+            found[device] = run_layouts(ranks, tmp_path / device, layout, defaults=defaults)["one"]
     want, got = found["cpu"], found["cuda"]
     for a, b in zip(want.result["log_probs"], got.result["log_probs"], strict=True):
         assert b == pytest.approx(a, abs=1e-4)

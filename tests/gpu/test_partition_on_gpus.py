@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import Outcome, run_layouts
 
@@ -46,7 +47,8 @@ def _run(root: Path, family: str, names: tuple[str, ...], **megatron: Any) -> di
     layouts = {
         name: {"world_size": 1 if name == "one" else 2, "megatron": {**SIZES[name], **megatron}} for name in names
     }
-    return run_layouts(root / "out", layouts, defaults=defaults)
+    with Ranks(fresh=True) as ranks:
+        return run_layouts(ranks, root / "out", layouts, defaults=defaults)
 
 
 @pytest.mark.parametrize(

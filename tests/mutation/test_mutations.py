@@ -19,8 +19,9 @@ import pytest
 from tests.mutation.mutations import LEFT_OUT, MUTATIONS, QUICK, SUITES, Mutation
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("slime", "tests/support", "tests/unit/algorithms", "tests/unit/data", "tests/unit/training")
-COPIED_FILES = ("pyproject.toml", "tests/__init__.py", "tests/conftest.py")
+UNIT_ROOMS = ("algorithms", "buffer", "data", "rollout", "training")
+COPIED = ("slime", "tests/support", "tests/contract/training", *(f"tests/unit/{room}" for room in UNIT_ROOMS))
+COPIED_FILES = ("pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/contract/conftest.py")
 TIMEOUT_S = 1800
 CONTROL = "control"
 SEEN_AS = ("AssertionError", "Failed", "ExceptionGroup", "FlakyFailure")

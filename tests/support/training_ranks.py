@@ -1,76 +1,129 @@
-"""Starts the processes of `training_worker`, waits for them, and reads what they wrote."""
+"""What the shared ranks (`tests.support.ranks`) do of training: layouts of a model, one after the other.
+
+A layout: checkpoint, world_size, out (a folder for what is saved), megatron and args (settings), scenarios ({name:
+{order, args}}), seed of the batch, rounds (training steps after the scenarios), round_args (settings of the rounds
+alone), save_after (a round), load (a folder that `save` wrote), export (into the folder hf) and provoke (errors; true
+by default). Every rank writes its part of a checkpoint into `after_N` and, with `save_end`, `end`.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
+from slime.core.errors import HookError, NumericsError
+from slime.training.backend import MegatronBackend
+from tests.support.adapters import fill_b
+from tests.support.ranks import Ranks, Seat
+from tests.support.training import random_batch, training_args, with_samples
+
+KINDS_OF_ERRORS = ("non_finite", "gap", "hook")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks of one layout wrote."""
+    """What the ranks of one layout found."""
 
     gradients: dict[str, dict[str, Any]]
     """Scenario -> HF name -> gradient."""
     weights: dict[str, Any]
+    """HF name -> tensor, after training."""
     result: dict[str, Any]
+    """`log_probs` of each sample before training, and `metrics` of each round."""
     errors: dict[str, list[str]] = field(default_factory=dict)
     """Kind -> what the ranks were told; shorter than the world if one was not."""
 
 
 def run_layouts(
-    folder: Path, layouts: dict[str, dict[str, Any]], *, defaults: dict[str, Any], timeout_s: float = 560.0
+    ranks: Ranks, folder: Path, layouts: dict[str, dict[str, Any]], *, defaults: dict[str, Any]
 ) -> dict[str, Outcome]:
-    """Runs every layout, one after the other, in one set of processes; `defaults` fill what a layout leaves out."""
-    specs = {}
+    """Runs every layout, one after the other; `defaults` fill what a layout leaves out."""
+    outcomes = {}
     for name, layout in layouts.items():
         (folder / name).mkdir(parents=True)
-        specs[name] = {"scenarios": {}, **defaults, **layout, "out": str(folder / name)}
-    (folder / "spec.json").write_text(json.dumps({"layouts": list(specs.values())}))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.training_worker", str(folder / "spec.json")]
-    processes = []
-    for rank in range(max(spec["world_size"] for spec in specs.values())):
-        with (folder / f"rank_{rank}.log").open("wb") as log:
-            processes.append(subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=log, stderr=log))
-    try:
-        codes = _wait(processes, timeout_s)
-    finally:
-        for p in processes:
-            p.kill()
-    logs = "\n".join(f.read_text()[-3000:] for f in sorted(folder.glob("*.log")))
-    assert not any(codes), f"exit codes {codes}\n{logs}"
-    return {name: _read(folder / name, spec["scenarios"]) for name, spec in specs.items()}
+        spec = {"scenarios": {}, **defaults, **layout, "out": str(folder / name)}
+        told = ranks.run(train_layout, spec["world_size"], spec)
+        errors = {kind: [own.errors[kind][0] for own in told if own.errors[kind]] for kind in KINDS_OF_ERRORS}
+        outcomes[name] = dataclasses.replace(told[0], errors=errors)
+    return outcomes
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    """Exit codes; without those of ranks that would wait for one that has failed."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        codes = [p.poll() for p in processes]
-        if all(code is not None for code in codes) or any(codes):
-            return codes
-        time.sleep(0.1)
-    raise TimeoutError(f"got no end of the training ranks within {timeout_s} s; exit codes {codes}")
+def train_layout(seat: Seat, spec: dict[str, Any]) -> Outcome:
+    """One rank of one layout, from joining the process group to leaving it. Tensors are rank 0's."""
+    out = Path(spec["out"])
+    settings = spec.get("args", {})
+    args = training_args(Path(spec["checkpoint"]), megatron=spec["megatron"], **settings)
+    backend = MegatronBackend(args, **seat.place)
+    backend.weight_version = 1
+    if args.lora_rank:
+        fill_b(backend)
+    batch = random_batch(seed=spec.get("seed", 0))
+    all_gradients = {}
+    for name, scenario in spec["scenarios"].items():
+        changed = training_args(Path(spec["checkpoint"]), **{**settings, **scenario.get("args", {})})
+        kept = dict(vars(args))
+        vars(args).update({k: v for k, v in vars(changed).items() if k != "megatron"})
+        order = scenario.get("order") or range(len(batch.samples))
+        gradients = backend.gradients(with_samples(batch, [batch.samples[i] for i in order]))
+        if seat.rank == 0:
+            all_gradients[name] = _on_host(gradients)
+        vars(args).update(kept)
+    result: dict[str, Any] = {"log_probs": [x.tolist() for x in backend.log_probs(batch)], "metrics": []}
+    if spec.get("load"):
+        backend.load(Path(spec["load"]))
+    if spec.get("export"):
+        backend.save_hf(out / "hf")
+    errors = errors_of(backend, batch) if spec.get("provoke", True) else {}
+    vars(args).update(spec.get("round_args", {}))
+    for done in range(1, spec.get("rounds", 0) + 1):
+        result["metrics"].append(backend.train(batch))
+        if done == spec.get("save_after"):
+            backend.save(out / f"after_{done}")
+    if spec.get("save_end"):
+        backend.save(out / "end")
+    weights = _on_host(dict(backend.iter_hf_tensors()))
+    backend.close()
+    told = {kind: [errors[kind]] if kind in errors else [] for kind in KINDS_OF_ERRORS}
+    return Outcome(all_gradients, weights if seat.rank == 0 else {}, result, told)
 
 
-def _read(folder: Path, scenarios: dict[str, Any]) -> Outcome:
-    told = [json.loads(file.read_text()) for file in sorted(folder.glob("errors_*.json"))]
-    return Outcome(
-        gradients={name: load_file(folder / f"{name}.safetensors") for name in scenarios},
-        weights=load_file(folder / "weights.safetensors"),
-        result=json.loads((folder / "result.json").read_text()),
-        errors={kind: [errors[kind] for errors in told if kind in errors] for kind in ("non_finite", "gap", "hook")},
-    )
+def _on_host(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def errors_of(backend: Any, batch: Any) -> dict[str, str]:
+    """What this rank is told about a NaN in one sample, and about log-probs that one sample's engine got wrong."""
+    hook = {"custom_tis_function_path": f"{__file__}:first_rank_fails", "use_tis": True}
+    cases: dict[str, tuple[float, dict[str, Any]]] = {
+        "non_finite": (np.nan, {"use_rollout_logprobs": True}),
+        "gap": (50.0, {"mismatch_limit": 20.0}),
+        "hook": (0.0, hook),
+    }
+    out, kept = {}, dict(vars(backend.args))
+    for kind, (shift, changes) in cases.items():
+        samples = list(batch.samples)
+        broken = samples[3].rollout_log_probs + np.float32(shift)
+        samples[3] = dataclasses.replace(samples[3], rollout_log_probs=broken)
+        vars(backend.args).update(changes)
+        try:
+            backend.train(with_samples(batch, samples))
+        except (NumericsError, HookError, ZeroDivisionError) as error:
+            out[kind] = str(error)
+        vars(backend.args).update(kept)
+    return out
+
+
+def first_rank_fails(*, pg_loss: Any, loss_masks: Any, **_others: Any) -> Any:
+    """A `--custom-tis-function-path` with a mistake that only one rank of the last stage runs into."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.get_data_parallel_rank() == mpu.get_context_parallel_rank() == mpu.get_tensor_model_parallel_rank() == 0:
+        raise ZeroDivisionError("a mistake of the user")
+    return pg_loss, loss_masks, {}
 
 
 def run_on_cpu_and_gpu(folder: Path, checkpoint: Path, devices: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -83,7 +136,8 @@ def run_on_cpu_and_gpu(folder: Path, checkpoint: Path, devices: dict[str, dict[s
     outcomes: dict[str, Outcome] = {}
     for kind in ("cpu", "cuda"):  # in processes of their own: what helps Megatron on a CPU stays for a process's life
         own = {name: layout for name, layout in layouts.items() if layout["args"]["device"] == kind}
-        outcomes |= run_layouts(folder / kind, own, defaults=defaults)
+        with Ranks(fresh=True) as ranks:
+            outcomes |= run_layouts(ranks, folder / kind, own, defaults=defaults)
     for tensor, want in outcomes["cpu"].gradients["four"].items():
         error = float((outcomes["gpu"].gradients["four"][tensor] - want).abs().max() / want.abs().max().clamp_min(1e-6))
         assert error < 1e-3, f"gradient of {tensor} differs by {error:.1e} of its largest entry"

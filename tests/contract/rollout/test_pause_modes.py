@@ -23,6 +23,7 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.router import Router
 from slime.serving.server import ServerSpec, SGLangServer
 from tests.support.engine_state import num_running
+from tests.support.engines import serving
 from tests.support.labelled_engine import labelled, log_prob
 from tests.support.rollout import rollout_args
 
@@ -169,10 +170,7 @@ def test_labels_are_exact_on_the_engine_of_a_run(
     flags = ["--fully-async", "--pause-generation-mode", mode, "--no-bf16", *more]
     spec = ServerSpec.from_args(rollout_args(tmp_path, *flags, synchronous=False))
     assert spec.token_versions and spec.extra["disable_radix_cache"]
-    server = SGLangServer(spec, log_path=tmp_path / "engine.log")
-    server.start()
-    try:
-        server.wait_ready(timeout_s=300)
+    with serving(spec, tmp_path) as server:
         updates = Updates(server.url, models)
         updates.sync_weights(1, "abort")
         load = work(server.url, updates, mode, num_requests=60, num_tokens=240, last=12)
@@ -180,5 +178,3 @@ def test_labels_are_exact_on_the_engine_of_a_run(
         assert check(results) >= 50, "too few requests lived through a weight sync"
         versions = Counter(v for r in results for v in r.weight_version)  # type: ignore[union-attr]
         print(f"{versions.total()} tokens of {len(versions)} versions: {versions}")
-    finally:
-        server.stop()

@@ -19,8 +19,8 @@ from slime.serving.plain_http import request
 from slime.serving.ports import PortLease, is_bindable, lease_ports
 from slime.serving.process import FAMILY_ENV
 from slime.serving.proctree import all_processes, has_mark, read_stat
-from slime.serving.router import Router
 from slime.serving.server import ServerSpec, SGLangServer
+from tests.support.engines import fronting, serving, spec_of
 
 OWNER = """
 import sys, time
@@ -167,11 +167,7 @@ def test_a_port_that_was_taken_meanwhile_is_answered_with_another(
 
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks_serve(tiny_model_path: Path, tmp_path: Path) -> None:
-    spec = ServerSpec(model_path=str(tiny_model_path), dtype="float32", tp_size=2)
-    server = SGLangServer(spec, log_path=tmp_path / "engine.log")
-    try:
-        server.start()
-        server.wait_ready(timeout_s=240)
+    with serving(spec_of(tiny_model_path, tp_size=2), tmp_path) as server:
         assert request("POST", f"{server.url}/generate", GENERATE, timeout_s=60)[0] == 200
         status, text = request("POST", f"{server.url}/weights_checker", {"action": "checksum"}, timeout_s=60)
         assert status == 200 and text.count("tp_rank") == 2, text
@@ -179,8 +175,6 @@ def test_two_tensor_parallel_ranks_serve(tiny_model_path: Path, tmp_path: Path) 
         assert any(name.startswith("sgl_shm_mq_") for name in mine) and any(name.startswith("sem.") for name in mine), (
             mine
         )
-    finally:
-        server.stop()
     assert not mine & set(os.listdir("/dev/shm"))
 
 
@@ -198,15 +192,8 @@ def test_the_mark_of_a_server_survives_in_all_its_processes(engine_server: SGLan
 
 @pytest.mark.slow
 def test_a_server_with_a_token_serves_its_router_and_refuses_others(tiny_model_path: Path, tmp_path: Path) -> None:
-    spec = ServerSpec(model_path=str(tiny_model_path), dtype="float32", api_key="secret-of-the-run")
-    server = SGLangServer(spec, log_path=tmp_path / "engine.log")
-    front = Router(log_path=tmp_path / "router.log", worker_api_key="secret-of-the-run")
-    try:
-        server.start()
-        front.start()
-        front.wait_ready()
-        server.wait_ready(timeout_s=240)
-        front.add_worker(server.url)
+    spec = spec_of(tiny_model_path, api_key="secret-of-the-run")
+    with serving(spec, tmp_path) as server, fronting(server.url, tmp_path, worker_api_key=spec.api_key) as front:
         for route, body in (("weights_checker", {"action": "checksum"}), ("abort_request", {"rid": "none"})):
             assert request("POST", f"{server.url}/{route}", body)[0] == 401, route
             assert request("POST", f"{server.url}/{route}", body, api_key=spec.api_key, timeout_s=60)[0] == 200, route
@@ -226,9 +213,6 @@ def test_a_server_with_a_token_serves_its_router_and_refuses_others(tiny_model_p
         assert status == 200, f"a client may show it, too: {text}"
         command_line = Path(f"/proc/{server.pid}/cmdline").read_bytes()
         assert b"slime.serving.launch" in command_line and b"secret-of-the-run" not in command_line
-    finally:
-        front.stop()
-        server.stop()
     assert (tmp_path / "engine.log").stat().st_mode & 0o077 == 0, (
         "SGLang writes its arguments, the token too, to its log"
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.support.context import PREDICTING, compute, results
+from tests.contract.training.context_ranks import PREDICTING, compute, compute_part
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_cut_row_has_the_gradient_of_the_whole_row(size: int, tmp_path: Path) -> None:
-    by_rank = results(tmp_path, size)
+def test_the_cut_row_has_the_gradient_of_the_whole_row(size: int, ranks: Ranks) -> None:
+    by_rank = ranks.run(compute_part, size)
     for case, positions in enumerate(PREDICTING):
         whole, parts = compute(positions), [rank[case] for rank in by_rank]
         for part in parts:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from slime.cli.main import main
 from slime.training.state import checkpoint
 from tests.support.families import write_family
+from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 from tests.support.training_ranks import run_layouts
@@ -115,7 +116,7 @@ def test_training_from_fp8_is_training_from_what_it_dequantises_to(
 
 
 @pytest.mark.slow
-def test_under_every_layout(tmp_path: Path) -> None:
+def test_under_every_layout(tmp_path: Path, ranks: Ranks) -> None:
     """Pieces of tensor, pipeline, expert and data ranks make the files that those ranks would export together."""
     experts = str(write_tiny_model(tmp_path / "m", "qwen3_moe"))
     dense = str(write_tiny_model(tmp_path / "d", "qwen3", tied=True))
@@ -128,7 +129,7 @@ def test_under_every_layout(tmp_path: Path) -> None:
     }
     layouts = {name: {"checkpoint": m, "megatron": {**cut, "bf16": True}} for name, (m, cut) in cuts.items()}
     defaults = {"world_size": 2, "rounds": 1, "save_after": 1}
-    for name, outcome in run_layouts(tmp_path / "run", layouts, defaults=defaults).items():
+    for name, outcome in run_layouts(ranks, tmp_path / "run", layouts, defaults=defaults).items():
         root = tmp_path / "save" / name
         parts = checkpoint.begin(root, 0)
         shutil.copytree(tmp_path / "run" / name / "after_1", parts, dirs_exist_ok=True)

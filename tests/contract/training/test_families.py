@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.families import FAMILIES, WITH_EXPERTS, reference, write_family
+from tests.support.ranks import Ranks
 from tests.support.training import random_batch
 from tests.support.training_ranks import Outcome, run_layouts
 
@@ -55,6 +56,7 @@ class Runs:
     """All families in the layouts of one kind, and what transformers says."""
 
     def __init__(self, folder: Path, request: pytest.FixtureRequest, *, slow: bool) -> None:
+        ranks: Ranks = request.getfixturevalue("ranks")
         batch = random_batch(seed=BATCH_SEED)
         self.references: dict[str, tuple[list[Any], dict[str, Any]]] = {}
         self.checkpoints: dict[str, Path] = {}
@@ -76,7 +78,7 @@ class Runs:
             "export": True,
         }
         self.folder = folder / "runs"
-        self.outcomes: dict[str, Outcome] = run_layouts(self.folder, specs, defaults=defaults)
+        self.outcomes: dict[str, Outcome] = run_layouts(ranks, self.folder, specs, defaults=defaults)
 
     def check(self, family: str, name: str) -> None:
         """Compares one layout with the reference."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 from tests.support.training_ranks import run_layouts
@@ -78,7 +79,7 @@ def test_recomputation_loses_no_gradient(
         ("qwen3_moe", r"layers\.3\.mlp\.experts"),
     ],
 )
-def test_a_rank_with_nothing_to_train_goes_along(family: str, only: str, tmp_path: Path) -> None:
+def test_a_rank_with_nothing_to_train_goes_along(family: str, only: str, tmp_path: Path, ranks: Ranks) -> None:
     checkpoint = write_tiny_model(tmp_path / "model", family, num_hidden_layers=4)
     pp = {"pipeline_model_parallel_size": 2}
     layouts = {
@@ -94,7 +95,7 @@ def test_a_rank_with_nothing_to_train_goes_along(family: str, only: str, tmp_pat
         "save_end": True,
         "args": {"only_train_params_name_list": (only,)},
     }
-    outcomes = run_layouts(tmp_path / "out", layouts, defaults=defaults)
+    outcomes = run_layouts(ranks, tmp_path / "out", layouts, defaults=defaults)
     one = outcomes["one"]
     for layout, other in outcomes.items():
         assert other.gradients["packed"].keys() == one.gradients["packed"].keys()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.core.errors import ConfigError
 from tests.support.families import reference, write_family
+from tests.support.ranks import Ranks
 from tests.support.training import random_batch
 from tests.support.training_ranks import run_layouts
 
@@ -26,7 +27,7 @@ def _relative(got: dict[str, Any], want: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_context_parallel_ranks_have_the_gradient_of_transformers(tmp_path: Path) -> None:
+def test_context_parallel_ranks_have_the_gradient_of_transformers(tmp_path: Path, ranks: Ranks) -> None:
     """GLM-5 with sequences that its indexer leaves whole, and DeepSeek-V3."""
     batch = random_batch(seed=3)
     models = {"deepseek_v3": {}, "glm_moe_dsa": {"index_topk": 64}}
@@ -40,7 +41,7 @@ def test_context_parallel_ranks_have_the_gradient_of_transformers(tmp_path: Path
         "seed": 3,
         "provoke": False,
     }
-    outcomes = run_layouts(tmp_path / "runs", layouts, defaults=defaults)
+    outcomes = run_layouts(ranks, tmp_path / "runs", layouts, defaults=defaults)
     for name, folder in folders.items():
         log_probs, gradients = reference(folder, batch, tmp_path / "gradients" / name)
         got = outcomes[name]

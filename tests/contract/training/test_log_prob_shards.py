@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.log_prob_worker import SCENARIOS
-
-ROOT = Path(__file__).parents[3]
+from tests.contract.training.log_prob_ranks import SCENARIOS, score_all
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one, two and three ranks wrote."""
-    out = tmp_path_factory.mktemp("log_prob_shards")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for world in (1, 2, 3):
-        command = [sys.executable, "-m", "tests.support.log_prob_worker", str(out)]
-        running = [subprocess.Popen([*command, str(r), str(world)], cwd=ROOT, env=environment) for r in range(world)]
-        try:
-            codes = [process.wait(timeout=100) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        assert not any(codes), f"exit codes {codes} with {world} ranks"
-    return out
+def results(ranks: Ranks) -> dict[int, dict[str, dict[str, Any]]]:
+    """What one, two and three ranks found."""
+    return {world: ranks.run(score_all, world)[0] for world in (1, 2, 3)}
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_any_number_of_ranks_gives_the_numbers_of_one(folder: Path, name: str) -> None:
-    one = torch.load(folder / f"{name}_1.pt")
+def test_any_number_of_ranks_gives_the_numbers_of_one(results: dict[int, dict[str, dict[str, Any]]], name: str) -> None:
+    one = results[1][name]
     dtype = SCENARIOS[name].get("dtype", "float32")
     tolerance = {"float64": 1e-11, "float32": 1e-6, "bfloat16": 1e-6}[dtype]
     for world in (2, 3):
-        many = torch.load(folder / f"{name}_{world}.pt")
+        many = results[world][name]
         for key in ("log_probs", "entropy", "full"):
             torch.testing.assert_close(many[key], one[key], rtol=tolerance, atol=tolerance)
         assert torch.equal(many["outside"], one["outside"]), "the kept set depends on the number of ranks"

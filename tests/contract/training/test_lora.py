@@ -16,6 +16,7 @@ from slime.training.model.lora import LINEAR
 from slime.weights.convert import load_shard
 from tests.support.adapters import fill_b
 from tests.support.families import FAMILIES, write_family
+from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 from tests.support.training_ranks import Outcome, run_layouts
@@ -197,13 +198,13 @@ def _check(one: Outcome, other: Outcome, layout: str) -> None:
     ],
     ids=["dense", "more", "experts", "delta", "latent"],
 )
-def test_no_adapter_feels_the_partition(family: str, layouts: dict[str, Any], tmp_path: Path) -> None:
+def test_no_adapter_feels_the_partition(family: str, layouts: dict[str, Any], tmp_path: Path, ranks: Ranks) -> None:
     if layouts is SHARDS:
         checkpoint = write_family(tmp_path / "model", family)
     else:
         checkpoint = write_tiny_model(tmp_path / "model", family, vocab_size=131, num_hidden_layers=2)
     scenario = {"packed": {"args": {"micro_batch_size": 4}}}
     defaults = {"checkpoint": str(checkpoint), "scenarios": scenario, "rounds": 2, "args": LORA}
-    outcomes = run_layouts(tmp_path / "out", layouts, defaults=defaults)
+    outcomes = run_layouts(ranks, tmp_path / "out", layouts, defaults=defaults)
     for layout, outcome in outcomes.items():
         _check(outcomes["one"], outcome, layout)

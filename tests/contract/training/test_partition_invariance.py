@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import Outcome, run_layouts
 
@@ -86,14 +87,14 @@ def _of_sizes(dp: int, tp: int, pp: int, cp: int, ep: int) -> dict[str, Any]:
     return _layout(dp * tp * pp * cp, sizes, {"sequence_parallel": tp > 1}, ALL_TO_ALL)
 
 
-def _run(root: Path, layouts: dict[str, dict[str, Any]], family: str, **model: Any) -> dict[str, Outcome]:
+def _run(ranks: Ranks, root: Path, layouts: dict[str, dict[str, Any]], family: str, **model: Any) -> dict[str, Outcome]:
     # A vocabulary that two ranks do not divide: the padded row must not matter.
     checkpoint = write_tiny_model(root / "model", family, vocab_size=131, num_hidden_layers=4, **model)
     reference = write_tiny_model(root / "reference", family, seed=1, vocab_size=131, num_hidden_layers=4, **model)
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "ref_load": str(reference)}
     two_steps = {"global_batch_size": 4}
     defaults = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 1, "args": kl, "round_args": two_steps}
-    return run_layouts(root / "out", layouts, defaults=defaults)
+    return run_layouts(ranks, root / "out", layouts, defaults=defaults)
 
 
 def _check_gradients(reference: dict[str, Any], other: Outcome, layout: str) -> None:
@@ -123,25 +124,25 @@ def _check_training(one: Outcome, other: Outcome, layout: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return _run(tmp_path_factory.mktemp("dense"), DENSE, "qwen3", tied=True)
+def dense(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Outcome]:
+    return _run(ranks, tmp_path_factory.mktemp("dense"), DENSE, "qwen3", tied=True)
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def untied(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Outcome]:
     layouts = {name: DENSE[name] for name in ("one", "tp2", "pp2", "vp2", "tp2pp2")}
-    return _run(tmp_path_factory.mktemp("untied"), layouts, "llama")
+    return _run(ranks, tmp_path_factory.mktemp("untied"), layouts, "llama")
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return _run(tmp_path_factory.mktemp("experts"), EXPERTS, "qwen3_moe")
+def experts(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Outcome]:
+    return _run(ranks, tmp_path_factory.mktemp("experts"), EXPERTS, "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
-def covering(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Outcome]:
+def covering(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[tuple[int, ...], Outcome]:
     layouts = {"_".join(map(str, sizes)): _of_sizes(*sizes) for sizes in SIZES}
-    outcomes = _run(tmp_path_factory.mktemp("covering"), layouts, "qwen3_moe")
+    outcomes = _run(ranks, tmp_path_factory.mktemp("covering"), layouts, "qwen3_moe")
     return dict(zip(SIZES, outcomes.values(), strict=True))
 
 
@@ -207,10 +208,12 @@ EVERY = {**DENSE, **EXPERTS, "dp2tp2vp2": _layout(8, SP, VP), "dp2pp2cp2": _layo
 @pytest.mark.parametrize(
     ("family", "names"), [("qwen3", ("one", "pp2cp2", "dp2tp2vp2", "dp2pp2cp2")), ("qwen3_moe", ("one", "pp2ep2"))]
 )
-def test_no_loss_and_no_aggregation_feels_the_partition(tmp_path: Path, family: str, names: tuple[str, ...]) -> None:
+def test_no_loss_and_no_aggregation_feels_the_partition(
+    tmp_path: Path, ranks: Ranks, family: str, names: tuple[str, ...]
+) -> None:
     same = {"scenarios": LOSSES, "rounds": 0, "args": {"use_rollout_logprobs": True}}
     layouts = {name: {**EVERY[name], **same} for name in names}
-    outcomes = _run(tmp_path, layouts, family, tied=family == "qwen3")
+    outcomes = _run(ranks, tmp_path, layouts, family, tied=family == "qwen3")
     for layout, scenario in itertools.product(layouts, LOSSES):
         only = Outcome({scenario: outcomes[layout].gradients[scenario]}, {}, {})
         _check_gradients(outcomes["one"].gradients[scenario], only, layout)
@@ -220,11 +223,13 @@ def test_no_loss_and_no_aggregation_feels_the_partition(tmp_path: Path, family: 
 @pytest.mark.parametrize(
     ("family", "names"), [("qwen3", ("one", "dp2", "vp2", "tp2pp2", "pp2cp2")), ("llama", ("one", "tp2pp2"))]
 )
-def test_a_critic_does_not_feel_the_partition(tmp_path: Path, family: str, names: tuple[str, ...]) -> None:
+def test_a_critic_does_not_feel_the_partition(
+    tmp_path: Path, ranks: Ranks, family: str, names: tuple[str, ...]
+) -> None:
     layouts = {
         name: {**DENSE[name], "scenarios": CUTS, "args": {"advantage_estimator": "ppo", "lambd": 0.9}} for name in names
     }
-    outcomes = _run(tmp_path, layouts, family, tied=family == "qwen3")
+    outcomes = _run(ranks, tmp_path, layouts, family, tied=family == "qwen3")
     critic = {name for name in outcomes["one"].result["metrics"][0] if "value" in name or "critic" in name}
     assert critic, "the critic says nothing"
     for layout in layouts:

@@ -8,19 +8,15 @@ every loss meets every aggregation in several layouts; the slow test runs all of
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training import free_port
+from tests.support.formulas import run_layouts
+from tests.support.ranks import Ranks
 
-ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-6
 """Relative; loss, gradient norm and gradient."""
 
@@ -101,29 +97,20 @@ def _in_turn() -> dict[str, list[Case]]:
     }
 
 
-def _run(out: Path, cases: dict[str, list[Case]]) -> dict[str, Any]:
-    """One set of processes runs every layout after the other."""
+def _run(ranks: Ranks, cases: dict[str, list[Case]]) -> dict[str, Any]:
     same = {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 1}
-    spec = {
-        "port": free_port(),
-        "world_size": max(dp * tp * cp for dp, tp, cp, _ in LAYOUTS),
-        "out": str(out),
-        "layouts": {
-            _name(layout): {
-                "sizes": layout[:3],
-                "args": CUTS[layout[3]],
-                "cases": [f"{loss}/{aggregation}" for loss, aggregation in cases[_name(layout)]],
-            }
-            for layout in LAYOUTS
-        },
-        "cases": {f"{loss}/{kind}": {**LOSSES[loss], **same, "loss_aggregation": kind} for loss, kind in CASES},
+    layouts = {
+        _name(layout): {
+            "sizes": layout[:3],
+            "args": CUTS[layout[3]],
+            "cases": [f"{loss}/{aggregation}" for loss, aggregation in cases[_name(layout)]],
+        }
+        for layout in LAYOUTS
     }
-    (out / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.formula_worker", str(out / "spec.json")]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout.decode(errors='replace')[-6000:]}"
-    loaded: dict[str, Any] = torch.load(out / "result.pt")
-    return loaded
+    settings = {f"{loss}/{kind}": {**LOSSES[loss], **same, "loss_aggregation": kind} for loss, kind in CASES}
+    world_size = max(dp * tp * cp for dp, tp, cp, _ in LAYOUTS)
+    results: dict[str, Any] = ranks.run(run_layouts, world_size, layouts, settings)[0]
+    return results
 
 
 def _check(results: dict[str, Any], layout: str, cases: Iterable[Case]) -> None:
@@ -138,8 +125,8 @@ def _check(results: dict[str, Any], layout: str, cases: Iterable[Case]) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _run(tmp_path_factory.mktemp("formulas"), _in_turn())
+def results(ranks: Ranks) -> dict[str, Any]:
+    return _run(ranks, _in_turn())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
@@ -148,8 +135,8 @@ def test_loss_and_gradient_are_those_of_one_rank(results: dict[str, Any], layout
 
 
 @pytest.mark.slow
-def test_every_loss_with_every_aggregation_in_every_layout(tmp_path: Path) -> None:
-    results = _run(tmp_path, {_name(layout): list(CASES) for layout in LAYOUTS})
+def test_every_loss_with_every_aggregation_in_every_layout(ranks: Ranks) -> None:
+    results = _run(ranks, {_name(layout): list(CASES) for layout in LAYOUTS})
     for layout in LAYOUTS:
         _check(results, _name(layout), CASES)
 

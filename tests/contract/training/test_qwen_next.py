@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.support.qwen_next import write_qwen_next
+from tests.support.ranks import Ranks
 from tests.support.training import random_batch
 from tests.support.training_ranks import Outcome, run_layouts
 
@@ -35,7 +36,7 @@ BATCH_SEED = 3
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> tuple[Path, dict[str, Outcome]]:
     root = tmp_path_factory.mktemp("qwen_next")
     specs = {}
     for family, layouts in LAYOUTS.items():
@@ -51,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outc
         "export": True,
         "rounds": 1,
     }
-    return root, run_layouts(root / "runs", specs, defaults=defaults)
+    return root, run_layouts(ranks, root / "runs", specs, defaults=defaults)
 
 
 def _reference(checkpoint: Path) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:

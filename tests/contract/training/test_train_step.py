@@ -39,7 +39,7 @@ def _on_policy(backend: Any, batch: TrainBatch) -> TrainBatch:
     )
 
 
-@pytest.mark.parametrize("non_finite", [float("nan"), 1e6, float("-inf")])
+@pytest.mark.parametrize("poison", [float("nan"), 1e6, float("-inf")])
 def test_masked_values_change_no_bit(poison: float, tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
     settings: dict[str, Any] = {
         "use_tis": True,

@@ -17,12 +17,12 @@ from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
-from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_parity import one_rank, sampled
+from tests.support.engines import serving, spec_of
 from tests.support.families import YARN, write_family
 from tests.support.training import random_batch
 from tests.support.weights import transport_context
@@ -85,10 +85,7 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
     )
     if family == "glm4_moe":
         served, trained = with_prediction_layer(served), with_prediction_layer(trained)
-    server = SGLangServer(ServerSpec(str(served), dtype="float32", tp_size=tp_size), log_path=folder / "engine.log")
-    server.start()
-    try:
-        server.wait_ready(timeout_s=240)
+    with serving(spec_of(served, tp_size=tp_size), folder) as server:
         control = HttpEngineControl(server.url, tp_size, timeout_s=60)
         with one_rank(trained, global_batch_size=24, micro_batch_size=6) as backend:
             backend.train(random_batch())
@@ -96,8 +93,6 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
             batch = sampled(server.url)
             got = backend.log_probs(batch)
         control.close()
-    finally:
-        server.stop()
     sampled_by = [np.asarray(s.rollout_log_probs) for s in batch.samples]
     assert sum(map(len, got)) >= 1000 and np.ptp(np.concatenate(sampled_by)) > 0.5, "tokens likely and unlikely"
     worst = sorted(float(np.abs(a - b).max()) for a, b in zip(got, sampled_by, strict=True))
@@ -130,10 +125,7 @@ def test_an_engine_in_half_precision_chooses_experts_with_the_routers_that_it_wa
     state = {n: t if table.is_wide(n) else t.bfloat16() for n, t in state.items()}
     state = {n: state[n] for n in table.hf_names}
     other = {n: -t if n.endswith("mlp.gate.weight") else t for n, t in state.items()}
-    server = SGLangServer(ServerSpec(str(path), dtype="bfloat16"), log_path=tmp_path / "engine.log")
-    server.start()
-    try:
-        server.wait_ready(timeout_s=240)
+    with serving(spec_of(path, dtype="bfloat16"), tmp_path) as server:
         control = HttpEngineControl(server.url, 1, timeout_s=60)
         scores = []
         for version, sent in enumerate((state, other, state), 1):
@@ -142,6 +134,4 @@ def test_an_engine_in_half_precision_chooses_experts_with_the_routers_that_it_wa
                 np.concatenate([s.rollout_log_probs for s in sampled(server.url, num=4, temperature=0.0).samples])
             )
         control.close()
-    finally:
-        server.stop()
     assert np.array_equal(scores[0], scores[2]) and not np.array_equal(scores[0], scores[1])

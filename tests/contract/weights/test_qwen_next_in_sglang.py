@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.contract.weights.sglang_residents import compare
 from tests.support.qwen_next import write_qwen_next
-from tests.support.training import free_port
-
-ROOT = Path(__file__).parents[3]
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.slow
@@ -22,25 +18,8 @@ def test_sglang_holds_what_the_table_says(tmp_path: Path, family: str, size: int
     checkpoint = write_qwen_next(tmp_path / family, family, tied=family == "qwen3_5")
     config = checkpoint / "config.json"  # SGLang's Qwen3-Next keeps one norm in the dtype of the file, not of the flag
     config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
-    port = free_port()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.sglang_residents", str(checkpoint)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(port)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [p.communicate(timeout=240) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    for rank, (out, log) in enumerate(outputs):
-        assert out, f"rank {rank} failed: {log[-2000:]}"
-        found = json.loads(out.splitlines()[-1])
+    with Ranks(fresh=True) as ranks:
+        told = ranks.run(compare, size, checkpoint)
+    for rank, found in enumerate(told):
         assert len(found.pop("equal")) > 30, "too few tensors were compared"
         assert not any(found.values()), f"rank {rank} of {size}: {found}"

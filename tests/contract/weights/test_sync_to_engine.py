@@ -18,11 +18,12 @@ from slime.core.errors import WeightSyncError
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
-from slime.serving.server import ServerSpec, SGLangServer
+from slime.serving.server import SGLangServer
 from slime.serving.wire import digest
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
+from tests.support.engines import serving, spec_of
 from tests.support.tiny import write_tiny_model
 from tests.support.weights import Tamper, TamperingChannel, transport_context
 
@@ -203,12 +204,9 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
     """Fusing, sharding, the padding of heads, MLP and vocabulary are as declared, over every transport."""
     kv_heads = 1 if family == "qwen3" else 2
     path = write_tiny_model(tmp_path / "model", family, seed=3, num_key_value_heads=kv_heads, **overrides)
-    server = SGLangServer(ServerSpec(str(path), dtype="float32", tp_size=2), log_path=tmp_path / "engine.log")
-    server.start()
-    try:
-        server.wait_ready(timeout_s=240)
+    with serving(spec_of(path, tp_size=2), tmp_path) as server:
         rig = Rig(server.url, path, tmp_path, tp_size=2)
-        for version, name in enumerate(TRANSPORTS, 2):
+        for version, name in enumerate(NAMES, 2):
             state = changed(rig.state, seed=version)
             channel = rig.channel(name)
             rig.sync_weights(state, channel, version)
@@ -216,5 +214,3 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
             rig.assert_serves(state, version)
         with pytest.raises(WeightSyncError, match=r"rank [01]: differing"):
             rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
-    finally:
-        server.stop()

@@ -107,6 +107,13 @@ def test_the_order_of_an_epoch_depends_on_seed_and_epoch_alone() -> None:
     assert [row_of(g) for g in one.get_groups(50)] == [row_of(g) for g in two.get_groups(50)]
 
 
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    """Law: shuffled prompts come in another order each time round, and not in the order of the file."""
+    buffer = make(50)
+    orders = [tuple(row_of(g) for g in buffer.get_groups(50)) for _ in range(4)]
+    assert len({*orders, tuple(range(50))}) == 5, "an epoch repeats the order of another, or of the file"
+
+
 def test_returned_groups_come_first_in_order_with_their_work() -> None:
     buffer = make()
     a, b, c = buffer.get_groups(3)

@@ -24,7 +24,7 @@ from slime.training.step.loss import micro_batch_loss
 from slime.training.step.micro_batch import to_device
 from slime.training.step.prepare import prepare, with_signals
 from slime.training.step.targets import Signals
-from tests.support.formula_worker import VOCAB, make_batch, make_signals, whole_scores
+from tests.support.formulas import VOCAB, make_batch, make_signals, whole_scores
 from tests.support.training import training_args
 
 TOLERANCE = 1e-6

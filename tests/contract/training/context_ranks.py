@@ -1,15 +1,13 @@
-"""Workers of the context-parallel tests: attention and log-probs of one packed row over several gloo processes."""
+"""What ranks do in the context-parallel test: attention and log-probs of one packed row over several gloo processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
-from tests.support.training import free_port
+from slime.compat.megatron_cpu import activate
+from tests.support.ranks import Seat
 
 LENGTHS, NUM_HEADS, NUM_GROUPS, HEAD_DIM, VALUE_DIM, VOCAB = (16, 8, 24), 4, 2, 8, 6, 11
 PREDICTING = ((0, 1, 2, 9, 14, 16, 17, 25, 30, 46), (0,))
@@ -61,20 +59,12 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {"positions": held, "out": out.detach(), "log_probs": log_probs.detach(), **gradients}
 
 
-def _run(rank: int, size: int, port: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    from slime.compat.megatron_cpu import activate
-
+def compute_part(seat: Seat) -> list[dict[str, torch.Tensor]]:
+    """What this rank finds, for each of `PREDICTING`."""
     activate("cpu")
-    from megatron.core import parallel_state as mpu
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    mpu.initialize_model_parallel(context_parallel_size=size)
-    torch.save([compute(positions) for positions in PREDICTING], Path(directory) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def results(directory: Path, size: int) -> list[list[dict[str, Any]]]:
-    """What each of `size` processes found, for each of `PREDICTING`."""
-    torch.multiprocessing.spawn(_run, (size, free_port(), str(directory)), nprocs=size)
-    return [torch.load(directory / f"{rank}.pt") for rank in range(size)]
+    with seat.world():
+        mpu.initialize_model_parallel(context_parallel_size=seat.world_size)
+        try:
+            return [compute(positions) for positions in PREDICTING]
+        finally:
+            mpu.destroy_model_parallel()

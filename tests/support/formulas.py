@@ -1,17 +1,13 @@
-"""The ranks of the formula-level partition test: `python -m tests.support.formula_worker SPEC`.
-
-One process imports and then forks the ranks, since importing costs more than the work.
+"""Training steps on the level of formulas: a toy decoder, and what a rank does with it.
 
 A toy decoder in float64 (an embedding, a decaying causal sum, an output layer) stands for the model. Everything else is
 the trainer's own: targets, token weights, schedule, packing, context cut, vocabulary shards, losses. For every layout
-and case rank 0 writes loss, gradient norm, gradients and metric sums of the first step into `result.pt`.
+and case there are loss, gradient norm, gradients and metric sums of the first step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,7 @@ from slime.training.step.loss import micro_batch_loss, micro_batch_value_loss
 from slime.training.step.micro_batch import MicroBatch, to_device
 from slime.training.step.prepare import PreparedBatch, prepare, with_signals
 from slime.training.step.targets import Signals
+from tests.support.ranks import Seat
 from tests.support.training import random_batch, training_args
 
 VOCAB, HIDDEN, DECAY = 37, 6, 0.8
@@ -190,33 +187,26 @@ def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dic
     return {"loss": float(numbers[0]), "norm": float(flat.norm()), "gradient": flat, "sums": numbers[1:]}
 
 
-def run_rank(rank: int, spec: dict[str, Any]) -> None:
-    """Works through the layouts that have this rank."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", spec["port"], spec["world_size"], is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=spec["world_size"])
+def run_layouts(seat: Seat, layouts: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
+    """LAYOUT/CASE -> results of every layout that has this rank, on every rank of it.
+
+    `layouts`: name -> sizes (DP, TP, CP), cases (names) and args (settings); `cases`: name -> settings.
+    """
+    with seat.world():
+        return _run_layouts(layouts, cases)
+
+
+def _run_layouts(layouts: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
     batch = make_batch()
     signals = make_signals(batch)
     results: dict[str, Any] = {}
-    for name, cut in spec["layouts"].items():
+    for name, cut in layouts.items():
         layout = Layout.build(*cut["sizes"])
         if layout is None:
             continue
         for case in cut["cases"]:
-            args = training_args(Path("unused"), **{**spec["cases"][case], **cut["args"]})
+            args = training_args(Path("unused"), **{**cases[case], **cut["args"]})
             prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
             what = "values" if args.advantage_estimator == "ppo" else "log_probs"
             results[f"{name}/{case}"] = run(layout, with_signals(prepared, args, signals), args, what=what)
-    if rank == 0:
-        torch.save(results, Path(spec["out"]) / "result.pt")
-    dist.destroy_process_group()
-
-
-def main(spec_path: str) -> None:
-    """Forks the ranks; an error of one ends all of them and is raised here."""
-    spec = json.loads(Path(spec_path).read_text())
-    torch.multiprocessing.start_processes(run_rank, args=(spec,), nprocs=spec["world_size"], start_method="fork")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return results

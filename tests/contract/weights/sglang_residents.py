@@ -1,16 +1,15 @@
 """Loads a checkpoint with SGLang's own model class and loader and compares its parameters with the weight table.
 
-`python -m tests.support.sglang_residents CHECKPOINT RANK SIZE PORT`: one tensor-parallel rank, in bfloat16, no server.
-For models that SGLang builds but does not serve on a CPU: it is told that this is none where the models ask. Writes
-one JSON object: names that are missing, extra, or hold other bits.
+One tensor-parallel rank, in bfloat16, no server. For models that SGLang builds but does not serve on a CPU: it is told
+that this is none where the models ask.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support.ranks import Seat
 
 KERNELS = (
     "fused_sigmoid_mul_cpu",
@@ -21,8 +20,11 @@ KERNELS = (
 """What SGLang's Qwen3.5 looks up on a CPU when it is imported, and only a build of its kernels has."""
 
 
-def load(checkpoint: Path, rank: int, size: int, port: int) -> Any:
+def load(checkpoint: Path, seat: Seat) -> Any:
     """SGLang's model with the weights of the checkpoint."""
+    rank, size = seat.rank, seat.world_size
+    if seat.listener is not None:
+        seat.listener.close()  # SGLang opens the store itself
     from slime.compat.sglang_cpu import activate
 
     activate("cpu")
@@ -58,7 +60,7 @@ def load(checkpoint: Path, rank: int, size: int, port: int) -> Any:
         world_size=size,
         rank=rank,
         local_rank=rank,
-        distributed_init_method=f"tcp://127.0.0.1:{port}",
+        distributed_init_method=f"tcp://127.0.0.1:{seat.port}",
         backend="gloo",
     )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -66,9 +68,9 @@ def load(checkpoint: Path, rank: int, size: int, port: int) -> Any:
     return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
 
 
-def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[str]]:
-    """Names by what is wrong with them."""
-    held = {name: p.detach() for name, p in load(checkpoint, rank, size, port).named_parameters()}
+def compare(seat: Seat, checkpoint: Path) -> dict[str, list[str]]:
+    """Names that are missing, extra, hold other bits, or are equal."""
+    held = {name: p.detach() for name, p in load(checkpoint, seat).named_parameters()}
     import torch
     from safetensors.torch import load_file
 
@@ -79,7 +81,7 @@ def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[st
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
     state = {n: source[n] if table.is_wide(n) else source[n].bfloat16() for n in table.hf_names}
-    want = dict(engine_tensors(table, state, tp_rank=rank, tp_size=size, on_cpu=False))
+    want = dict(engine_tensors(table, state, tp_rank=seat.rank, tp_size=seat.world_size, on_cpu=False))
     both = want.keys() & held.keys()
     return {
         "missing": sorted(want.keys() - held.keys()),
@@ -89,7 +91,3 @@ def main(checkpoint: Path, rank: int, size: int, port: int) -> dict[str, list[st
         ),
         "equal": sorted(both),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))))

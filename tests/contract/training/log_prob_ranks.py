@@ -1,17 +1,20 @@
-"""Scores random tokens with the vocabulary cut over gloo ranks: `python -m tests.support.log_prob_worker FOLDER RANK
-WORLD`.
+"""Scores random tokens with the vocabulary split over gloo ranks.
 
-Every rank holds `ceil(V / WORLD)` rows, padded with NaN; a rank may hold padding alone. Rank 0 writes
-`<name>_<world>.pt` for each of `SCENARIOS`: log-probs, entropy, full log-probs, outside, and the gradients of hidden
-states (summed over the ranks) and weight (valid rows of all ranks).
+Every rank holds `ceil(V / WORLD)` rows, padded with NaN; a rank may hold padding alone. The answer has for each of
+`SCENARIOS`: log-probs, entropy, full log-probs, outside, and the gradients of hidden states (summed over the ranks) and
+weight (valid rows of all ranks).
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+import contextlib
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.training.model.log_probs import VocabShard, score_tokens
+from tests.support.ranks import Seat
 
 TOKENS, HIDDEN, VOCAB = 29, 16, 131
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -29,18 +32,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 """`few`: with three ranks, the last holds no token."""
 
 
-def main(folder: str, rank: int, world: int) -> None:
-    """Runs one rank."""
-    import torch
-    import torch.distributed as dist
+def score_all(seat: Seat) -> dict[str, dict[str, torch.Tensor]]:
+    """Scenario -> results, on every rank."""
+    with seat.world() if seat.world_size > 1 else contextlib.nullcontext() as group:
+        return _score_all(seat.rank, seat.world_size, group)
 
-    from slime.training.model.log_probs import VocabShard, score_tokens
 
-    torch.set_num_threads(1)
-    group = None
-    if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store_{world}", rank=rank, world_size=world)
-        group = dist.group.WORLD
+def _score_all(rank: int, world: int, group: Any) -> dict[str, dict[str, torch.Tensor]]:
+    results = {}
     for name, scenario in SCENARIOS.items():
         options = dict(scenario)
         dtype, vocab = getattr(torch, options.pop("dtype", "float32")), options.pop("vocab", VOCAB)
@@ -69,13 +68,5 @@ def main(folder: str, rank: int, world: int) -> None:
         result = {"log_probs": scores.log_probs, "entropy": scores.entropy, "full": scores.full_log_probs}
         result |= {"outside": scores.outside, "grad_hidden": grad_hidden, "grad_weight": rows[:vocab]}
         result |= {"grad_padding": rows[vocab:]}
-        if rank == 0:
-            torch.save({key: value.detach() for key, value in result.items()}, f"{folder}/{name}_{world}.pt")
-    if group is not None:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        results[name] = {key: value.detach() for key, value in result.items()}
+    return results

@@ -1,8 +1,8 @@
-"""Saves in a loop and is killed: `python -m tests.support.save_worker CHECKPOINT FOLDER KILLS`.
+"""Saves in a loop and is killed.
 
 One trainer is built; for each kill a fork of it saves step after step below FOLDER, synchronously or in the background
 (in turn), and gets SIGKILL at a random moment of a save. Then whatever `latest` names has to be whole, of one moment,
-not older than the last save that was complete, and loads. FOLDER/result.json counts the kills.
+not older than the last save that was complete, and loads.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 
-def main(model: Path, folder: Path, num_kills: int) -> None:
-    """Runs everything, with `num_kills` kills of either kind."""
-    import torch
+from slime.training.backend import MegatronBackend
+from slime.training.state import checkpoint
+from slime.training.state.async_save import BackgroundSave
+from tests.support.ranks import Seat
+from tests.support.training import random_batch, training_args
 
-    from slime.training.backend import MegatronBackend
-    from tests.support.training import random_batch, training_args
-    from tests.support.training_worker import meet
 
-    torch.set_num_threads(1)
-    listener, port = meet(folder / "port", 0)
-    place = {"rank": 0, "world_size": 1, "local_rank": 0, "master_address": "127.0.0.1", "master_port": port}
-    backend = MegatronBackend(training_args(model), listener=listener, **place)
+def save_and_kill(seat: Seat, model: Path, folder: Path, num_kills: int) -> dict[str, dict[str, Any]]:
+    """Runs everything, with `num_kills` kills of either kind, which it counts."""
+    backend = MegatronBackend(training_args(model), **seat.place)
     backend.weight_version = 1
     backend.train(random_batch())
     draw = random.Random(0)
@@ -43,7 +41,8 @@ def main(model: Path, folder: Path, num_kills: int) -> None:
             inside.append(kill_one(backend, root, kind, delay_s=delay_s, first=before + (i % 3 > 0)))
             check(backend, root, before)
         counts[kind] = {"kills": num_kills, "inside": sum(map(bool, inside)), "save_s": usual_s}
-    (folder / "result.json").write_text(json.dumps(counts))
+    backend.close()
+    return counts
 
 
 def kill_one(backend: Any, root: Path, kind: str, *, delay_s: float | None, first: int = 0) -> float:
@@ -77,9 +76,6 @@ def kill_one(backend: Any, root: Path, kind: str, *, delay_s: float | None, firs
 
 def save_forever(backend: Any, root: Path, kind: str, first: int, told: int) -> None:
     """Steps and saves; tells "b" when a save begins and "c" when it is complete."""
-    from slime.training.state import checkpoint
-    from slime.training.state.async_save import BackgroundSave
-
     background = BackgroundSave()
     step = first
 
@@ -105,8 +101,6 @@ def save_forever(backend: Any, root: Path, kind: str, first: int, told: int) -> 
 
 def mark(backend: Any, step: int) -> None:
     """Makes the state that of a step."""
-    import torch
-
     backend.weight_version = step
     with torch.no_grad():
         for parameter in backend._parameters.values():
@@ -120,8 +114,6 @@ def last_committed(root: Path) -> int:
 
 def check(backend: Any, root: Path, before: int) -> None:
     """What `latest` names loads, bit for bit the state of its step."""
-    from slime.training.state import checkpoint
-
     found = checkpoint.find(root)
     assert found is not None and found.rollout_id >= before, f"{found} after step {before} was complete"
     assert json.loads((root / "latest.json").read_text())["path"] in found.path.name, (
@@ -134,8 +126,3 @@ def check(backend: Any, root: Path, before: int) -> None:
     assert backend.weight_version == found.rollout_id, f"version {backend.weight_version} in {found}"
     for name, parameter in backend._parameters.items():
         assert (parameter == float(found.rollout_id)).all(), f"{name} is of another step than {found}"
-
-
-if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

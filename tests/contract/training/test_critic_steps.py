@@ -1,0 +1,48 @@
+"""The critic: what it learns, and that a split of the model does not change how fast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Ranks
+from tests.support.training import random_batch, with_samples
+from tests.support.training_ranks import run_layouts
+
+PPO: dict[str, Any] = {"advantage_estimator": "ppo", "critic_lr": 1e-2}
+
+
+def test_values_become_the_returns(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    """Law: where every answer is worth 1, so is every token; an advantage would be satisfied with half of it."""
+    backend = make_backend(
+        tiny_qwen3, **PPO, critic_load=str(tiny_qwen3), gamma=1.0, lambd=1.0, num_critic_only_steps=100
+    )
+    batch = random_batch(seed=3)
+    batch = with_samples(batch, [dataclasses.replace(s, reward=1.0) for s in batch.samples])
+    for _ in range(12):
+        metrics = backend.train(batch)
+        assert metrics["train/returns"] == pytest.approx(1.0)
+    assert metrics["train/values"] == pytest.approx(1.0, abs=0.15)
+    assert metrics["train/advantages"] == pytest.approx(0.0, abs=0.2)
+
+
+def test_a_critic_of_two_ranks_learns_as_that_of_one(tiny_qwen3: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """Law 3 for the critic: each rank has the whole head, and the hidden states feel it once. At first they do not: the
+    head begins at zero."""
+    layouts = {
+        "one": {"world_size": 1, "megatron": {}},
+        "tp2": {"world_size": 2, "megatron": {"tensor_model_parallel_size": 2}},
+        "sp2": {"world_size": 2, "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    }
+    defaults = {"checkpoint": str(tiny_qwen3), "rounds": 3, "provoke": False}
+    defaults["args"] = {**PPO, "critic_load": str(tiny_qwen3), "lambd": 0.9}
+    outcomes = run_layouts(ranks, tmp_path, layouts, defaults=defaults)
+    want = outcomes["one"].result["metrics"]
+    for layout in ("tp2", "sp2"):
+        for step, got in enumerate(outcomes[layout].result["metrics"]):
+            for name in ("train/critic_grad_norm", "train/value_loss", "train/values"):
+                assert got[name] == pytest.approx(want[step][name], rel=1e-3, abs=1e-6), f"{layout}, {step}: {name}"
