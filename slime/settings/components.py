@@ -65,13 +65,14 @@ class Choice:
     entry: type
 
     def problems(self, settings: Any) -> list[str]:
-        """What its own `check(settings)` says cannot work: it returns messages, or raises one."""
+        """What its own `check(settings)` says cannot work: it returns a message or several, or raises one."""
         if not hasattr(self.entry, "check"):
             return []
         try:
-            return list(self.chooser.registry.build(self.name, settings).check(settings) or ())
+            told = self.chooser.registry.build(self.name, settings).check(settings) or ()
         except ConfigError as error:
             return [str(error)]
+        return [told] if isinstance(told, str) else list(told)
 
 
 class Components:

@@ -29,6 +29,18 @@ _REJECTION = (POLICY_TERM, Need(lambda s: s.rejection_level is not None, "--reje
 _OPSM = (POLICY_TERM, Need(lambda s: s.use_opsm, "--use-opsm"))
 
 
+def chosen_corrections(s: Any) -> tuple[str, ...]:
+    """The corrections that the switches ask for, in the order in which they act."""
+    switches = {
+        "custom_tis": s.use_tis and s.custom_tis_function_path,
+        "tis": s.use_tis and not s.custom_tis_function_path,
+        "tis_metrics": s.get_mismatch_metrics and not s.use_tis,
+        "rejection": s.rejection_level,
+        "opsm": s.use_opsm,
+    }
+    return tuple(name for name, is_on in switches.items() if is_on)
+
+
 def _corrects_old_tokens(s: Any) -> bool | None:
     corrected = s.use_rollout_logprobs or s.rejection_level or s.custom_loss_function_path
     return True if s.fully_async and not corrected and has_policy_term(s) else None
@@ -40,6 +52,14 @@ class OffPolicySettings:
 
     use_rollout_logprobs: bool = opt(False, needs=ENGINE_LOG_PROBS)
     """The engine's log-probs are the old policy, instead of a forward pass of the trainer."""
+    off_policy_corrections: tuple[str, ...] = derived(
+        chosen_corrections,
+        "the switches",
+        chosen_from="slime.algorithms.off_policy:CORRECTIONS",
+        needs=POLICY_TERM,
+    )
+    """What acts on the policy loss of tokens, in this order: names, or import paths of your own. Default: what
+    --use-tis, --get-mismatch-metrics, --rejection-level and --use-opsm ask for."""
     use_tis: bool = derived(
         _corrects_old_tokens, "--fully-async trains on tokens of older weights", default=False, needs=POLICY_TERM
     )

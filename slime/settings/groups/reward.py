@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
+from slime.core.loading import load_object
 from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import opt
-from slime.settings.graders import BOXED_PREFIX, SCORE_KEYS, base_type
 from slime.settings.group import Rule
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
     rm_type: str | None = None
-    """Built-in grader; metadata["rm_type"] of a row overrides it."""
+    """Grader: a built-in one, or the import path of a class of yours; metadata["rm_type"] of a row overrides it."""
     rm_url: str | None = None
     """Address of the grader of --rm-type remote_rm."""
     rm_batch_size: int = 1
@@ -37,11 +37,17 @@ class RewardSettings:
     """Address space of one grader process, in MiB."""
 
 
+def grader_of(rm_type: str) -> Any:
+    """The entry of the graders' registry. Raises `ConfigError`."""
+    return load_object("slime.rewards.graders:grader_class")(rm_type)
+
+
 def grader_is_known(args: Args) -> str | None:
     """A misspelt grader is found before any process starts."""
     try:
         for rm_type in (args.rm_type, *(d.rm_type for d in eval_datasets(args))):
-            base_type(rm_type or "random")
+            if rm_type:
+                grader_of(rm_type)
     except ConfigError as error:
         return str(error)
     return None
@@ -49,7 +55,7 @@ def grader_is_known(args: Args) -> str | None:
 
 def rewards_are_used_as_asked(args: Args) -> str | None:
     """Several numbers need a key; batches need a service to go to."""
-    keys = SCORE_KEYS.get((args.rm_type or "").removeprefix(BOXED_PREFIX))
+    keys = ", ".join(grader_of(args.rm_type).score_keys) if args.rm_type and grader_is_known(args) is None else ""
     if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
         return f"got --rm-type {args.rm_type} without --reward-key; it returns several numbers, pick one of {keys}"
     if args.rm_batch_size < 1 or (args.rm_batch_size > 1 and not args.rm_url):

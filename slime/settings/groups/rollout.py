@@ -6,13 +6,17 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.core.loading import load_object
 from slime.settings.data_files import count_rows
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Passed, Rule
-from slime.settings.groups.hooks import FULLY_ASYNC
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
+
+SCHEDULES = "slime.rollout.schedules:SCHEDULES"
+"""The registry of schedules."""
 
 
 def _rows_of_epochs(s: Any) -> int | None:
@@ -33,6 +37,31 @@ def _num_batches_ahead(s: Any) -> int:
 
 def _lets_requests_go_on(s: Any) -> bool:
     return bool(s.fully_async and s.pause_generation_mode != "abort")
+
+
+def _schedule(s: Any) -> str:
+    if s.fully_async:
+        return "fully_async"
+    return "step" if s.rollout_function_path == DEFAULT_ROLLOUT else "function"
+
+
+def _why_schedule(s: Any) -> str:
+    own = s.rollout_function_path
+    reasons = {"fully_async": "--fully-async", "step": "the default rollout function"}
+    return reasons.get(s.rollout_schedule, f"--rollout-function-path {own}")
+
+
+def _generates_all_the_time(s: Any) -> bool | None:
+    name = s.given("rollout_schedule")
+    if name is not None:
+        continuous: bool = load_object(SCHEDULES).get(name).continuous
+        return continuous
+    return True if s.given("rollout_function_path") == FULLY_ASYNC else None
+
+
+def _why_all_the_time(s: Any) -> str:
+    name = s.given("rollout_schedule")
+    return f"--rollout-function-path {FULLY_ASYNC}" if name is None else f"--rollout-schedule {name}"
 
 
 _WORKER = Need(lambda s: s.fully_async, "the worker of --fully-async")
@@ -104,14 +133,14 @@ class RolloutSettings:
     """Train only the tokens that the newest weights sampled in a continued sample."""
     update_weights_interval: int = opt(1, ge=1)
     """Steps between weight syncs (train_async.py only)."""
-    fully_async: bool = derived(
-        lambda s: True if s.given("rollout_function_path") == FULLY_ASYNC else None,
-        f"--rollout-function-path {FULLY_ASYNC}",
-        default=False,
-    )
+    rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
+    """When groups are started and which are trained: step, fully_async, function, or an import path of a class of yours
+    (see the documentation of customization). Default: fully_async with fully_async, function where
+    rollout_function_path names one of its own, otherwise step."""
+    fully_async: bool = derived(_generates_all_the_time, _why_all_the_time, default=False)
     """Generate without pause, also while weights are synced: a worker keeps groups running, and each step trains the
-    oldest finished ones (train_async.py only). Default: whether rollout_function_path is
-    slime.rollout.fully_async.generate_rollout_fully_async."""
+    oldest finished ones (train_async.py only). Default: whether rollout_schedule generates all the time, as the one
+    that rollout_function_path slime.rollout.fully_async.generate_rollout_fully_async means."""
     max_groups_in_flight: int | None = derived(
         lambda s: _num_batches_ahead(s) * s.rollout_batch_size if s.fully_async else None,
         lambda s: f"{_num_batches_ahead(s)} * rollout_batch_size, max_weight_staleness {s.max_weight_staleness}",

@@ -66,6 +66,7 @@ def test_every_setting_is_read_somewhere() -> None:
         "grpo_std_normalization",
         "strict",
     }
+    within_config |= {"use_tis", "use_opsm", "get_mismatch_metrics"}  # they choose --off-policy-corrections
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
     paths.append(ROOT / "slime" / "settings" / "eval_config.py")  # makes the datasets that the rollout samples
     text = "\n".join(p.read_text() for p in [*paths, ROOT / "train.py", ROOT / "train_async.py"])
