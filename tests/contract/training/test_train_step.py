@@ -191,7 +191,7 @@ def test_the_gap_alarm_names_the_token_and_spares_the_weights(
         wrong = np.array(batch.samples[5].rollout_log_probs)
         wrong[0] -= 0.5
         before = _weights(backend)
-        with pytest.raises(NumericsError, match=r"gap of 0\.5.*sample 5 of group 2.*response token 0 "):
+        with pytest.raises(NumericsError, match=r"mismatch of 0\.5.*sample 5 of group 2.*response token 0 "):
             backend.train(_change(batch, 5, rollout_log_probs=wrong))
         assert _same(_weights(backend), before)
         metrics = backend.train(batch)
