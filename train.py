@@ -1,4 +1,4 @@
-"""Synchronous training: generate, train, save, publish, evaluate, one after the other.
+"""Synchronous training: generate, train, save, sync weights, evaluate, one after the other.
 
 Every sample is trained by the weights that sampled it. `train_async.py` overlaps generation with training.
 """

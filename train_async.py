@@ -1,18 +1,23 @@
-"""Asynchronous training: the same verbs as `train.py` in another order.
+"""Asynchronous training: the verbs of `train.py` in another order, while engines go on generating.
 
 One step off, the default: step k+1 is generated while step k is trained. Weights change only between two generations,
 so every sample has one weight version, exactly one behind the trainer (`--update-weights-interval` more when it is
-larger than one). With `--fully-async` a worker generates all the time, also while weights are published, and a step
-trains the oldest groups that are finished and not older than `--max-weight-staleness`.
+larger than one). With `--fully-async` a worker generates all the time, also during a weight sync, and a step trains the
+oldest groups that are finished and not older than `--max-weight-staleness`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from slime.settings import Args, run_or_exit
+
+if TYPE_CHECKING:
+    from slime.cluster.run import Run
 
 
 def train_async(args: Args) -> None:
-    """The algorithm."""
+    """The algorithm, but for the order of the steps' verbs."""
     from slime.cluster.launch import launch
 
     with launch(args) as run:
@@ -20,27 +25,45 @@ def train_async(args: Args) -> None:
         run.sync_weights()
         if run.evaluates_before(start):
             run.evaluate(start - 1)
-        following = run.start_generation(start) if start < args.num_rollout else None
-        for rollout_id in range(start, args.num_rollout):
-            following = following or run.start_generation(rollout_id)
-            batch = run.finish_generation(following)
-            ahead = rollout_id + 1 < args.num_rollout and not args.fully_async
-            following = run.start_generation(rollout_id + 1) if ahead else None
-            run.train(rollout_id, batch)
-            publishes = (rollout_id + 1) % args.update_weights_interval == 0 or rollout_id + 1 == args.num_rollout
-            if run.saves_after(rollout_id) and not args.fully_async:
-                run.save(rollout_id)
-            if publishes:
-                if following is not None:
-                    run.wait_for_generation(following)
-                run.sync_weights(for_save=run.saves_after(rollout_id))
-            if run.saves_after(rollout_id) and args.fully_async:
-                run.save(rollout_id)  # with the tokens of what the weight sync ended
-            if publishes and (not args.fully_async or rollout_id == start or run.saves_after(rollout_id)):
-                run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
-            if run.evaluates_after(rollout_id):
-                run.evaluate(rollout_id)
-            run.end_step(rollout_id)
+        steps = fully_async if args.fully_async else one_step_off
+        steps(run, range(start, args.num_rollout))
+
+
+def one_step_off(run: Run, rollout_ids: range) -> None:
+    """The next generation starts before a step is trained, and ends before weights change."""
+    following = run.start_generation(rollout_ids.start) if rollout_ids else None
+    for rollout_id in rollout_ids:
+        assert following is not None, f"nothing generates the samples of step {rollout_id}"
+        batch = run.finish_generation(following)
+        following = run.start_generation(rollout_id + 1) if rollout_id + 1 in rollout_ids else None
+        run.train(rollout_id, batch)
+        if run.saves_after(rollout_id):
+            run.save(rollout_id)
+        if run.syncs_after(rollout_id):
+            if following is not None:
+                run.wait_for_generation(following)
+            run.sync_weights()
+            run.check_log_probs()
+        if run.evaluates_after(rollout_id):
+            run.evaluate(rollout_id)
+        run.end_step(rollout_id)
+
+
+def fully_async(run: Run, rollout_ids: range) -> None:
+    """Generation never stops: a step takes what is finished, and a save holds the tokens of what is not."""
+    for rollout_id in rollout_ids:
+        batch = run.generate(rollout_id)
+        run.train(rollout_id, batch)
+        saves, syncs = run.saves_after(rollout_id), run.syncs_after(rollout_id)
+        if syncs:
+            run.sync_weights(for_save=saves)
+        if saves:
+            run.save(rollout_id)  # after the weight sync, which ended the requests: with the tokens that they have
+        if syncs and (saves or rollout_id == rollout_ids.start):
+            run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
+        if run.evaluates_after(rollout_id):
+            run.evaluate(rollout_id)
+        run.end_step(rollout_id)
 
 
 if __name__ == "__main__":

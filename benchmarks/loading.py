@@ -59,8 +59,8 @@ def write(folder: Path) -> None:
     import torch
 
     from slime.cli.convert import run
+    from slime.models import table_for
     from slime.training.state import hf_files
-    from slime.weights.tables import table_for
 
     hf_files.MAX_SHARD_BYTES = 300 * 1000**2
     (folder / "assets").mkdir()
@@ -101,10 +101,10 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     """Loads one rank in this process."""
     import torch
 
+    from slime.models import table_for
     from slime.training.state.hf_files import HfReader
     from slime.training.state.hf_weights import fill
     from slime.weights.convert import load_shard
-    from slime.weights.tables import table_for
 
     rank = RANKS[name]
     cut = {"tp_rank": rank["tp_rank"], "tp_size": rank["tp_size"]}

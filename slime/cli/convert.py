@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
+from slime.core.hf_config import read_hf_config
+from slime.models import load_family, table_for
+from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
-from slime.settings.model_shape import read_hf_config
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, write_hf
 from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
 from slime.weights import fp8
-from slime.weights.tables import FamilyTable, table_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What `--to` may say besides fp8."""
@@ -42,10 +43,17 @@ class _Source:
     """(name, full tensor) of `names`; consumed once."""
 
 
-def run(source: Path, target: Path, to: str | None = None, hf_checkpoint: Path | None = None) -> int:
+def run(
+    source: Path,
+    target: Path,
+    to: str | None = None,
+    hf_checkpoint: Path | None = None,
+    model_family: str | None = None,
+) -> int:
     """Writes `target`; returns the exit code. `to`: a key of `DTYPES`, "fp8", or None, which keeps types as they are.
 
     `hf_checkpoint`: what the model of a slime checkpoint was loaded from, for tensors that training does not hold.
+    `model_family`: as the flag of training, a family of the user's.
     Raises `CheckpointError` if `target` is not empty or `source` is damaged, `ConfigError` for a model that slime does
     not know or a file that misses a tensor of it.
     """
@@ -53,6 +61,8 @@ def run(source: Path, target: Path, to: str | None = None, hf_checkpoint: Path |
         raise CheckpointError(f"got {target} to write to, which is not empty; name a new folder or empty this one")
     if not logging.getLogger().handlers:
         setup_logging()
+    if model_family is not None:
+        load_family(model_family)
     with ExitStack() as stack:
         found = _of_hf(source, to, stack) if (source / "config.json").is_file() else None
         found = found or _of_checkpoint(source, to, hf_checkpoint, stack)
@@ -79,7 +89,7 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
     opened = stack.enter_context(open_checkpoint(folder))
     if hf_checkpoint is not None:  # how experts are stored is seen from its files alone
         config = read_hf_config(str(hf_checkpoint))
-        if digest_of(config) != opened.pieces.metas[0]["architecture"]:
+        if digest_of(config) != opened.reader.metas[0]["architecture"]:
             raise CheckpointError(
                 f"got --hf-checkpoint {hf_checkpoint}, which is of another model than {opened.assets / 'config.json'}; "
                 "name the folder that the model was loaded from"

@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--hf-checkpoint", type=Path, help="with a checkpoint: where tensors come from that training does not hold"
     )
+    convert.add_argument("--model-family", help="a family of your own: pkg.module, path/to/file.py, pkg.module:Class")
 
     schemas = commands.add_parser("schemas", help="compare the flag schemas with the installed engines")
     schemas.add_argument("--write", action="store_true", help="write them anew")
@@ -63,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "convert":
         from slime.cli import convert
 
-        return convert.run(options.source, options.target, options.to, options.hf_checkpoint)
+        return convert.run(options.source, options.target, options.to, options.hf_checkpoint, options.model_family)
     from slime.cli import run_files
 
     if options.command == "report":

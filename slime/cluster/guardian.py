@@ -1,16 +1,17 @@
 """The guardian of a run: when the driver is gone, for whatever reason, so is everything that the run started.
 
 A small process (`python -m slime.cluster.guardian`, standard library only) in a session of its own. The driver starts
-it before Ray and holds the write end of a pipe to it. It looks at the process table every second, so that it knows its
-people even after they rename themselves or lose their parents (`slime.serving.proctree`), and it acts on whichever
-comes first: end-of-file on the pipe, or the driver's pid being gone (a forked child may hold the pipe open).
+it before Ray and holds the write end of a pipe to it (`Guardian`).
 
-Then: SIGTERM to all, a short grace, SIGKILL until none is left; shared-memory files of those processes are removed, and
-the run's temporary folders.
+Consumes the process table: it looks every second, so that it knows the run's processes even after they rename
+themselves or lose their parents (`slime.serving.proctree`). Produces an empty run: SIGTERM to all, a short grace,
+SIGKILL until none is left; shared-memory files of those processes are removed, and the run's temporary folders. Waits
+for the driver's end. Is woken by whichever comes first: end-of-file on the pipe, or a look that finds the driver's pid
+gone (a forked child may hold the pipe open). Nobody else hears from it but by its exit status and its log.
 
 Invariants
 1. Only processes that carry this run's id in their environment, or descend from one that does, are touched; never the
-   driver, never an ancestor of the reaper.
+   driver, never an ancestor of the guardian.
 2. Only shared-memory files that those processes used and nobody uses any more are removed.
 3. Done within `GRACE_S + KILL_LIMIT_S` and a second or two: less than 15 s after the driver's end.
 4. No signal but SIGKILL ends the guardian early: Ctrl-C and SIGTERM sent to the whole run must not.
@@ -45,10 +46,10 @@ KILL_LIMIT_S = 8.0
 LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
 """Between two looks on an idle machine, and on a busy one."""
 _CLOSE_LIMIT_S = 15.0
-_log = logging.getLogger("slime.reaper")
+_log = logging.getLogger("slime.guardian")
 
 
-class Reaper:
+class Guardian:
     """The driver's handle of its guardian."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -76,17 +77,17 @@ class Reaper:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise EngineError(
-                f"the reaper (pid {self._process.pid}) did not finish in {timeout_s:.0f} s, because a process of the "
+                f"the guardian (pid {self._process.pid}) did not finish in {timeout_s:.0f} s, because a process of the "
                 "run does not die; look for processes in state D"
             ) from None
         if status != 0:
             raise EngineError(
-                f"the reaper ended with status {status}: processes of the run are left; its log names them "
+                f"the guardian ended with status {status}: processes of the run are left; its log names them "
                 f"(environment variable {RUN_ID_ENV} marks them)"
             )
 
 
-def start_reaper(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Reaper:
+def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
     """Starts the guardian of `run_id`; call it before the first process that it may have to end.
 
     `temp_dirs`: folders to remove at the end; `log_path`: what it did (default: nowhere). Also sets `SPT_NOENV` in
@@ -111,11 +112,11 @@ def start_reaper(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | 
         start_new_session=True,
         cwd="/",
     )
-    assert process.stdout is not None, "the reaper was started without a pipe for its greeting"
+    assert process.stdout is not None, "the guardian was started without a pipe for its greeting"
     with process.stdout as greeting:
         if greeting.readline() != b"watching\n":
-            raise EngineError(f"the reaper ended with status {process.wait()} instead of watching run {run_id}")
-    return Reaper(process)
+            raise EngineError(f"the guardian ended with status {process.wait()} instead of watching run {run_id}")
+    return Guardian(process)
 
 
 def _driver_id(pid: int) -> ProcessId | None:
@@ -140,7 +141,7 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
     return family, files
 
 
-def reap(family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str]) -> int:
+def end_run(family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str]) -> int:
     """Ends the family and removes what it left; returns the number of processes that are still there (normally 0)."""
     left = family.end(grace_s=GRACE_S, limit_s=KILL_LIMIT_S, before_kill=files.observe)
     _log.info("removed from shared memory: %s", files.remove_orphans())
@@ -167,12 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     if options.log:
         logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(message)s")
-    sys.stdout.write("watching\n")  # the protocol with start_reaper, which reads this one line
+    sys.stdout.write("watching\n")  # the protocol with start_guardian, which reads this one line
     sys.stdout.flush()
     family, files = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
     _log.info("run %s is over; ending what is left of it", options.run_id)
     scratch = os.path.join(tempfile.gettempdir(), f"slime-{glob.escape(options.run_id)}-*")
-    return 1 if reap(family, files, [*options.temp_dir, *glob.glob(scratch)]) else 0
+    return 1 if end_run(family, files, [*options.temp_dir, *glob.glob(scratch)]) else 0
 
 
 if __name__ == "__main__":

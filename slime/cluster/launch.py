@@ -1,7 +1,7 @@
 """From settings to a running run, and back to nothing.
 
-Order: run folder -> reaper and Ray -> placement group, engines, trainers, router (`start`). The `with` block ends them
-in the opposite order, whatever ends the block. This module imports no Ray: Ray reads its environment when it is
+Order: run folder -> guardian and Ray -> placement group, engines, trainers, router (`start`). The `with` block ends
+them in the opposite order, whatever ends the block. This module imports no Ray: Ray reads its environment when it is
 imported, and the environment is made here.
 """
 
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.cluster.environment import prepare_environment
 from slime.cluster.placement import plan_placement
@@ -20,6 +20,7 @@ from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import collect, start_recording
 from slime.observability.tracker import Tracker
+from slime.settings import Args
 from slime.settings.hooks import check_hooks
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 
 
 @contextmanager
-def launch(args: Any) -> Iterator[Run]:
+def launch(args: Args) -> Iterator[Run]:
     """Starts everything that `args` asks for, yields the verbs, and leaves nothing behind."""
     run_id = args.run_id
     prepare_environment(run_id)  # before any user code: a hook may import Ray
@@ -57,7 +58,7 @@ def launch(args: Any) -> Iterator[Run]:
     try:
         with (
             Tracker.from_args(args, folder) as tracker,
-            RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "reaper.log"),
+            RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "guardian.log"),
         ):
             run = start(args, plan, folder, tracker)
             collect()  # the first step begins now

@@ -12,15 +12,19 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from slime.cluster.actors import Actors
+from slime.cluster.memory import MemoryHandOver
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import peek, wait_for
+from slime.cluster.weight_sync_sequence import WeightSyncSequence
 from slime.observability.spans import collect, span
 from slime.observability.tracker import Tracker
+from slime.settings import Args
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +32,6 @@ NO_LIMIT_S = 30 * 24 * 3600.0
 """Limit of a generation when the user set none; its requests and graders have limits of their own."""
 TRAIN_STEP_LIMIT_S = 24 * 3600.0
 """Limit of one training step: far above any sane one; collectives have their own, shorter limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What the weight sync needs to know of an engine."""
-
-    index: int
-    url: str
-    tp_size: int
-    slots: tuple[int, ...]
-    """Placement slots of its ranks; a training rank on the same slot can share memory with it."""
-    api_key: str | None = field(default=None, repr=False)
-    """Token of the run that its routes ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +48,19 @@ class Generation:
 class Run:
     """The verbs. Built by `launch`."""
 
-    def __init__(
-        self,
-        args: Any,
-        *,
-        tracker: Tracker,
-        trainers: Sequence[Any],
-        rollout: Any,
-        engines: Sequence[Any],
-        engine_infos: Sequence[EngineInfo],
-    ) -> None:
+    def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
         self.args = args
-        self._tracker, self._trainers, self._rollout = tracker, list(trainers), rollout
-        self._engines, self._engine_infos = list(engines), list(engine_infos)
-        self._saver = Saver(args, tracker=tracker, trainers=self._trainers, rollout=rollout)
-        self._admitted = False
+        self._actors, self._tracker = actors, tracker
+        self._saver = Saver(args, actors, tracker)
+        self._memory = MemoryHandOver(args, actors)
+        self._weight_sync = WeightSyncSequence(args, actors, memory=self._memory, tracker=tracker)
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
         """Starts generating the samples of a step and returns at once."""
-        batch, metrics = self._rollout.generate.options(num_returns=2).remote(rollout_id)
+        batch, metrics = self._actors.rollout.generate.options(num_returns=2).remote(rollout_id)
         return Generation(rollout_id, batch, metrics)
 
     def finish_generation(self, generation: Generation) -> Any:
@@ -110,7 +92,7 @@ class Run:
         """Evaluates the synced weights on the held-out data."""
         with span("eval"), self._watching("eval") as on_poll:
             metrics = wait_for(
-                [self._rollout.evaluate.remote(rollout_id)],
+                [self._actors.rollout.evaluate.remote(rollout_id)],
                 for_what=f"the evaluation at step {rollout_id}",
                 limit_s=self._rollout_limit_s,
                 on_poll=on_poll,
@@ -119,9 +101,9 @@ class Run:
 
     def serve(self) -> None:
         """Engines and router answer whoever asks, until Ctrl-C (`--debug-rollout-only --num-rollout 0`)."""
-        url = wait_for([self._rollout.url.remote()], for_what="the router", limit_s=60)[0]
+        url = self._actors.on_rollout("url", for_what="the router", limit_s=60)
         logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C", url)
-        wait_for([self._rollout.serve.remote()], for_what="Ctrl-C", limit_s=NO_LIMIT_S)
+        self._actors.on_rollout("serve", for_what="Ctrl-C", limit_s=NO_LIMIT_S)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -129,70 +111,36 @@ class Run:
         """Trains one step on every rank (none with --debug-rollout-only), then commits it in the Data Buffer."""
         with span("train"), self._tracker.progress(f"train {rollout_id}"):
             metrics = wait_for(
-                [trainer.train.remote(batch) for trainer in self._trainers],
+                [trainer.train.remote(batch) for trainer in self._actors.trainers],
                 for_what=f"training step {rollout_id}",
                 limit_s=TRAIN_STEP_LIMIT_S,
             )
-        ledger = wait_for([self._rollout.commit.remote(rollout_id)], for_what="the ledger", limit_s=60)[0]
+        ledger = self._actors.on_rollout("commit", rollout_id, for_what="the ledger", limit_s=60)
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
 
     def hand_over_to_training(self) -> None:
         """Colocated: engines give their memory back, then the trainer takes its own. Otherwise nothing."""
-        if self.args.offload_rollout:
-            with span("offload_rollout"):
-                self._on_engines("release_memory")
-        if self.args.offload_train:
-            with span("wake_up"):
-                self._on_trainers("wake")
+        self._memory.to_trainer()
 
     def sync_weights(self, *, for_save: bool = False) -> None:
         """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
 
         `for_save`: a checkpoint follows. To be in it with the tokens they have, requests of `--fully-async` end and are
-        sent again, whatever `--pause-generation-mode` says.
-
-        Colocated, memory changes hands in the only order that fits: engine weights in, trainer out, KV cache in.
-        Without a trainer (--debug-rollout-only) the engines serve what they loaded, as version 0.
+        sent again, whatever `--pause-generation-mode` says. See `weight_sync_sequence`.
         """
-        if not self._engine_infos:
-            return
-        if self.args.offload_rollout and self._admitted:
-            self._on_engines("resume_memory", ["weights"])
-        saves = for_save and self.args.save is not None
-        ends_requests = self.args.fully_async and (saves or self.args.pause_generation_mode == "abort")
-        with span("update_weights"):
-            if ends_requests:  # an engine that has to end them itself takes a second to see that they have ended
-                wait_for([self._rollout.hold.remote()], for_what="requests to end", limit_s=60)
-            metrics = self._on_trainers("sync_weights")
-            if ends_requests:
-                wait_for([self._rollout.release.remote()], for_what="requests to go on", limit_s=60)
-        if self.args.offload_train:
-            with span("sleep"):
-                self._on_trainers("sleep")
-        if self.args.offload_rollout and self._admitted:
-            self._on_engines("resume_memory", ["kv_cache", "cuda_graph"])
-        if not self._admitted:
-            urls = [info.url for info in self._engine_infos]
-            wait_for(
-                [self._rollout.admit.remote(urls)],
-                for_what="the router to take the engines",
-                limit_s=self.args.engine_start_timeout_s,
-            )
-            self._admitted = True
-        if metrics:
-            self._tracker.add(metrics[0])
+        self._weight_sync.run(for_save=for_save)
 
     def check_log_probs(self) -> None:
-        """Compares trainer and engines on fresh samples of the weights just published; over the limit the run ends.
+        """Compares trainer and engines on fresh samples of the weights just synced; over the limit the run ends.
 
         For asynchronous training, whose batches are older than the trainer; in synchronous training every batch is
         that comparison.
         """
-        if not self._engine_infos or not self._trainers:
+        if not self._actors.engine_infos or not self._actors.trainers:
             return
         with span("check_log_probs"):
-            batch = wait_for([self._rollout.probe.remote()], for_what="a probe", limit_s=self._rollout_limit_s)[0]
-            metrics = self._on_trainers("measure_mismatch", batch)[0]
+            batch = self._actors.on_rollout("probe", for_what="a probe", limit_s=self._rollout_limit_s)
+            metrics = self._actors.on_trainers("measure_mismatch", batch)[0]
         self._tracker.add(metrics)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -211,7 +159,7 @@ class Run:
             if self.args.save:
                 self._saver.save(rollout_id)
             if self.args.save_hf:
-                self._on_trainers("save_hf", self.args.save_hf.format(rollout_id=rollout_id))
+                self._actors.on_trainers("save_hf", self.args.save_hf.format(rollout_id=rollout_id))
 
     def finish_save(self, *, limit_s: float) -> None:
         """Waits for a save in the background, if any. Raises its error, or `DeadlineExceeded`."""
@@ -222,6 +170,10 @@ class Run:
     def saves_after(self, rollout_id: int) -> bool:
         """Every `--save-interval` steps and after the last one."""
         return bool(self.args.save or self.args.save_hf) and self._is_due(rollout_id, self.args.save_interval)
+
+    def syncs_after(self, rollout_id: int) -> bool:
+        """Every `--update-weights-interval` steps and after the last one."""
+        return self._is_due(rollout_id, self.args.update_weights_interval)
 
     def evaluates_after(self, rollout_id: int) -> bool:
         """Every `--eval-interval` steps and after the last one."""
@@ -251,30 +203,23 @@ class Run:
 
     def close(self, *, limit_s: float) -> None:
         """Ends every process in order. Raises if one does not answer in `limit_s`; the end of the cluster ends it."""
-        stops = [actor.stop.remote() for actor in (self._rollout, *self._trainers, *self._engines)]
+        actors = self._actors
+        stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers, *actors.engines)]
         wait_for(stops, for_what="the actors to stop", limit_s=limit_s)
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
-
-    def _on_trainers(self, method: str, *arguments: Any) -> list[Any]:
-        refs = [getattr(trainer, method).remote(*arguments) for trainer in self._trainers]
-        return wait_for(refs, for_what=f"{method} on {len(refs)} training ranks", limit_s=3600)
-
-    def _on_engines(self, method: str, *arguments: Any) -> None:
-        refs = [getattr(engine, method).remote(*arguments) for engine in self._engines]
-        wait_for(refs, for_what=f"{method} on {len(refs)} engines", limit_s=self.args.weight_sync_timeout_s)
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[Callable[[], str]]:
         """Shows the rollout side's own progress while the driver waits for it; the news may be old, never an error."""
         news = ""
-        asked = self._rollout.progress.remote()
+        asked = self._actors.rollout.progress.remote()
 
         def on_poll() -> str:
             nonlocal news, asked
             answer = peek(asked)
             if answer is not None:
-                news, asked = str(answer), self._rollout.progress.remote()
+                news, asked = str(answer), self._actors.rollout.progress.remote()
             return note(news)
 
         with self._tracker.progress(what) as note:

@@ -7,6 +7,9 @@
 
 Without `--async-save` the driver waits for the second part, too.
 
+Consumes what ranks and Data Buffer have. Produces committed checkpoints. Waits for the save before, for ranks and Data
+Buffer, each with a limit; nobody wakes it: the driver asks at the end of a step.
+
 Invariants
 1. The parts of a checkpoint are of one moment: the driver goes on when ranks and Data Buffer have what they will write.
 2. Retention never removes what `latest` names, nor what this run was resumed from.
@@ -15,14 +18,14 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from slime.cluster.actors import Actors
 from slime.cluster.waiting import wait_for
 from slime.core.errors import ConfigError
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
+from slime.settings import Args
 from slime.training.state import checkpoint
 from slime.training.state.async_save import BackgroundSave, Facts
 
@@ -33,8 +36,8 @@ LIMIT_S = 3600.0
 class Saver:
     """Saves and restores the whole run."""
 
-    def __init__(self, args: Any, *, tracker: Tracker, trainers: Sequence[Any], rollout: Any) -> None:
-        self._args, self._tracker, self._trainers, self._rollout = args, tracker, trainers, rollout
+    def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
+        self._args, self._actors, self._tracker = args, actors, tracker
         self._background = BackgroundSave()
         self._resumed_from: list[Path] = []
 
@@ -53,25 +56,26 @@ class Saver:
             )
         self._resumed_from.append(found.path)
         with span("load"):
-            reads = [trainer.verify.remote(str(found.path)) for trainer in self._trainers]
+            reads = [trainer.verify.remote(str(found.path)) for trainer in self._actors.trainers]
             wait_for(reads, for_what=f"{len(reads)} training ranks to verify {found.path}", limit_s=LIMIT_S)
             if not reads:
                 checkpoint.verify(found.path)
-            loads = [trainer.load.remote(str(found.path)) for trainer in self._trainers]
+            loads = [trainer.load.remote(str(found.path)) for trainer in self._actors.trainers]
             wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=LIMIT_S)
             if not self._args.finetune:
-                wait_for([self._rollout.load.remote(str(found.path))], for_what="the Data Buffer to load", limit_s=600)
+                self._actors.on_rollout("load", str(found.path), for_what="the Data Buffer to load", limit_s=600)
         return found.rollout_id
 
     def save(self, rollout_id: int) -> None:
         """Writes one checkpoint, or with `--async-save` begins to. Raises the error of the save before, if any."""
+        assert self._args.save is not None, f"step {rollout_id} is to be saved without --save"
         with span("save_wait"):
             self._tell(self._background.finish(limit_s=LIMIT_S))
         start_s = time.perf_counter()
         parts = checkpoint.begin(Path(self._args.save), rollout_id)
-        now = [self._rollout.save.remote(str(parts))]
+        now = [self._actors.rollout.save.remote(str(parts))]
         if self._args.async_save:
-            now += [trainer.take_snapshot.remote() for trainer in self._trainers]
+            now += [trainer.take_snapshot.remote() for trainer in self._actors.trainers]
         wait_for(now, for_what=f"the state of step {rollout_id} to be kept", limit_s=LIMIT_S)
         self._background.start(
             lambda: self._write(parts, rollout_id, start_s), what=f"the checkpoint of step {rollout_id}"
@@ -89,7 +93,7 @@ class Saver:
 
     def _write(self, parts: Path, rollout_id: int, start_s: float) -> Facts:
         """In the background: waits for the ranks, commits, forgets what retention lets go of."""
-        refs = [trainer.write_parts.remote(str(parts)) for trainer in self._trainers]
+        refs = [trainer.write_parts.remote(str(parts)) for trainer in self._actors.trainers]
         written = wait_for(refs, for_what=f"{len(refs)} training ranks to write", limit_s=LIMIT_S)
         seals = {name: seal for part in written for name, seal in part.items()}
         path = checkpoint.commit(parts, rollout_id, seals)

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.cluster.actors import Actors, EngineInfo
 from slime.cluster.engine_actor import EngineActor
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.rollout_actor import RolloutActor
-from slime.cluster.run import EngineInfo, Run
+from slime.cluster.run import Run
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
 from slime.observability.run_folder import RunFolder
 from slime.observability.tracker import Tracker
 from slime.serving.server import ServerSpec
+from slime.settings import Args
 
 TRAIN_SHARE, ENGINE_SHARE = 0.4, 0.2
 """Parts of a slot's GPU (or CPU) that a training rank and an engine reserve, so that both fit one colocated slot."""
 
 
-def start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -> Run:
+class OnSlot(Protocol):
+    """Ray's options for an actor on a slot that takes this share of it."""
+
+    def __call__(self, slot: int, share: float) -> dict[str, Any]: ...
+
+
+def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -> Run:
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
     unit = "GPU" if args.device == "cuda" else "CPU"
     bundle = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
@@ -62,10 +70,17 @@ def start(args: Any, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -
             limit_s=args.weight_sync_timeout_s,
         )
     assert ray.is_initialized(), "Ray ended while the run was starting"
-    return Run(args, tracker=tracker, trainers=trainers, rollout=rollout, engines=engines, engine_infos=infos)
+    actors = Actors(
+        trainers=tuple(trainers),
+        engines=tuple(engines),
+        rollout=rollout,
+        engine_infos=tuple(infos),
+        engine_limit_s=args.weight_sync_timeout_s,
+    )
+    return Run(args, actors, tracker)
 
 
-def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any, api_key: str) -> list[Any]:
+def _create_engines(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot, api_key: str) -> list[Any]:
     engines = []
     for placed in plan.engines:
         spec = ServerSpec.from_args(args, index=placed.index, num_threads=placed.num_threads, api_key=api_key)
@@ -76,7 +91,7 @@ def _create_engines(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: 
     return engines
 
 
-def _create_trainers(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot: Any) -> list[Any]:
+def _create_trainers(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot) -> list[Any]:
     return [
         _placed(TrainActor, **on_slot(slot, TRAIN_SHARE)).remote(
             args, rank, plan.train_slots, plan.train_threads, str(folder.logs)
@@ -85,14 +100,14 @@ def _create_trainers(args: Any, plan: PlacementPlan, folder: RunFolder, on_slot:
     ]
 
 
-def _build_trainers(args: Any, trainers: list[Any]) -> list[Any]:
+def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
     if not trainers:
         return []
     host, port = wait_for([trainers[0].free_address.remote()], for_what="training rank 0", limit_s=120)[0]
     return [trainer.build.remote(host, port) for trainer in trainers]
 
 
-def _create_rollout(args: Any, num_engines: int, folder: RunFolder, api_key: str) -> Any:
+def _create_rollout(args: Args, num_engines: int, folder: RunFolder, api_key: str) -> Any:
     actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16)
     return actor.remote(args, num_engines, str(folder.logs), api_key)
 

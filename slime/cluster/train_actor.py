@@ -10,8 +10,10 @@ from typing import Any
 
 import ray
 
+from slime.cluster.actors import EngineInfo
 from slime.core.batch import TrainBatch
 from slime.observability.logs import setup_logging
+from slime.settings import Args
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"save": 1})
@@ -21,7 +23,7 @@ class TrainActor:
     One thread runs them all, but for `write_parts`, which writes files while the others go on.
     """
 
-    def __init__(self, args: Any, rank: int, slots: Sequence[int], num_threads: int, log_dir: str) -> None:
+    def __init__(self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str) -> None:
         """`slots`: placement slot of every training rank."""
         setup_logging(Path(log_dir) / f"train_{rank}.log")
         self._args, self._rank, self._slots = args, rank, tuple(slots)
@@ -60,9 +62,9 @@ class TrainActor:
         )
         self._backend.weight_version = 1
 
-    def connect_engines(self, engines: Sequence[Any]) -> None:
-        """Prepares the weight sync to these engines (`EngineInfo`)."""
-        from slime.cluster.weight_sync import RankWeightSync
+    def connect_engines(self, engines: Sequence[EngineInfo]) -> None:
+        """Prepares the weight sync to these engines."""
+        from slime.cluster.rank_weight_sync import RankWeightSync
 
         self._weight_sync = RankWeightSync(
             self._args,

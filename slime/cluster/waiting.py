@@ -1,7 +1,8 @@
 """Waiting for actors: every wait has a name, a limit and an owner.
 
-`wait_for` polls, so that a progress callback can draw while the driver waits, Ctrl-C is answered at once, and an
-actor that died is reported as what it was instead of as a lost object.
+Consumes references to calls of actors, produces their results or the first error. `wait_for` waits for all of them and
+is woken by Ray when they are there; it also polls, so that a progress callback can draw while the driver waits, Ctrl-C
+is answered at once, and an actor that died is reported as what it was instead of as a lost object.
 """
 
 from __future__ import annotations

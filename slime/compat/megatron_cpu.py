@@ -57,10 +57,10 @@ def activate(device: str) -> list[PatchReport]:
 class _Inert:
     """A stand-in for a CUDA stream or event: work on a CPU is done when the call returns; nothing to wait for."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def __init__(self, *_given: Any, **_named: Any) -> None: ...
 
     def __getattr__(self, _name: str) -> Callable[..., Any]:
-        return lambda *_args, **_kwargs: self
+        return lambda *_given, **_named: self
 
     def __enter__(self) -> _Inert:
         return self
@@ -107,11 +107,11 @@ class _CpuTorch(types.ModuleType):
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
-        return function(*args, **kwargs)
+    def call(*given: Any, **named: Any) -> Any:
+        if str(named.get("device", "")).startswith("cuda"):
+            named["device"] = "cpu"
+        named.pop("pin_memory", None)
+        return function(*given, **named)
 
     return call
 
@@ -167,8 +167,8 @@ def _cuda_type_names() -> Iterator[None]:
 
     original = torch.Tensor.type
 
-    def type_name(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def type_name(self: Any, *given: Any, **named: Any) -> Any:
+        result = original(self, *given, **named)
         if isinstance(result, str) and not result.startswith("torch.cuda."):
             return result.replace("torch.", "torch.cuda.", 1)
         return result
@@ -187,9 +187,9 @@ def _with_cuda_type_names(owner: Any, name: str) -> None:
         return
 
     @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*given: Any, **named: Any) -> Any:
         with _cuda_type_names():
-            return function(*args, **kwargs)
+            return function(*given, **named)
 
     wrapped._slime_cuda_type_names = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)

@@ -6,7 +6,7 @@ import secrets
 import time
 
 RUN_ID_ENV = "SLIME_RUN_ID"
-"""Set in every process that a run starts; the reaper finds what a dead driver left behind by it."""
+"""Set in every process that a run starts; the guardian finds what a dead driver left behind by it."""
 
 
 def new_run_id() -> str:

@@ -1,7 +1,8 @@
 """`EngineControl` over HTTP: the control routes of one SGLang 0.5.16 server.
 
-Calls may come from several threads. Every call has a limit and says who waited for what when it passes; a refusal
-carries the server's own words. Nothing is retried except flushing, which is how draining is awaited.
+Consumes calls, which may come from several threads; produces the server's answers, or errors in its own words. A call
+waits in its caller's thread until the server answers, with a limit, and says who waited for what when it passes; nobody
+else wakes it. Nothing is retried except flushing, which is how draining is awaited.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`ChildProcess`: one engine process and everything below it, from start to verified end.
 
-Who wakes whom: the owner starts, polls and stops; nothing runs in the background except one thread per owner process
-(`_spawner`) that does nothing but start children. It exists because Linux delivers a child's parent-death signal when
-the *thread* that started it ends, and callers may be short-lived threads.
+Consumes a command, produces a process, its log and, at last, its verified end. The owner's own thread starts, polls and
+stops, and waits with a limit each time; nobody wakes it. Nothing runs in the background except one thread per owner
+process (`_spawner`), woken by a queue, that does nothing but start children. It exists because Linux delivers a child's
+parent-death signal when the *thread* that started it ends, and callers may be short-lived threads.
 
 Invariants
 1. The child leads a session of its own: a Ctrl-C in the owner's terminal does not reach it.
@@ -111,7 +112,7 @@ class ChildProcess:
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # Engines leave socket files in the temporary folder. A short path: socket names are limited to 107 bytes. The
-        # run id in it lets the reaper remove the folder if this process is killed.
+        # run id in it lets the guardian remove the folder if this process is killed.
         self._scratch = Path(tempfile.mkdtemp(prefix=f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-"))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
         # For our eyes only: SGLang writes all its arguments to its log, the token included.

@@ -24,6 +24,7 @@ from slime.serving.leased import LeasedServer
 from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
 from slime.serving.process import ChildProcess, python_module
+from slime.settings import Args
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_DEFAULTS: Mapping[str, Any] = {
@@ -95,7 +96,7 @@ class ServerSpec:
     @classmethod
     def from_args(
         cls,
-        args: Any,
+        args: Args,
         *,
         index: int = 0,
         num_threads: int = 1,
@@ -128,7 +129,7 @@ class ServerSpec:
         """Every explicit ServerArgs field, defaults first and the user's over them."""
         args: dict[str, Any] = dict(CPU_DEFAULTS) if self.device == "cpu" else {}
         args["skip_server_warmup"] = True  # the first verified weight sync exercises the server instead
-        args["weight_version"] = "0"  # what the checkpoint on disk is called before the first sync publishes 1
+        args["weight_version"] = "0"  # what the checkpoint on disk is called before the first sync calls it 1
         if self.random_seed is not None:
             args["random_seed"] = self.random_seed
         if self.memory_saver and self.device == "cuda":

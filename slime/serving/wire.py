@@ -95,23 +95,23 @@ class _CudaHandle:
 def digest(tensor: Tensor | Sequence[Tensor]) -> str:
     """The digest that `/weights_checker` reports for a tensor on this kind of device: 16 hex digits.
 
-    A tensor may come in pieces, which the engine holds stacked along dim 0. CPU: the first 8 bytes of SHA-256 of the
+    A tensor may come as several, which the engine holds stacked along dim 0. CPU: the first 8 bytes of SHA-256 of the
     bytes in order. CUDA: SGLang's own kernel, `gpu_tensor_hash`.
     """
-    pieces = [tensor] if isinstance(tensor, Tensor) else list(tensor)
-    flat = [piece.detach().contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
+    parts = [tensor] if isinstance(tensor, Tensor) else list(tensor)
+    flat = [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in parts]
     if flat[0].is_cuda:
         return _cuda_digest(flat)
     hasher = hashlib.sha256()
-    for piece in flat:
-        hasher.update(piece.numpy().data)
+    for part in flat:
+        hasher.update(part.numpy().data)
     return hasher.digest()[:8].hex()
 
 
-def _cuda_digest(pieces: Sequence[Tensor]) -> str:
+def _cuda_digest(parts: Sequence[Tensor]) -> str:
     from sglang.srt.managers.mm_utils import tensor_hash
 
-    flat = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
+    flat = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if flat.storage_offset() % 4:  # the kernel reads 32-bit words
         flat = flat.clone()
     return f"{tensor_hash(flat):016x}"

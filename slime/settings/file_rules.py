@@ -9,11 +9,11 @@ import os
 import re
 from pathlib import Path
 
+from slime.core.hf_config import read_hf_config
 from slime.settings.args import Args
 from slime.settings.data_files import split_slice
 from slime.settings.derive import SFT_ROLLOUT, has_checkpoint
 from slime.settings.eval_config import eval_datasets
-from slime.settings.model_shape import read_hf_config
 from slime.settings.rules import RULE_DEFAULT_ROLLOUT, Rule
 
 

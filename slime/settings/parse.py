@@ -1,4 +1,4 @@
-"""From a command line to `Args`: parse, read YAML, take the model's shape from the checkpoint, derive, check.
+"""From a command line to `Args`: parse, read YAML, take the model's architecture from the checkpoint, derive, check.
 
 Imports no torch, transformers, Ray or engine, so that a wrong flag is answered at once.
 """
@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 from slime.core.errors import ConfigError, HookError, SlimeError
 from slime.settings.args import Args
 from slime.settings.derive import DERIVATIONS, Draft
+from slime.settings.families import architecture_of, contradictions
 from slime.settings.megatron_defaults import SLIME_DEFAULTS
-from slime.settings.model_shape import contradictions, read_hf_config
 from slime.settings.schema import flags_of_owner, owned_spellings
 from slime.settings.settings import Settings
-from slime.settings.shapes import megatron_shape
 from slime.settings.table import flag_table, own_flags
 
 Given = dict[tuple[str, str], Any]
@@ -90,7 +89,7 @@ def resolve(given: Given, *, synchronous: bool = True) -> Args:
     given, custom = merge_custom_config(given, origins)
     draft = _defaults(given, origins)
     check_required(draft.values)
-    problems = _take_shape(draft)
+    problems = _take_architecture(draft)
     for derivation in DERIVATIONS:
         derivation(draft)
     router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
@@ -132,16 +131,16 @@ def _defaults(given: Given, origins: Mapping[tuple[str, str], str]) -> Draft:
     return draft
 
 
-def _take_shape(draft: Draft) -> list[str]:
-    """Fills the model's shape from the checkpoint; returns contradictions with flags."""
-    shape = megatron_shape(read_hf_config(draft.values["hf_checkpoint"]))
+def _take_architecture(draft: Draft) -> list[str]:
+    """Takes the model's architecture from the checkpoint; returns contradictions with flags."""
+    architecture = architecture_of(draft.values["hf_checkpoint"], draft.values["model_family"])
     explicit = {
         n.removeprefix("megatron."): draft.megatron[n.removeprefix("megatron.")]
         for n in draft.given
         if n.startswith("megatron.")
     }
-    problems = contradictions(shape, explicit)
-    for name, value in shape.items():
+    problems = contradictions(architecture, explicit)
+    for name, value in architecture.items():
         draft.megatron[name] = value
         draft.origins[f"megatron.{name}"] = "HF config"
     return problems

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.compat import megatron_moe
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
-from slime.data.flops import FlopsModel, tflops_per_gpu
-from slime.settings.model_shape import num_experts_of, read_hf_config
+from slime.core.hf_config import read_hf_config
+from slime.models import family_of, load_family, table_for
+from slime.models.common.flops import tflops_per_gpu
+from slime.models.common.table import FamilyTable
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
-from slime.training.model.families import delta_rule
 from slime.training.model.frozen import freeze_others, trained_names
 from slime.training.model.lora import Adapters, MergedParameters
 from slime.training.model.names import parameters_of
@@ -59,7 +59,6 @@ from slime.training.step.train import (
     measure_mismatch,
     train_on,
 )
-from slime.weights.tables import FamilyTable, table_for
 
 
 class MegatronBackend:
@@ -103,13 +102,12 @@ class MegatronBackend:
             listener=listener,
         )
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
+        if args.model_family is not None:
+            load_family(args.model_family)
         self.hf_config = read_hf_config(args.hf_checkpoint)
         self.table = table_for(self.hf_config)
-        self._flops = FlopsModel.from_hf(self.hf_config)
-        if num_experts_of(self.hf_config):
-            megatron_moe.activate()
-        delta_rule.use_backend(args.qwen_gdn_backend)
-        chunks = build_model(megatron, self.hf_config, self.device)
+        self._flops = family_of(self.hf_config).flops(self.hf_config)
+        chunks = build_model(args, self.hf_config, self.device)
         base = parameters_of(chunks)
         hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))
         self._choose_trained(chunks)
@@ -279,7 +277,7 @@ class MegatronBackend:
         for folder, kept in self._kept.items():
             self.weight_version = load_rank(
                 directory / folder,
-                dataclasses.replace(kept, copies={}) if args.finetune else kept,
+                dataclasses.replace(kept, other_policies={}) if args.finetune else kept,
                 seed=int(args.seed),
                 with_optimizer=not (args.finetune or args.no_load_optim),
                 with_rng=not (args.finetune or args.no_load_rng),

@@ -23,7 +23,7 @@ from slime.weights.rendezvous import join_store, keep_gloo_on, listen_on, open_s
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How one model is cut; what is left of the world is data parallel."""
+    """How one model is split; what is left of the world is data parallel."""
 
     tp: int = 1
     pp: int = 1
@@ -109,7 +109,7 @@ def init_process_groups(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> ParallelInfo:
-    """Joins the world and cuts it. Neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
+    """Joins the world and splits it. Neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
 
     Rank 0 opens the store on `master_address` alone: on `listener` if it holds that port already, else on
     `master_port`. Every collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not

@@ -1,14 +1,13 @@
-"""Cuts one stream of named tensors into buckets of bounded size, so that no stage needs a second copy of the model."""
+"""Splits a stream of named tensors into buckets of bounded size, so that no stage needs a second copy of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-Tamper = Callable[[str, Tensor], Tensor]
-"""Fault injection: gets a private copy of a tensor that is about to travel, returns what travels instead."""
+if TYPE_CHECKING:  # transports are imported where torch is not
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +19,11 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
+        """Of all tensors."""
         return sum(t.numel() * t.element_size() for _, t in self.tensors)
 
-    def tampered(self, tamper: Tamper | None) -> Bucket:
-        """The bucket that travels: itself, unless faults are injected."""
-        if tamper is None:
-            return self
-        return Bucket(tuple((name, tamper(name, tensor.detach().clone())) for name, tensor in self.tensors))
 
-
-def cut(
+def split(
     named_tensors: Iterable[tuple[str, Tensor]], limit_bytes: int, together: Mapping[str, str] | None = None
 ) -> Iterator[Bucket]:
     """Buckets of at most `limit_bytes`, in order; a tensor larger than that travels alone; one dtype per bucket.

@@ -1,8 +1,9 @@
 """HF tensors <-> Megatron tensor-parallel shards, bitwise in both directions. Pure torch; knows no engine.
 
-The one formula: the HF tensors of a row, laid end to end along the cut dimension, consist of segments. Rank r of n
-holds the r-th of n equal parts of each segment; within it, Megatron interleaves the segments in groups, as many as the
-row says (per KV head `[q..., k, v]`), or one (`[gate; up]` of its own shard). Vocabulary rows may be padded with zeros.
+The one formula: the HF tensors of a row, laid end to end along the dimension that is split, consist of segments. Rank r
+of n holds the r-th of n equal parts of each segment; within it, Megatron interleaves the segments in groups, as many as
+the row says (per KV head `[q..., k, v]`), or one (`[gate; up]` of its own shard). Vocabulary rows may be padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
+from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 
 ReadHF = Callable[[str], Tensor]
 """HF tensor name -> the full tensor."""
@@ -27,7 +28,8 @@ def load_shard(
     It may be a view of what `read_hf` returned, of which nothing but this rank's part is touched. For an expert, rank
     and size are those of its own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
     `vocab_multiple * tp_size`, as Megatron does.
-    Raises `CheckpointError` if a tensor has another shape than the config implies, `ConfigError` if the cut is uneven.
+    Raises `CheckpointError` if a tensor has another shape than the config implies, `ConfigError` if it cannot be split
+    evenly.
     """
     assert 0 <= tp_rank < tp_size, f"tp_rank {tp_rank} of {tp_size}"
     entry = table.entry(megatron_name)
@@ -80,9 +82,9 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 
 
 def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
-    """Raises `ConfigError` if the trainer cannot cut `entry` into `tp_size` equal shards."""
+    """Raises `ConfigError` if the trainer cannot split `entry` into `tp_size` equal shards."""
     row = entry.row
-    counts = [(unit_count(table.shape, u, size), u.value) for size, u in zip(row.segments, row.units, strict=False)]
+    counts = [(unit_count(table.sizes, u, size), u.value) for size, u in zip(row.segments, row.units, strict=False)]
     counts += [(row.groups, "groups")] if row.groups else []
     for count, what in counts:
         if what != Unit.VOCAB.value and count % tp_size:
@@ -92,7 +94,7 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
             )
 
 
-def unit_count(shape: ModelShape, unit: Unit, size: int) -> int:
+def unit_count(shape: ModelSizes, unit: Unit, size: int) -> int:
     """How many units a segment of `size` has."""
     return {Unit.HEADS: shape.num_heads, Unit.KV_HEADS: shape.num_kv_heads}.get(unit, size)
 
@@ -100,7 +102,7 @@ def unit_count(shape: ModelShape, unit: Unit, size: int) -> int:
 def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
     """Views of the segments of a row's full HF tensors."""
     dim = entry.row.dim
-    assert dim is not None, f"{entry.megatron} is not cut"
+    assert dim is not None, f"{entry.megatron} is not split"
     out: list[Tensor] = []
     sizes = list(entry.row.segments)
     for part in parts:
@@ -129,7 +131,7 @@ def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
 def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of `segments_of`, contiguous."""
     dim, left, out = entry.row.dim, list(segments), []
-    assert dim is not None, f"{entry.megatron} is not cut"
+    assert dim is not None, f"{entry.megatron} is not split"
     for shape in entry.row.shapes:
         taken: list[Tensor] = []
         while sum(t.shape[dim] for t in taken) < shape[dim]:

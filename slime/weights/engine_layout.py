@@ -14,15 +14,14 @@ Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.ports import Digest
+from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 from slime.weights.convert import padded_slice, segments_of, slice_shards, unit_count
-from slime.weights.tables import Entry, FamilyTable, ModelShape, Unit
 
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this."""
@@ -41,27 +40,27 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def engine_shards(
     table: FamilyTable, entry: Entry, parts: Sequence[Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> list[Tensor]:
-    """What engine rank `tp_rank` holds of `entry`, as pieces to be stacked along dim 0 (mostly views: joining them
+    """What engine rank `tp_rank` holds of `entry`, as shards to be stacked along dim 0 (mostly views: joining them
     would cost more than their digest). `parts` are the full HF tensors in the order of the row.
 
-    Raises `ConfigError` if the engine cannot cut the tensor evenly.
+    Raises `ConfigError` if the engine cannot split the tensor evenly.
     """
     if entry.row.stacked:
         parts = [part[entry.expert] for part in parts]
     dim = entry.row.dim
     if dim is None:
         return list(parts)
-    pieces: list[Tensor] = []
+    shards: list[Tensor] = []
     for segment, unit in zip(segments_of(entry, parts), entry.row.units, strict=True):
-        size, rank, num_ranks = _cut(table.shape, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
+        size, rank, num_ranks = _split(table.sizes, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
         share = size // num_ranks
         own = rank * share, share
-        pieces += slice_shards(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
-    return pieces
+        shards += slice_shards(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
+    return shards
 
 
-def _cut(
-    shape: ModelShape, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
+def _split(
+    shape: ModelSizes, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> tuple[int, int, int]:
     """(padded length over all ranks, rank, number of ranks that differ) of a segment."""
     if unit is Unit.VOCAB:
@@ -79,7 +78,7 @@ def _cut(
     else:
         uneven = size % tp_size
     if uneven:
-        raise ConfigError(f"got an engine of {tp_size} ranks for {entry.engine} with {size} {unit.value}; uneven cut")
+        raise ConfigError(f"got an engine of {tp_size} ranks for {entry.engine} with {size} {unit.value}; uneven")
     return size, tp_rank * num_ranks // tp_size, num_ranks
 
 
@@ -138,22 +137,14 @@ class ExpectedDigests:
         return self._digests
 
 
-def engine_tensors(
-    table: FamilyTable, state: Mapping[str, Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """All resident tensors of one rank from a whole HF state dict (for tests and tools); experts come stacked flat."""
-    for name, held in table.resident.items():
-        yield name, torch.cat(_stack(table, held, state, tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu))
-
-
 def _stack(
     table: FamilyTable, held: Sequence[Entry], state: Mapping[str, Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> list[Tensor]:
-    """The pieces of one resident tensor: those of its entries in order."""
+    """The shards of one resident tensor: those of its entries in order."""
     return [
-        piece
+        shard
         for entry in held
-        for piece in engine_shards(
+        for shard in engine_shards(
             table, entry, [state[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu
         )
     ]

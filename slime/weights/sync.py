@@ -1,8 +1,11 @@
 """The weight sync of one weight version: pause -> drain -> send -> verify -> resume.
 
-Called collectively on every trainer rank: iterating the tensors is a collective of the trainer, so every rank walks the
-whole stream even if the sender has already failed; at the end all ranks agree on the sender's outcome, and all raise or
-none does.
+Consumes the trainer's tensors, once, in table order. Produces engines that serve them, or the error that every rank
+raises. Waits for each engine's answers, with the limit of its control, and for the other ranks; nobody wakes it.
+
+Called collectively on every training rank: iterating the tensors is a collective of the trainer, so every rank walks
+the whole stream even if the sender has already failed; at the end all ranks agree on the sender's outcome, and all
+raise or none does.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
@@ -24,11 +27,11 @@ from torch import Tensor
 
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.core.ports import Digest
-from slime.weights.buckets import Bucket, cut
+from slime.models.common.table import FamilyTable
+from slime.weights.buckets import Bucket, split
 from slime.weights.engine_layout import ExpectedDigests
-from slime.weights.tables import FamilyTable
-from slime.weights.targets import EngineTarget, Peers, on_all
-from slime.weights.transports import Transport
+from slime.weights.receivers import Peers, Receiver, on_all
+from slime.weights.transports import Channel
 from slime.weights.verify import require_equal
 
 
@@ -36,18 +39,18 @@ def sync_weights(
     named_tensors: Iterable[tuple[str, Tensor]],
     *,
     table: FamilyTable,
-    targets: Sequence[EngineTarget],
-    transport: Transport,
+    receivers: Sequence[Receiver],
+    channel: Channel,
     digest: Digest,
     version: int,
     buffer_bytes: int,
     peers: Peers | None = None,
     pause_mode: str = "abort",
 ) -> dict[str, float]:
-    """Publishes `version` to all engines and returns its cost.
+    """Sends `version` to all engines and returns its cost.
 
     `pause_mode`: what becomes of running requests: `abort`, `retract` or `in_place`.
-    `named_tensors`: (HF name, full tensor) in the engine's dtype, the same stream on every trainer rank.
+    `named_tensors`: (HF name, full tensor) in the engine's dtype, the same stream on every training rank.
 
     Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time`,
     `update_weights_verify_time` (engines' digests and the comparison), `update_weights_digest_time` (the trainer's
@@ -56,13 +59,13 @@ def sync_weights(
     `DeadlineExceeded` if one cannot be reached.
     """
     peers = peers or Peers()
-    run = _WeightSync(table, targets, transport, digest, version, peers, pause_mode)
-    buckets = cut(named_tensors, buffer_bytes, table.together)
+    run = _WeightSync(table, receivers, channel, digest, version, peers, pause_mode)
+    buckets = split(named_tensors, buffer_bytes, table.together)
     if peers.is_sender:
         run.guarded(run.pause)
     for bucket in buckets:
         with run.timed("send"):
-            prepared = transport.prepare(bucket, targets)
+            prepared = channel.prepare(bucket, receivers)
         if peers.is_sender:
             run.guarded(run.send, bucket, prepared)
     if peers.is_sender:
@@ -70,9 +73,9 @@ def sync_weights(
         run.guarded(run.resume)
     outcome: SlimeError | dict[str, float] = peers.broadcast(run.outcome() if peers.is_sender else None)
     if isinstance(outcome, SlimeError):
-        transport.abandon()
+        channel.abandon()
         raise outcome
-    transport.settle()
+    channel.settle()
     return outcome
 
 
@@ -82,16 +85,16 @@ class _WeightSync:
     def __init__(
         self,
         table: FamilyTable,
-        targets: Sequence[EngineTarget],
-        transport: Transport,
+        receivers: Sequence[Receiver],
+        channel: Channel,
         digest: Digest,
         version: int,
         peers: Peers,
         pause_mode: str,
     ) -> None:
-        self._table, self._targets, self._transport, self._version = table, targets, transport, version
+        self._table, self._receivers, self._channel, self._version = table, receivers, channel, version
         self._pause_mode = pause_mode
-        tp_sizes = [target.control.tp_size for target in targets] if peers.is_sender else []
+        tp_sizes = [receiver.control.tp_size for receiver in receivers] if peers.is_sender else []
         self._expected = ExpectedDigests(table, tp_sizes, digest)
         self._failure: SlimeError | None = None
         self._started = time.monotonic()
@@ -118,10 +121,10 @@ class _WeightSync:
     def pause(self) -> None:
         """Stops every engine; with `abort`, ends its requests and sees that nothing runs any more."""
         with self.timed("pause"):
-            on_all(self._targets, lambda c: c.pause(self._pause_mode), "pause")
+            on_all(self._receivers, lambda c: c.pause(self._pause_mode), "pause")
             if self._pause_mode == "abort":
-                on_all(self._targets, lambda c: c.flush_cache(), "flush the cache")
-            self._transport.begin(self._targets, version=self._version)
+                on_all(self._receivers, lambda c: c.flush_cache(), "flush the cache")
+            self._channel.begin(self._receivers, version=self._version)
 
     def send(self, bucket: Bucket, prepared: Any) -> None:
         """Delivers one bucket; on a CPU the digests of the trainer's own tensors are taken meanwhile."""
@@ -129,11 +132,11 @@ class _WeightSync:
         if bucket.tensors[0][1].is_cuda:  # digests queue on the same device: no gain from a thread
             self._take_digests(bucket)
             with self.timed("send"):
-                self._transport.deliver(prepared, self._targets, version=self._version)
+                self._channel.deliver(prepared, self._receivers, version=self._version)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as pool, self.timed("send"):
             digests: Future[None] = pool.submit(self._take_digests, bucket)
-            self._transport.deliver(prepared, self._targets, version=self._version)
+            self._channel.deliver(prepared, self._receivers, version=self._version)
             digests.result()
 
     def _take_digests(self, bucket: Bucket) -> None:
@@ -145,15 +148,18 @@ class _WeightSync:
         """Ends the transfer, then verifies every tensor of every rank of every engine."""
         expected = self._expected.finish()
         with self.timed("send"):
-            self._transport.finish(self._targets, version=self._version)
+            self._channel.finish(self._receivers, version=self._version)
         with self.timed("verify"):
-            reports = on_all(self._targets, lambda c: c.weight_checksums(), "report weight checksums")
-            named = {t.control.url: (t.control.tp_size, r) for t, r in zip(self._targets, reports, strict=True)}
-            require_equal(self._table, expected, named, version=self._version, transport=self._transport.name)
+            reports = on_all(self._receivers, lambda c: c.weight_checksums(), "report weight checksums")
+            named = {
+                receiver.control.url: (receiver.control.tp_size, report)
+                for receiver, report in zip(self._receivers, reports, strict=True)
+            }
+            require_equal(self._table, expected, named, version=self._version, transport=self._channel.name)
 
     def resume(self) -> None:
         """Lets every engine serve the verified version."""
-        on_all(self._targets, lambda c: c.resume(), "resume")
+        on_all(self._receivers, lambda c: c.resume(), "resume")
 
     def outcome(self) -> SlimeError | dict[str, float]:
         """What all ranks agree on: the failure, or the cost."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from slime.core.errors import WeightSyncError
 from slime.core.ports import RankChecksums
-from slime.weights.tables import FamilyTable
+from slime.models.common.table import FamilyTable
 
 NAMES_SHOWN = 8
 """Tensors of each kind that an error message names."""
@@ -72,7 +72,7 @@ def require_equal(
     if complaints:
         raise WeightSyncError(
             f"got weights of version {version} over {transport} that differ from the trainer's, so they must not be "
-            f"served: {'; '.join(complaints)}. The engines stay paused; publish again, or replace them"
+            f"served: {'; '.join(complaints)}. The engines stay paused; sync again, or replace them"
         )
 
 

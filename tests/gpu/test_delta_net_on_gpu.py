@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.training.model.families.delta_rule import DeltaRule, chunked, fla_kernels, kernel_problems
+from slime.models.qwen3_next.delta_rule import DeltaRule, chunked, fla_kernels, kernel_problems
 from tests.support.qwen_next import write_qwen_next
 from tests.support.training_ranks import run_on_cpu_and_gpu
 

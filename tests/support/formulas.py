@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch
 from slime.data.context_split import context_cut
-from slime.training.model.context import RowCut
+from slime.training.model.context import ContextShard
 from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
 from slime.training.step.loss import micro_batch_loss, micro_batch_value_loss
 from slime.training.step.micro_batch import MicroBatch, to_device
@@ -141,7 +141,7 @@ def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple
     """Log-probs and entropy, or values, of all response tokens on every rank."""
     cut = context_cut(batch.packed.cu_seqlens_q.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
     positions, index, keys = (torch.from_numpy(x) for x in (cut.positions, cut.local_index, cut.key_rows))
-    row_cut = RowCut(layout.cp_group, positions, index, keys, cut.query_lengths, cut.key_lengths)
+    row_cut = ContextShard(layout.cp_group, positions, index, keys, cut.query_lengths, cut.key_lengths)
     which, local = row_cut.owned(batch.predicting)
     states = toy.hidden(batch).index_select(0, positions).index_select(0, local)
     size = batch.predicting.size(0)

@@ -1,4 +1,4 @@
-"""A real engine whose tokens tell which weights sampled them, published to as a trainer publishes.
+"""A real engine whose tokens tell which weights sampled them; its weights are synced as a trainer does it.
 
 Every embedding is the same vector and no layer adds to it, so that the last hidden state is known and the logits are
 one column of the output layer: in version v those of even ids are `v * LOGIT_STEP`, the others 0. The two log-probs
@@ -18,15 +18,17 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.sample import Sample
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.rollout.client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
-from slime.serving.wire import digest, serialize_bucket
+from slime.serving.wire import digest
+from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
-from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import TensorTransport
+from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_state import num_running
 from tests.support.tiny import VOCAB_SIZE
+from tests.support.weights import transport_context
 
 LOGIT_STEP = 0.125
 TOLERANCE = 1e-5
@@ -68,7 +70,7 @@ class LabelledEngine:
         self.pause_s: list[float] = []
         self._table, self._state = read_model(model_path)
         self._control = HttpEngineControl(url, 1, timeout_s=60)
-        self._transport = TensorTransport(serialize_bucket, Peers())
+        self._channel = TensorTransport().open(transport_context())
 
     async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
         """Sends all weights, and compares what the engine then holds."""
@@ -84,15 +86,15 @@ class LabelledEngine:
         """The server has the weights of its checkpoint again."""
         await self.client.close()
         await asyncio.to_thread(self._sync, self._state, 1, "abort")
-        self._transport.close()
+        self._channel.close()
         self._control.close()
 
     def _sync(self, state: StateDict, version: int, pause_mode: str) -> None:
         metrics = sync_weights(
             iter(state.items()),
             table=self._table,
-            targets=[EngineTarget(self._control)],
-            transport=self._transport,
+            receivers=[Receiver(self._control)],
+            channel=self._channel,
             digest=digest,
             version=version,
             buffer_bytes=2**20,

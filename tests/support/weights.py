@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime.core.errors import EngineError
 from slime.core.ports import RankChecksums
-from slime.serving.wire import digest
-from slime.weights.engine_layout import engine_tensors
-from slime.weights.tables import FamilyTable, table_for
-from slime.weights.targets import Peers
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
+from slime.serving.wire import digest, serialize_bucket
+from slime.weights.buckets import Bucket
+from slime.weights.engine_layout import engine_shards
+from slime.weights.receivers import Peers, Receiver
+from slime.weights.transports import Channel, TransportContext
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -26,6 +30,8 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 70,
 }
 State = dict[str, torch.Tensor]
+Tamper = Callable[[str, torch.Tensor], torch.Tensor]
+"""Gets a private copy of a tensor that is about to travel, returns what travels instead."""
 
 
 def model(**changes: Any) -> tuple[FamilyTable, State]:
@@ -33,6 +39,69 @@ def model(**changes: Any) -> tuple[FamilyTable, State]:
     table = table_for({**CONFIG, **changes})
     generator = torch.Generator().manual_seed(0)
     return table, {n: torch.randn(table.hf_shape(n), generator=generator) for n in table.hf_names}
+
+
+def engine_tensors(
+    table: FamilyTable, state: Mapping[str, torch.Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All resident tensors of one rank from a whole HF state dict; experts come stacked flat."""
+    for name, held in table.resident.items():
+        shards = [
+            shard
+            for entry in held
+            for shard in engine_shards(
+                table, entry, [state[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu
+            )
+        ]
+        yield name, torch.cat(shards)
+
+
+def transport_context(**changes: Any) -> TransportContext:
+    """A trainer of one rank on a CPU, beside its engines."""
+    alone: dict[str, Any] = {
+        "peers": Peers(),
+        "device": "cpu",
+        "gpu_id": None,
+        "address": "127.0.0.1",
+        "timeout_s": 60.0,
+        "hf_checkpoint": Path("no checkpoint"),
+        "serialize": serialize_bucket,
+    }
+    return TransportContext(**{**alone, **changes})
+
+
+def tampered(bucket: Bucket, tamper: Tamper) -> Bucket:
+    """What travels instead of a bucket."""
+    return Bucket(tuple((name, tamper(name, tensor.detach().clone())) for name, tensor in bucket.tensors))
+
+
+class TamperingChannel(Channel):
+    """Alters what travels over another channel."""
+
+    def __init__(self, inner: Channel, tamper: Tamper) -> None:
+        self.name = inner.name
+        self._inner, self._tamper = inner, tamper
+
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        self._inner.begin(receivers, version=version)
+
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
+        return self._inner.prepare(tampered(bucket, self._tamper), receivers)
+
+    def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        self._inner.deliver(prepared, receivers, version=version)
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        self._inner.finish(receivers, version=version)
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class FakeEngine:

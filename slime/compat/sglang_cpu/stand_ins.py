@@ -48,7 +48,7 @@ def _placeholder(module: str, name: str) -> Any:
         return _AnyAttribute(name, (), {"__module__": module})
     qualified = f"{module}.{name}"
 
-    def missing(*args: Any, **kwargs: Any) -> Any:
+    def missing(*given: Any, **named: Any) -> Any:
         raise EngineError(
             f"got a call of {qualified}, which has no build for this CPU: the model or a flag needs a GPU kernel; "
             "use --sglang-attention-backend torch_native and a dense model, or a GPU machine"

@@ -30,6 +30,9 @@ class TrainingArgs:
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
     seed: int = 1234
     """Seed of initialisation and dropout."""
+    model_family: str | None = None
+    """A model family of your own, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
+    pkg.module:ClassName. None: slime's own families."""
     qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
     """Linear attention of Qwen3-Next and Qwen3.5: kernels of flash-linear-attention (a GPU and half precision), plain
     PyTorch, or the kernels where they are installed and can run."""

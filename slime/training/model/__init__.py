@@ -1,1 +1,1 @@
-"""The model on one rank: Megatron's decoder with packed rows, log-probs in place of logits, and every way to cut it."""
+"""Megatron's decoder of a family's layers, log-probs in place of logits, every way to split it."""

@@ -1,10 +1,8 @@
-"""Builds one rank's model from an HF config: sizes, vocabulary shard, rotary frequencies, marks for the optimizer."""
+"""Builds one rank's model of a family: architecture, vocabulary shard, rotary frequencies, marks for the optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -18,14 +16,17 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from slime.compat import megatron_moe
 from slime.core.errors import ConfigError
-from slime.settings.model_shape import rope_of
-from slime.settings.shapes import megatron_shape
+from slime.core.hf_config import HfConfig
+from slime.models import Family, family_of
+from slime.models.common.hf_config import rope_of
+from slime.models.common.rotary import inverse_frequencies
+from slime.settings.args import Args
 from slime.training.model.config import transformer_config
 from slime.training.model.layers import decoder_spec
 from slime.training.model.log_probs import VocabShard
 from slime.training.model.policy import PolicyModel
-from slime.training.model.rope import inverse_frequencies
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -34,8 +35,8 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def build_model(
-    megatron: Mapping[str, Any],
-    hf_config: Mapping[str, Any],
+    args: Args,
+    hf_config: HfConfig,
     device: torch.device,
     kind: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
@@ -44,14 +45,17 @@ def build_model(
     One chunk, or as many as virtual pipeline stages, first to last. Needs an initialised `parallel_state`. Raises
     `ConfigError` for models or settings that cannot be trained.
     """
-    config = transformer_config(megatron, hf_config)
-    _check_cut(config)
+    family = family_of(hf_config, args)
+    config = transformer_config(args.megatron, family.architecture(hf_config))
+    if config.num_moe_experts:
+        megatron_moe.activate()
+    _check_split(config)
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     stages = range(num_chunks) if num_chunks > 1 else (None,)
-    return [_build_chunk(kind, config, hf_config, device, vp_stage) for vp_stage in stages]
+    return [_build_chunk(kind, family, config, hf_config, device, vp_stage) for vp_stage in stages]
 
 
-def _check_cut(config: TransformerConfig) -> None:
+def _check_split(config: TransformerConfig) -> None:
     tp_size, pp_size = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     for what, count in (("attention heads", config.num_attention_heads), ("key-value heads", config.num_query_groups)):
         if count % tp_size:
@@ -77,8 +81,9 @@ def _check_cut(config: TransformerConfig) -> None:
 
 def _build_chunk(
     kind: type[PolicyModel],
+    family: Family,
     config: TransformerConfig,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     device: torch.device,
     vp_stage: int | None,
 ) -> PolicyModel:
@@ -87,7 +92,8 @@ def _build_chunk(
     padded = padded_vocab_size(vocab_size, tp_size)
     theta, _ = rope_of(hf_config)
     offset = get_transformer_layer_offset(config, vp_stage)
-    spec = decoder_spec(config, hf_config)
+    rotary_percent = family.architecture(hf_config)["rotary_percent"]
+    spec = decoder_spec(family, config, hf_config)
     own = slice(offset, offset + get_num_layers_to_build(config, vp_stage))
     model = kind(
         config,
@@ -96,9 +102,8 @@ def _build_chunk(
         max_sequence_length=int(hf_config.get("max_position_embeddings") or 1 << 20),
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        # Latent attention rotates a part of its heads by itself.
-        position_embedding_type="none" if hf_config.get("kv_lora_rank") else "rope",
-        rotary_percent=megatron_shape(hf_config)["rotary_percent"],
+        position_embedding_type="none" if family.rotates_itself else "rope",
+        rotary_percent=rotary_percent,
         rotary_base=theta,
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")) and kind is PolicyModel,
         vp_stage=vp_stage,

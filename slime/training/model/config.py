@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.settings.megatron_defaults import FIXED
 from slime.settings.schema import flags_of_owner
-from slime.settings.shapes import megatron_shape
 from slime.training.parallel import ParallelSizes
 
 
@@ -37,16 +36,13 @@ def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
     return torch.bfloat16 if megatron.get("bf16") else torch.float32
 
 
-def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]) -> TransformerConfig:
-    """The model's configuration: shape from the HF config, everything else from the settings.
-
-    Raises `ConfigError` for a family, an activation or parallel sizes that this release cannot train.
-    """
+def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, Any]) -> TransformerConfig:
+    """The model's configuration: `architecture` as its family has it, everything else from the settings."""
     sizes = ParallelSizes.of(megatron)
     dtype = training_dtype(megatron)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     values = config_kwargs(TransformerConfig, megatron)
-    values.update((name, value) for name, value in megatron_shape(hf_config).items() if name in names)
+    values.update((name, value) for name, value in architecture.items() if name in names)
     values.update(fixed(TransformerConfig))
     values.update(
         activation_func=torch.nn.functional.silu,

@@ -1,4 +1,4 @@
-"""Context parallelism on the device: a rank's part of a packed row, keys of the whole row, results made whole.
+"""Packed rows on the device, and context parallelism: a rank's shard of a row, keys of the whole row, whole results.
 
 Only `PolicyModel` and the attention know of it: every rank is given the whole row, and every rank gets the results of
 all response tokens, so that losses and metrics are computed alike on all of them.
@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from slime.data.context_split import context_cut
+from slime.models.common.attention import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
-class RowCut:
+class ContextShard:
     """This rank's part of a row of T tokens and N sequences; see `slime.data.context_split`."""
 
     group: dist.ProcessGroup
@@ -41,16 +43,17 @@ class RowCut:
     """[2 N]"""
 
     @classmethod
-    def build(cls, cu_seqlens: Tensor, device: torch.device) -> RowCut | None:
+    def build(cls, cu_seqlens: Tensor, device: torch.device) -> ContextShard | None:
         """None without context parallelism. `cu_seqlens`: [N + 1] int32 on the host."""
         if not mpu.is_initialized() or mpu.get_context_parallel_world_size() == 1:
             return None
         group = mpu.get_context_parallel_group()
-        cut = context_cut(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
+        split = context_cut(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
         positions, local_index, key_rows = (
-            torch.from_numpy(x).to(device, non_blocking=True) for x in (cut.positions, cut.local_index, cut.key_rows)
+            torch.from_numpy(x).to(device, non_blocking=True)
+            for x in (split.positions, split.local_index, split.key_rows)
         )
-        return cls(group, positions, local_index, key_rows, cut.query_lengths, cut.key_lengths)
+        return cls(group, positions, local_index, key_rows, split.query_lengths, split.key_lengths)
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those of each local chunk end to end, [K, g, d].
@@ -88,3 +91,29 @@ class _SumForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def packed_sequences(cu_seqlens: Tensor, *, max_seqlen: int, device: torch.device) -> PackedSequences:
+    """`cu_seqlens`: [N + 1] int32 on the host, from 0 to T, of the whole row (also under context parallelism)."""
+    shard = ContextShard.build(cu_seqlens, device)
+    lengths = tuple(cu_seqlens.diff().tolist())
+    query, key = (shard.query_lengths, shard.key_lengths) if shard else (lengths, lengths)
+    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff())
+    positions = positions.to(device, non_blocking=True)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        query_lengths=query,
+        key_lengths=key,
+        cu_query=_cumulative(query, device),
+        cu_key=_cumulative(key, device),
+        positions=positions if shard is None else positions.index_select(0, shard.positions),
+        shard=shard,
+    )
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device, non_blocking=True)

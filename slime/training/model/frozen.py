@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError
+from slime.models.common.table import FamilyTable
 from slime.training.model.names import global_name
 from slime.training.model.policy import PolicyModel
-from slime.weights.tables import FamilyTable
 
 
 def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:

@@ -76,7 +76,7 @@ class _Settings:
     top_k: int
 
     @property
-    def cut(self) -> bool:
+    def truncated(self) -> bool:
         """Whether some tokens can never be sampled."""
         return self.top_p < 1.0 or self.top_k > 0
 
@@ -94,10 +94,10 @@ def score_tokens(
     top_p: float = 1.0,
     top_k: int = -1,
 ) -> TokenScores:
-    """Scores `targets` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature), cut by top-k and top-p.
+    """Scores `targets` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature), within top-k and top-p.
 
     hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` if `entropy_grad`. `chunk_tokens`
-    0: all rows at once. `top_p`, `top_k` as SGLang reads them (`nucleus`). Collective over `shard.group`.
+    0: all rows at once. `top_p`, `top_k` as SGLang reads them (see `top_p`). Collective over `shard.group`.
     """
     rows = chunk_tokens if chunk_tokens > 0 else max(hidden.size(0), 1)
     settings = _Settings(
@@ -130,7 +130,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _row_slices(raw: Tensor) -> list[slice]:
-    """Cuts the rows of a chunk so that one wide buffer of a slice has about `WORK_BYTES`."""
+    """Splits the rows of a chunk so that one wide buffer of a slice has about `WORK_BYTES`."""
     size = WORK_BYTES.get(raw.device.type, WORK_BYTES["cuda"])
     step = max(1, size // (4 * max(raw.size(1), 1)))
     return [slice(start, min(start + step, raw.size(0))) for start in range(0, raw.size(0), step)]
@@ -192,7 +192,7 @@ class _RowFactors:
     curve: Tensor | None
     """None: the entropy has no gradient."""
     kept_slope: Tensor | None
-    """None: nothing is cut."""
+    """None: no token is excluded."""
     local: Tensor
     """int64: local row of the target."""
     own: Tensor
@@ -240,7 +240,7 @@ class _Chunk:
     """As `log_total`, over the kept set."""
     outside: Tensor
     """bool: the target had to be added to the kept set."""
-    nucleus: TopPSet | None
+    top_p_set: TopPSet | None
 
 
 def _forward_chunk(raw: Tensor, targets: Tensor, settings: _Settings, wide: torch.dtype) -> _Chunk:
@@ -262,22 +262,22 @@ def _forward_chunk(raw: Tensor, targets: Tensor, settings: _Settings, wide: torc
     total, weighted, target = shard.all_reduce(sums)
     log_total = total.log()
     entropy = log_total - weighted / total
-    if not settings.cut:
+    if not settings.truncated:
         return _Chunk(top, log_total, target, entropy, log_total, torch.zeros_like(held), None)
     exp = torch.empty(raw.shape, dtype=wide, device=raw.device)
     for rows in slices:
         torch.sub(raw[rows], top[rows].unsqueeze(1), out=exp[rows]).mul_(scale).exp_()
-    nucleus = find_top_p_set(raw, exp, total, shard, top_p=settings.top_p, top_k=settings.top_k, slices=slices)
+    top_p_set = find_top_p_set(raw, exp, total, shard, top_p=settings.top_p, top_k=settings.top_k, slices=slices)
     sums = torch.zeros_like(sums[:2])
     for rows in slices:
-        kept = nucleus.kept(raw[rows], rows)
+        kept = top_p_set.kept(raw[rows], rows)
         sums[0, rows] = torch.where(kept, exp[rows], 0.0).sum(dim=1)
         if raw.size(1):
             inside = kept.gather(1, local[rows].unsqueeze(1)).squeeze(1)
             sums[1, rows] = (held[rows] & ~inside).to(wide)
     mass, added = shard.all_reduce(sums)
     log_kept = (mass + added * target.exp()).log()
-    return _Chunk(top, log_total, target, entropy, log_kept, added > 0, nucleus)
+    return _Chunk(top, log_total, target, entropy, log_kept, added > 0, top_p_set)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -302,9 +302,9 @@ class _TokenScores(torch.autograd.Function):
         top, log_total, target, entropy = (whole(name) for name in ("top", "log_total", "target", "entropy"))
         log_kept, outside = whole("log_kept"), whole("outside", torch.bool)
         full = target - log_total
-        log_probs = target - log_kept if settings.cut else full.clone()
+        log_probs = target - log_kept if settings.truncated else full.clone()
         ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy, log_kept)
-        ctx.settings, ctx.nuclei = settings, [chunk.nucleus for chunk in chunks]
+        ctx.settings, ctx.top_p_sets = settings, [chunk.top_p_set for chunk in chunks]
         ctx.mark_non_differentiable(full, outside, *(() if settings.entropy_grad else (entropy,)))
         return log_probs, entropy, full, outside
 
@@ -322,7 +322,7 @@ class _TokenScores(torch.autograd.Function):
         for index, start in enumerate(range(0, num_tokens, step)):
             part = slice(start, min(start + step, num_tokens))
             raw = _logits(hidden[part], weight, buffer)
-            _chunk_gradient(raw, top[part], log_total[part], factors.at(part), settings, ctx.nuclei[index])
+            _chunk_gradient(raw, top[part], log_total[part], factors.at(part), settings, ctx.top_p_sets[index])
             if grad_hidden is not None:
                 _product(raw, weight, grad_hidden[part])
             if wants_weight and num_tokens <= step:
@@ -355,14 +355,14 @@ def _row_factors(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> _Row
     own = torch.where(held, grad_log_probs * scale, 0.0)
     curve = -grad_entropy * scale if settings.entropy_grad else None  # dH/dlogit = -p (log p + H) / temperature
     slope = torch.zeros_like(own) if curve is None else curve * entropy
-    if not settings.cut:
+    if not settings.truncated:
         return _RowFactors(slope - grad_log_probs * scale, curve, None, local, own)
     kept_slope = -grad_log_probs * scale * (log_total - log_kept).exp()  # p / (mass of the kept set)
     return _RowFactors(slope, curve, kept_slope, local, own)
 
 
 def _chunk_gradient(
-    raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, settings: _Settings, nucleus: TopPSet | None
+    raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, settings: _Settings, top_p_set: TopPSet | None
 ) -> None:
     """`_write_gradient` for all rows of a chunk, some at a time."""
     if not raw.size(1):
@@ -370,5 +370,5 @@ def _chunk_gradient(
     fused = _is_fused(raw)
     write = _compiled(_write_gradient) if fused else _write_gradient
     for rows in [slice(None)] if fused else _row_slices(raw):
-        kept = None if nucleus is None else nucleus.kept(raw[rows], rows)
+        kept = None if top_p_set is None else top_p_set.kept(raw[rows], rows)
         write(raw[rows], top[rows], log_total[rows], factors.at(rows), settings.inverse_temperature, kept)

@@ -1,12 +1,12 @@
 """Low-rank adapters on linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen.
 
-`a` [rank, in] and `b` [out, rank] are parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks cut the
-one that shares the cut dimension with the weight, by the weight's own row: `b` of a column-parallel layer, `a` of a
-row-parallel one. The other one is whole on each rank.
+`a` [rank, in] and `b` [out, rank] are parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split
+the one that shares the split dimension with the weight, by the weight's own row: `b` of a column-parallel layer, `a` of
+a row-parallel one. The other one is whole on each rank.
 
 Invariants
 1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
-2. What crosses ranks is the low-rank activation, at the place where the layer itself communicates: gradients of cut
+2. What crosses ranks is the low-rank activation, at the place where the layer itself communicates: gradients of split
    parts are complete, and whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
 3. `merged` computes in float32, rounds once, and keeps no second copy of the model.
 """
@@ -33,16 +33,15 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import linear
 
 from slime.core.errors import ConfigError
+from slime.models.common.table import Entry, FamilyTable, Row
+from slime.settings.args import Args
 from slime.training.model.names import global_name, is_expert
 from slime.training.model.policy import PolicyModel
 from slime.weights.convert import load_shard
-from slime.weights.tables import Entry, FamilyTable, Row
 
 A, B = "lora_a", "lora_b"
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
 """Weights of linear layers, by their Megatron name: neither router, gate, embedding nor output layer."""
-NO_GRADIENT = ".indexer."
-"""Chooses tokens, so the loss has no gradient with respect to it."""
 
 
 class Adapters:
@@ -51,11 +50,13 @@ class Adapters:
     table: FamilyTable
     """The model's rows and those of the adapters, whose HF names are their Megatron names."""
 
-    def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Any) -> None:
+    def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> None:
         """Puts adapters on the layers of `chunks`, whose weights are there. Raises `ConfigError` for idle patterns."""
-        self.scale = float(args.lora_alpha or 2.0 * args.lora_rank) / args.lora_rank
+        rank = args.lora_rank
+        assert rank is not None, "adapters are made where --lora-rank is given"
+        self.scale = float(args.lora_alpha or 2.0 * rank) / rank
         targets = _targets(table, args.lora_target_modules)
-        self.table = _with_rows(table, targets, int(args.lora_rank))
+        self.table = _with_rows(table, targets, rank)
         self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
         """Global names of the adapters of all ranks."""
         self._layers: dict[str, Module] = {}
@@ -133,8 +134,8 @@ class MergedParameters(Mapping[str, Tensor]):
 def _mark(layer: Module, weight: Tensor, parameter: Any, part: str, *, expert: bool) -> None:
     """Tells Megatron which gradients it sums over which ranks, and which of them count once in the norm."""
     parameter.allreduce = getattr(weight, "allreduce", True)
-    cut = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
-    held, dim = next((v for kind, v in cut.items() if isinstance(layer, kind)), (None, 0))
+    split = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
+    held, dim = next((v for kind, v in split.items() if isinstance(layer, kind)), (None, 0))
     if expert or part == held:  # tensor-parallel ranks share out the optimizer of experts, too
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     else:
@@ -150,7 +151,7 @@ def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
 
 def _targets(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[str]:
     """Names of the weights that get an adapter, of all ranks; the experts of a layer together."""
-    linears = [e for e in table.entries if LINEAR.search(e.megatron) and NO_GRADIENT not in e.megatron]
+    linears = [e for e in table.entries if LINEAR.search(e.megatron) and e.row.trained]
     chosen: set[tuple[str, str]] = set()
     for pattern in patterns or ("",):
         found = {_row_key(e) for e in linears if any(map(re.compile(pattern).search, (e.megatron, *e.hf)))}
@@ -179,7 +180,7 @@ def _with_rows(table: FamilyTable, targets: frozenset[str], rank: int) -> Family
 
 
 def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
-    """The rows of `a` and `b` of a linear layer: each is its own HF tensor, cut along the dimension that it shares."""
+    """The rows of `a` and `b` of a linear layer: each is a HF tensor, split along the dimension that it shares."""
     sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]
 
     def part(name: str, shape: tuple[int, int], dim: int) -> Row:

@@ -22,7 +22,7 @@ BUFFERS = ("mlp.router.expert_bias",)
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
-    """The name in a model that is not cut. The last stage's copy of a tied embedding has the embedding's name."""
+    """The name in the whole model. The last stage's copy of a tied embedding has the embedding's name."""
     if local_name == OUTPUT and chunk.share_embeddings_and_output_weights:
         return EMBEDDING
     name = _LAYER.sub(lambda m: str(int(m[0]) + chunk.layer_offset), local_name)

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from slime.training.model.layers import PackedSequences
+from slime.models.common.attention import PackedSequences
 from slime.training.model.log_probs import ScoreOptions, TokenScores, VocabShard, score_tokens, token_values
 
 
@@ -60,12 +60,12 @@ class PolicyModel(GPTModel):
     def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
         """tokens, position_ids [T] -> last hidden states [T, H] (whole row, also under sequence parallelism).
 
-        Under context parallelism the states are those of this rank's part, [T / cp, H]; `packed.cut` knows which.
+        Under context parallelism the states are those of this rank's part, [T / cp, H]; `packed.shard` knows which.
         The backward pass of the returned tensor sums what the tensor-parallel ranks add to it. Of a chunk that is not
         the last: what goes to the next, [T_local, 1, H].
         """
-        if packed.cut is not None:
-            tokens, position_ids = (x.index_select(0, packed.cut.positions) for x in (tokens, position_ids))
+        if packed.shard is not None:
+            tokens, position_ids = (x.index_select(0, packed.shard.positions) for x in (tokens, position_ids))
         out = super().forward(
             input_ids=tokens.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -97,10 +97,10 @@ class PolicyModel(GPTModel):
         hidden = self.hidden(tokens, position_ids, packed)
         if not self.post_process:
             return hidden
-        cut, size = packed.cut, positions.size(0)
-        if cut is None:
+        shard, size = packed.shard, positions.size(0)
+        if shard is None:
             return score_tokens(hidden.index_select(0, positions), self.output_weight(), targets, self.shard, **options)
-        which, positions = cut.owned(positions)
+        which, positions = shard.owned(positions)
         scores = score_tokens(
             hidden.index_select(0, positions),
             self.output_weight(),
@@ -109,10 +109,10 @@ class PolicyModel(GPTModel):
             **options,
         )
         return TokenScores(
-            log_probs=cut.whole(scores.log_probs, which, size),
-            entropy=None if scores.entropy is None else cut.whole(scores.entropy, which, size),
-            full_log_probs=cut.whole(scores.full_log_probs, which, size),
-            outside=cut.whole(scores.outside.float(), which, size) > 0,
+            log_probs=shard.whole(scores.log_probs, which, size),
+            entropy=None if scores.entropy is None else shard.whole(scores.entropy, which, size),
+            full_log_probs=shard.whole(scores.full_log_probs, which, size),
+            outside=shard.whole(scores.outside.float(), which, size) > 0,
         )
 
 
@@ -141,13 +141,13 @@ class ValueModel(PolicyModel):
         hidden = self.hidden(tokens, position_ids, packed)
         if not self.post_process:
             return hidden
-        cut, size = packed.cut, positions.size(0)
-        if cut is not None:
-            which, positions = cut.owned(positions)
+        shard, size = packed.shard, positions.size(0)
+        if shard is not None:
+            which, positions = shard.owned(positions)
         # Every tensor-parallel rank computes the whole value, and the gradients of all of them are summed.
         hidden = _Share.apply(hidden, self.config.tensor_model_parallel_size)
         values = token_values(hidden.index_select(0, positions), self.value_head.weight, self.value_head.bias)
-        return values if cut is None else cut.whole(values, which, size)
+        return values if shard is None else shard.whole(values, which, size)
 
 
 class _Share(torch.autograd.Function):

@@ -60,7 +60,7 @@ def find_top_p_set(
     slices: Sequence[slice],
 ) -> TopPSet:
     """The kept set of each row. raw [n, V_local] logits; exp [n, V_local] their unnormalised probabilities; total [n]
-    the global sum of them. `top_p` >= 1 and `top_k` < 1 keep all. `slices` cut the n rows for temporaries. Collective.
+    the global sum of them. `top_p` >= 1 and `top_k` < 1 keep all. `slices` of the n rows bound temporaries. Collective.
     """
     limit = total * top_p if top_p < 1.0 else torch.full_like(total, float("inf"))
     most = top_k if top_k > 0 else 1 << 30

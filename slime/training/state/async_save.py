@@ -1,7 +1,8 @@
 """Saving in the background: one thread writes and commits a checkpoint while training goes on.
 
-The driver starts a save, when every rank has copied what it will write, and looks at it after each step; a thread of
-its own does the rest. Nobody wakes anybody: the driver asks, or waits with a limit.
+Consumes a function that writes: the driver starts it when every rank has copied what it will write. Produces what the
+save reports of itself, or its error. A thread of its own does the writing; the driver looks at it after each step, or
+waits for it with a limit, and is then woken by its end. Nobody else is.
 
 Invariants
 1. At most one save is under way: `start` asks for `finish` of the one before.

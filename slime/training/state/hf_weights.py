@@ -1,7 +1,7 @@
 """This rank's Megatron parameters and full HF tensors: load on start, export for weight sync and `--save-hf`.
 
 Names are those of the whole model (`names`). A parameter lives on one pipeline stage, an expert on one expert-parallel
-rank of it, and everything else is cut over the tensor-parallel ranks. On export its holder sends it over the expert
+rank of it, and everything else is split over the tensor-parallel ranks. On export its holder sends it over the expert
 group, then over the pipeline, so that every rank has this tensor-parallel shard; then the shards are gathered.
 """
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from slime.models.common.table import Entry, FamilyTable
 from slime.training.model.names import is_expert
 from slime.training.state.hf_files import HfReader
 from slime.training.state.shards import iter_full
 from slime.weights.convert import load_shard
-from slime.weights.tables import Entry, FamilyTable
 
 COPY_BYTES = 32 * 2**20
 """How much of a file is in memory at once while it is copied to a parameter."""

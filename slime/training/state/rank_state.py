@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: pieces of weights, master weights and moments; schedule, RNG. Safetensors and JSON.
+"""One rank's part of a checkpoint: shards of weights, master weights and moments; schedule, RNG. Safetensors and JSON.
 
 A rank writes what it owns, without asking another: the optimizer's ranges of master weights and moments, and its share
 of the model's weights, which all ranks that hold a shard divide among themselves.
@@ -28,28 +28,29 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.settings.model_shape import read_hf_config
+from slime.core.hf_config import read_hf_config
+from slime.models.common.table import FamilyTable
 from slime.training.model.names import EMBEDDING, is_expert, parameters_of
 from slime.training.parallel import ParallelInfo, seed_everything
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_files import copy_assets
 from slime.training.state.shards import (
-    COPY,
     FORMAT,
     HF,
     MASTER,
     MODEL,
-    Piece,
+    OTHER_POLICY,
+    SHARDS_KEY,
+    CheckpointShard,
     ShardReader,
     architecture,
-    cut_again,
     digest_of,
-    is_cut,
+    is_split,
+    split_again,
     write_meta,
     write_tensors,
 )
 from slime.training.step.optimizer import Trainable
-from slime.weights.tables import FamilyTable
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,11 @@ class Kept:
     trainable: Trainable
     info: ParallelInfo
     table: FamilyTable
-    """Says how its parameters are cut."""
+    """Says how its parameters are split."""
     hf_checkpoint: Path
     """Where its config.json and tokenizer are."""
-    copies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
-    """Copies of it that a new run would make otherwise, filled in place (`step.copies`)."""
+    other_policies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
+    """Policies that a new run would not have, such as a reference that has moved: by name, filled in place."""
     adapter_scale: float | None = None
     """Of adapters when they are merged; None without."""
 
@@ -79,7 +80,7 @@ class Kept:
 
     def shard(self, name: str) -> tuple[int, int]:
         """(number of this rank's shard, number of shards)."""
-        return (self.info.tp_rank, self.info.sizes.tp) if is_cut(self.table, name) else (0, 1)
+        return (self.info.tp_rank, self.info.sizes.tp) if is_split(self.table, name) else (0, 1)
 
     def state(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
         """(role, tensor, where its range of the flattened parameter starts) of what this rank's optimizer has of it.
@@ -109,13 +110,13 @@ class RankState:
 
     def on_host(self) -> RankState:
         """A copy in host memory, which training does not change."""
-        copies = {
+        tensors = {
             name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t.detach(), non_blocking=True)
             for name, t in self.tensors.items()
         }
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return dataclasses.replace(self, tensors=copies)
+        return dataclasses.replace(self, tensors=tensors)
 
     def write(self, directory: Path) -> dict[str, Seal]:
         """Writes `rank_NNNNN.safetensors` and `.json` and flushes them; size and hash of each by its name."""
@@ -147,28 +148,26 @@ class Snapshot:
 def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) -> RankState:
     """This rank's part of a checkpoint, not copied. Every rank calls it, each for itself."""
     tensors: dict[str, Tensor] = {}
-    pieces: list[Piece] = []
+    shards: list[CheckpointShard] = []
 
-    def add(piece: Piece, flat: Tensor) -> None:
-        if piece.end > piece.start:
-            pieces.append(piece)
-            tensors[piece.key] = flat
+    def add(shard: CheckpointShard, flat: Tensor) -> None:
+        if shard.end > shard.start:
+            shards.append(shard)
+            tensors[shard.key] = flat
 
     for name, parameter in kept.parameters.items():
         tp_rank, tp_size = kept.shard(name)
-        is_copy = kept.info.tp_rank > 0 and tp_size < kept.info.sizes.tp and not is_expert(name)
-        if is_copy or (name == EMBEDDING and kept.info.pp_rank > 0):  # the last stage's copy of a tied embedding
+        is_repeated = kept.info.tp_rank > 0 and tp_size < kept.info.sizes.tp and not is_expert(name)
+        if is_repeated or (name == EMBEDDING and kept.info.pp_rank > 0):  # the last stage's copy of a tied embedding
             continue
-        shard = (name, tp_rank, tp_size, tuple(parameter.shape))
+        place = (name, tp_rank, tp_size, tuple(parameter.shape))
         share, num_shares = _replica(name)
         first, end = (parameter.numel() * i // num_shares for i in (share, share + 1))
-        for role, held in (
-            (MODEL, parameter),
-            *((COPY + c, held[name]) for c, held in kept.copies.items() if name in held),
-        ):
-            add(Piece(role, *shard, first, end, str(held.dtype)), held.detach().reshape(-1)[first:end])
+        others = ((OTHER_POLICY + p, held[name]) for p, held in kept.other_policies.items() if name in held)
+        for role, held in ((MODEL, parameter), *others):
+            add(CheckpointShard(role, *place, first, end, str(held.dtype)), held.detach().reshape(-1)[first:end])
         for role, tensor, start in kept.state(name, parameter) if with_optimizer else ():
-            add(Piece(role, *shard, start, start + tensor.numel(), str(tensor.dtype)), tensor)
+            add(CheckpointShard(role, *place, start, start + tensor.numel(), str(tensor.dtype)), tensor)
     hf_config = read_hf_config(str(kept.hf_checkpoint))
     meta: dict[str, Any] = {
         "format": FORMAT,
@@ -177,7 +176,7 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
         "weight_version": weight_version,
         "with_optimizer": with_optimizer,
         "adapter_scale": kept.adapter_scale,
-        "pieces": [list(dataclasses.astuple(piece)) for piece in pieces],
+        SHARDS_KEY: [list(dataclasses.astuple(shard)) for shard in shards],
     }
     if with_optimizer:
         meta["optimizer"] = _computed(kept.trainable)
@@ -191,31 +190,31 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
 def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = True, with_rng: bool = True) -> int:
     """Restores what all ranks wrote and returns the weight version; `seed` is that of the run.
 
-    What `kept.copies` names is filled, too.
+    What `kept.other_policies` names is filled, too.
     Raises `CheckpointError` if the checkpoint does not fit, before anything is changed.
     """
-    pieces = ShardReader(directory)
-    meta = pieces.metas[min(kept.info.rank, len(pieces.metas) - 1)]
-    targets = list(_targets(kept, pieces, with_optimizer))
-    _check(pieces, meta, kept, with_optimizer)
+    reader = ShardReader(directory)
+    meta = reader.metas[min(kept.info.rank, len(reader.metas) - 1)]
+    targets = list(_targets(kept, reader, with_optimizer))
+    _check(reader, meta, kept, with_optimizer)
     for role, name, parameter, target, _, optimizer in targets:
         dtype = target.dtype if optimizer is None else None
-        _check_cut(pieces.any(role, name), kept.shard(name)[1], parameter, dtype, directory)
+        _check_split(reader.any(role, name), kept.shard(name)[1], parameter, dtype, directory)
     for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
         optimizer.state.clear()
     for role, name, _, target, start, optimizer in targets:
         tp_rank, tp_size = kept.shard(name)
-        if pieces.any(role, name).tp_size == tp_size:
-            source = pieces.flat(role, name, tp_rank, start, start + target.numel())
+        if reader.any(role, name).tp_size == tp_size:
+            source = reader.flat(role, name, tp_rank, start, start + target.numel())
         else:
-            whole = cut_again(pieces, kept.table, role, name, tp_rank=tp_rank, tp_size=tp_size)
+            whole = split_again(reader, kept.table, role, name, tp_rank=tp_rank, tp_size=tp_size)
             source = whole.reshape(-1)[start : start + target.numel()]
         if optimizer is None:
             target.copy_(source.reshape(target.shape))
         else:
             optimizer.state[target][role] = source.reshape(target.shape).to(target.device, copy=True)
     if with_optimizer:
-        _set_computed(kept.trainable, [other["optimizer"] for other in pieces.metas])
+        _set_computed(kept.trainable, [other["optimizer"] for other in reader.metas])
         kept.trainable.scheduler.num_steps = 0
         kept.trainable.scheduler.step(int(meta["scheduler"]["num_steps"]))
     else:
@@ -223,7 +222,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     version = int(meta["weight_version"])
     if with_rng and meta["with_optimizer"]:
         if meta["layout"] == _layout(kept.info):
-            _set_rng_state(pieces, kept.info.rank, meta["rng"])
+            _set_rng_state(reader, kept.info.rank, meta["rng"])
         else:
             if kept.info.rank == 0:
                 logger.info(
@@ -269,17 +268,19 @@ def _optimizers(trainable: Trainable) -> list[Any]:
 
 
 def _targets(
-    kept: Kept, pieces: ShardReader, with_optimizer: bool
+    kept: Kept, reader: ShardReader, with_optimizer: bool
 ) -> Iterator[tuple[str, str, Tensor, Tensor, int, Any]]:
     """(role, name, parameter, target, start, optimizer) of all that is restored.
 
     `target` is filled from element `start` of the flattened shard. With an optimizer it is a main parameter, of which
     the state called `role` is filled instead.
     """
-    moments = [role for role in pieces.roles if role not in (MODEL, MASTER) and not role.startswith(COPY)]
+    moments = [role for role in reader.roles if role not in (MODEL, MASTER) and not role.startswith(OTHER_POLICY)]
     for name, parameter in kept.parameters.items():
         yield MODEL, name, parameter, parameter, 0, None
-        yield from ((COPY + c, name, parameter, held[name], 0, None) for c, held in kept.copies.items() if name in held)
+        for policy, held in kept.other_policies.items():
+            if name in held:
+                yield OTHER_POLICY + policy, name, parameter, held[name], 0, None
         found = _owned(kept.trainable, parameter) if with_optimizer else None
         if found is not None:
             optimizer, main, start = found
@@ -288,38 +289,41 @@ def _targets(
             yield from ((role, name, parameter, main, start, optimizer) for role in moments)
 
 
-def _check(pieces: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
+def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
     hf_config = read_hf_config(str(kept.hf_checkpoint))
     if meta["architecture"] != digest_of(hf_config):
-        there, here = architecture(read_hf_config(str(pieces.folder / HF))), architecture(hf_config)
+        there, here = architecture(read_hf_config(str(reader.folder / HF))), architecture(hf_config)
         odd = [k for k in sorted(there | here) if there.get(k) != here.get(k)]
         raise CheckpointError(
-            f"got {pieces.folder / HF}/config.json of another model than {kept.hf_checkpoint}: "
+            f"got {reader.folder / HF}/config.json of another model than {kept.hf_checkpoint}: "
             f"{', '.join(f'{k} {there.get(k)} instead of {here.get(k)}' for k in odd[:6])}; give the --hf-checkpoint "
             "that the checkpoint was trained from"
         )
     if with_optimizer and not meta["with_optimizer"]:
         raise CheckpointError(
-            f"got {pieces.folder} to resume from, which holds no optimizer, schedule and RNG because it was written "
+            f"got {reader.folder} to resume from, which holds no optimizer, schedule and RNG because it was written "
             "with --no-save-optim; pass --no-load-optim to go on with its weights and fresh ones (or --finetune, from "
             "step 0)"
         )
-    copies = {role.removeprefix(COPY) for role in pieces.roles if role.startswith(COPY)}
-    if with_optimizer and copies != set(kept.copies):
+    others = {role.removeprefix(OTHER_POLICY) for role in reader.roles if role.startswith(OTHER_POLICY)}
+    if with_optimizer and others != set(kept.other_policies):
         raise CheckpointError(
-            f"got {pieces.folder} with copies of the policy {sorted(copies)} for a run with {sorted(kept.copies)}; "
-            "give --ref-update-interval and --keep-old-actor as in the first run, or --finetune to start copies anew"
+            f"got {reader.folder} with the other policies {sorted(others)} for a run with "
+            f"{sorted(kept.other_policies)}; give --ref-update-interval and --keep-old-actor as in the first run, or "
+            "--finetune to start them anew"
         )
-    held, own = ({n for n in names if ".lora_" in n} for names in (pieces.names(MODEL), kept.table.megatron_names))
+    held, own = ({n for n in names if ".lora_" in n} for names in (reader.names(MODEL), kept.table.megatron_names))
     if held != own or meta["adapter_scale"] != kept.adapter_scale:
         raise CheckpointError(
-            f"got {pieces.folder} with {len(held)} adapters of scale {meta['adapter_scale']} for a run with "
+            f"got {reader.folder} with {len(held)} adapters of scale {meta['adapter_scale']} for a run with "
             f"{len(own)} of scale {kept.adapter_scale}; give the LoRA settings of the first run, or merge them with "
             "slime convert and start from the result with --hf-checkpoint"
         )
 
 
-def _check_cut(there: Piece, tp_size: int, parameter: Tensor, dtype: torch.dtype | None, directory: Path) -> None:
+def _check_split(
+    there: CheckpointShard, tp_size: int, parameter: Tensor, dtype: torch.dtype | None, directory: Path
+) -> None:
     """`dtype`: None for an optimizer's state, which has its own."""
     is_other = there.tp_size == tp_size and there.shape != tuple(parameter.shape)
     if is_other or (dtype is not None and there.dtype != str(dtype)):
@@ -375,8 +379,8 @@ def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)], "names": sorted(tensors)}
 
 
-def _set_rng_state(pieces: ShardReader, rank: int, meta: Mapping[str, Any]) -> None:
-    tensors = {name: pieces.tensor(rank, name) for name in meta["names"]}
+def _set_rng_state(reader: ShardReader, rank: int, meta: Mapping[str, Any]) -> None:
+    tensors = {name: reader.tensor(rank, name) for name in meta["names"]}
     kind, pos, has_gauss, cached = meta["numpy"]
     np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
     torch.set_rng_state(tensors[RNG + "torch"])

@@ -1,11 +1,11 @@
-"""Pieces: what a checkpoint of a model is made of on disk, whatever layout wrote it. Needs torch, no ranks.
+"""Checkpoint shards: what a model's checkpoint is made of on disk, whatever layout wrote it. Needs torch, no ranks.
 
-A piece is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes the pieces that it
-owns into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`; `hf/` beside them holds configuration and
-tokenizer of the model, so that the folder says by itself what it is.
+A checkpoint shard is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes those
+that it owns into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`; `hf/` beside them holds
+configuration and tokenizer of the model, so that the folder says by itself what it is.
 
 Invariants
-1. A range that is not covered by pieces is a `CheckpointError`, never zeros.
+1. A range that no checkpoint shard covers is a `CheckpointError`, never zeros.
 2. A reader holds one parameter at a time.
 3. Writing neither copies a tensor of the host nor holds the interpreter's lock for long: bytes go out, and through the
    hash, in chunks.
@@ -25,16 +25,20 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.settings.model_shape import read_hf_config
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.training.state.tensor_file import DTYPES, TensorFile
 from slime.weights.convert import export, load_shard
-from slime.weights.tables import Entry, FamilyTable, table_for
 
 FORMAT = 3
 MODEL, MASTER = "model", "master"
-COPY = "copy."
-"""Roles, and the prefix of those of the policy's copies. The others are what the optimizer calls its state."""
+OTHER_POLICY = "copy."
+"""Roles, and the prefix of those of other policies, such as a reference. All others are what the optimizer calls its
+state."""
+SHARDS_KEY = "pieces"
+"""Under which format 3 lists a rank's checkpoint shards in its JSON file."""
 HF = "hf"
 """Folder with the model's config.json and tokenizer."""
 
@@ -60,8 +64,8 @@ _NOT_ARCHITECTURE = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [start, end) of one flattened shard."""
+class CheckpointShard:
+    """Elements [start, end) of one flattened tensor-parallel shard, in one role."""
 
     role: str
     name: str
@@ -122,7 +126,7 @@ def write_meta(path: Path, meta: Mapping[str, Any]) -> Seal:
 
 
 class ShardReader:
-    """Reads one model's folder of pieces: `ShardReader(folder).shard("model", name, 0)`. Files are open while it is."""
+    """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Files are open while it is."""
 
     def __init__(self, folder: Path) -> None:
         """Reads every rank's description. Raises `CheckpointError` for a missing or damaged one, by its name."""
@@ -138,13 +142,13 @@ class ShardReader:
                 f"got {len(files)} of {world_size} ranks in {folder}, missing {sorted(missing)[:4]}; load another "
                 "checkpoint"
             )
-        self._pieces: dict[tuple[str, str], list[tuple[Path, Piece]]] = {}
+        self._shards: dict[tuple[str, str], list[tuple[Path, CheckpointShard]]] = {}
         for file, meta in zip(files, self.metas, strict=True):
-            for role, name, tp_rank, tp_size, shape, *rest in meta["pieces"]:
-                piece = Piece(role, name, tp_rank, tp_size, tuple(shape), *rest)
-                self._pieces.setdefault((role, name), []).append((file.with_suffix(".safetensors"), piece))
+            for role, name, tp_rank, tp_size, shape, *rest in meta[SHARDS_KEY]:
+                shard = CheckpointShard(role, name, tp_rank, tp_size, tuple(shape), *rest)
+                self._shards.setdefault((role, name), []).append((file.with_suffix(".safetensors"), shard))
         self._names: dict[str, set[str]] = {}
-        for role, name in self._pieces:
+        for role, name in self._shards:
             self._names.setdefault(role, set()).add(name)
         self._open: dict[Path, TensorFile] = {}
         self._touched: TensorFile | None = None
@@ -158,22 +162,22 @@ class ShardReader:
         """The parameters that have this role."""
         return self._names.get(role, ())
 
-    def any(self, role: str, name: str) -> Piece:
-        """One of a parameter's pieces, which says how it is cut. Raises `CheckpointError` if there is none."""
-        if (role, name) not in self._pieces:
+    def any(self, role: str, name: str) -> CheckpointShard:
+        """One of a parameter's shards, which says how it is split. Raises `CheckpointError` if there is none."""
+        if (role, name) not in self._shards:
             raise CheckpointError(
                 f"got no {role} of {name} in {self.folder}; it was written by another model or with other settings"
             )
-        return self._pieces[role, name][0][1]
+        return self._shards[role, name][0][1]
 
     def flat(self, role: str, name: str, tp_rank: int, start: int, end: int) -> Tensor:
         """Elements [start, end) of a flattened shard, on the host. Raises `CheckpointError` if a part is missing."""
-        found = [(f, p) for f, p in self._pieces.get((role, name), ()) if p.tp_rank == tp_rank]
+        found = [(f, s) for f, s in self._shards.get((role, name), ()) if s.tp_rank == tp_rank]
         parts, at = [], start
-        for file, piece in sorted(found, key=lambda item: item[1].start):
-            if piece.start <= at < min(piece.end, end):
-                parts.append(self._read(file, piece.key)[at - piece.start : min(piece.end, end) - piece.start])
-                at = min(piece.end, end)
+        for file, shard in sorted(found, key=lambda item: item[1].start):
+            if shard.start <= at < min(shard.end, end):
+                parts.append(self._read(file, shard.key)[at - shard.start : min(shard.end, end) - shard.start])
+                at = min(shard.end, end)
         if at != end:
             raise CheckpointError(
                 f"got {role} of {name} in {self.folder} without elements {at} to {end} of shard {tp_rank}; the "
@@ -204,15 +208,15 @@ class ShardReader:
         return self._touched.read(key)
 
 
-def is_cut(table: FamilyTable, name: str) -> bool:
+def is_split(table: FamilyTable, name: str) -> bool:
     """Whether tensor-parallel ranks hold parts of a parameter; a routed expert is whole on its rank."""
     entry = table.entry(name)
     return entry.expert is None and entry.row.dim is not None
 
 
-def cut_again(pieces: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
-    """The shard that rank `tp_rank` of `tp_size` holds, from a checkpoint that was cut otherwise."""
-    whole = dict(export(table, name, pieces.shards(role, name)))
+def split_again(reader: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
+    """The shard that rank `tp_rank` of `tp_size` holds, from a checkpoint that was split otherwise."""
+    whole = dict(export(table, name, reader.shards(role, name)))
     return load_shard(table, name, whole.__getitem__, tp_rank=tp_rank, tp_size=tp_size)
 
 
@@ -225,7 +229,7 @@ def iter_full(table: FamilyTable, shards: Callable[[Entry], Sequence[Tensor]]) -
                 yield name, tensor
                 continue
             stacks.setdefault(name, []).append(tensor)
-            if len(stacks[name]) == table.shape.num_experts:
+            if len(stacks[name]) == table.sizes.num_experts:
                 yield name, torch.stack(stacks.pop(name))
 
 
@@ -240,7 +244,7 @@ class OpenCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         """Raises `CheckpointError` if `folder` holds no model."""
-        self.pieces = ShardReader(folder)
+        self.reader = ShardReader(folder)
         self.assets = folder / HF
         self.hf_config = read_hf_config(str(self.assets))
         self.table = table_for(self.hf_config)
@@ -250,18 +254,18 @@ class OpenCheckpoint:
 
         `role` "master": the float32 weights that the optimizer keeps, where it does.
         """
-        held = self.pieces.names(role)
+        held = self.reader.names(role)
 
         def found(name: str) -> list[Tensor]:
-            return self.pieces.shards(role if name in held else MODEL, name)
+            return self.reader.shards(role if name in held else MODEL, name)
 
         def shards(entry: Entry) -> list[Tensor]:
             """With its adapter, as the trainer exports a weight; float32 where masters are asked for."""
             weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
-            if linear + "lora_a" not in self.pieces.names(MODEL):
+            if linear + "lora_a" not in self.reader.names(MODEL):
                 return weights
             a, b = found(linear + "lora_a"), found(linear + "lora_b")
-            scale = self.pieces.metas[0]["adapter_scale"]
+            scale = self.reader.metas[0]["adapter_scale"]
             products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
             merged = [p.mul_(scale).add_(w) for p, w in zip(products, weights, strict=True)]
             return merged if role == MASTER else [m.to(w.dtype) for m, w in zip(merged, weights, strict=True)]

@@ -15,14 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from slime.core.sample import NOT_SAMPLED
+from slime.models.common.table import FamilyTable
 from slime.training.state.hf_weights import Holder
-from slime.training.state.host_weights import HostCopies
+from slime.training.state.host_policies import HostPolicies
 from slime.training.step.optimizer import Trainable
 from slime.training.step.prepare import PreparedBatch
 from slime.training.step.targets import Arrays
 from slime.training.step.task import PolicyTask
 from slime.training.step.train import StepContext, forward_signals
-from slime.weights.tables import FamilyTable
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
 """What the policy is held to; what distils; what engines serve; what they served before that."""
@@ -46,7 +46,7 @@ class Copies:
         """
         self._args, self._context, self._ddps = args, context, trainable.ddps
         adapters = holders.keys() - set(table.megatron_names)
-        self._host = HostCopies(parameters, adapters or holders.keys())
+        self._host = HostPolicies(parameters, adapters or holders.keys())
         self._synced_version = 0
         learns_from_samples = args.loss_type != "sft_loss"
         needed: dict[str, tuple[str | None, str]] = {}

@@ -9,7 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from slime.settings.model_shape import read_hf_config
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable, Row
 from slime.training.model.build import build_model
 from slime.training.model.names import parameters_of
 from slime.training.model.policy import ValueModel
@@ -19,7 +21,6 @@ from slime.training.step.prepare import PreparedBatch
 from slime.training.step.targets import Arrays
 from slime.training.step.task import ValueTask
 from slime.training.step.train import StepContext, forward_signals, train_on
-from slime.weights.tables import FamilyTable, Row, table_for
 
 HEAD = "value_head."
 _RENAMED = {"train/grad_norm": "train/critic_grad_norm", "train/lr-pg_0": "train/critic_lr"}
@@ -36,7 +37,7 @@ class Critic:
         """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as the policy's do."""
         directory = Path(args.critic_load)
         hf_config = read_hf_config(args.critic_load)
-        chunks = build_model(args.megatron, hf_config, context.device, kind=ValueModel)
+        chunks = build_model(args, hf_config, context.device, kind=ValueModel)
         # The output layer has given way to the head: the checkpoint's, if any, is left alone, as a tied one is.
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))

@@ -14,7 +14,8 @@ from torch import Tensor
 from slime.algorithms.sequences import Sequences
 from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import pack
-from slime.training.model.attention import PackedSequences
+from slime.models.common.attention import PackedSequences
+from slime.training.model.context import packed_sequences
 from slime.training.step.prepare import PreparedBatch
 from slime.training.step.targets import Arrays
 
@@ -104,7 +105,7 @@ def to_device(
         total_lengths=tuple(s.num_tokens for s in samples),
         tokens=tensor(row.tokens),
         position_ids=tensor(row.position_ids),
-        packed=PackedSequences.build(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device),
+        packed=packed_sequences(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device),
         predicting=tensor(row.response_positions),
         targets=tensor(row.target_tokens[row.response_positions]),
         sequences=Sequences(tensor(np.repeat(np.arange(len(samples)), lengths)), len(samples)),

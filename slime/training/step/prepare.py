@@ -19,8 +19,8 @@ from slime.algorithms.aggregation import token_weights
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED
-from slime.data.flops import FlopsModel
 from slime.data.schedule import Schedule, build_schedule
+from slime.models.common.flops import FlopsModel
 from slime.training.step.targets import Arrays, Signals, Targets, compute_targets
 
 

@@ -1,10 +1,10 @@
-"""Three ways for a bucket of tensors to reach engines: shared memory, a process group, files."""
+"""The ways for weights to reach engines, one file each: name, settings, rules and code. See `base` for the contract.
+
+`--update-weight-transport` takes one of the names, or the import path of a user's own `Transport`.
+"""
 
 from __future__ import annotations
 
-from slime.weights.transports.base import Transport
-from slime.weights.transports.disk import DiskTransport
-from slime.weights.transports.distributed import DistributedTransport
-from slime.weights.transports.tensor import TensorTransport
+from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
-__all__ = ["DiskTransport", "DistributedTransport", "TensorTransport", "Transport"]
+__all__ = ["TRANSPORTS", "Channel", "Transport", "TransportContext"]

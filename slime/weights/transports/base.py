@@ -1,49 +1,112 @@
-"""What the weight sync asks of a transport.
+"""What the weight sync asks of a transport, and the registry of transports.
 
-Every trainer rank has its own transport object and calls it for every bucket in the same order. `prepare` may be a
-collective among trainer ranks and must not raise (it returns what went wrong, so that the collectives of the ranks
-stay matched); `deliver` and the rest run on the sender alone and may raise.
+A `Transport` is the choice of the user: its fields are its settings, `check` says where it works. On every training
+rank it opens a `Channel`, which is called for every bucket in the same order on all ranks:
+
+    begin                   sender       once per weight sync
+    prepare, deliver        every rank prepares a bucket, the sender delivers it; for every bucket
+    finish                  sender       after the last bucket
+    settle or abandon       every rank   when all engines have all, or after a failure anywhere
+    close                   every rank   once, at the end of the run
+
+`prepare` may be a collective among training ranks and must not raise (it returns what went wrong, so that the
+collectives of the ranks stay matched); `begin`, `deliver` and `finish` run on the sender alone and may raise. When
+`finish` returns, every engine has every tensor; the weight sync then compares digests, whatever the transport did.
+
+A new transport is a new module beside this one. The command line imports it for its settings, so it imports torch
+inside functions only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from slime.weights.buckets import Bucket
-from slime.weights.targets import EngineTarget
+from slime.core.registry import Registry
+from slime.weights.receivers import Peers, Receiver
+
+if TYPE_CHECKING:
+    from slime.settings import Args
+    from slime.weights.buckets import Bucket
+
+Serialize = Callable[[Sequence[tuple[str, Any]], int, object], tuple[list[str], object]]
+"""(named tensors, number of receivers, an owner to reuse or None) -> a payload per receiver, and the owner of the
+memory, which must stay alive until all have read it."""
 
 
-class Transport(Protocol):
-    """One way of sending."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportContext:
+    """The training rank that a channel sends from."""
+
+    peers: Peers
+    """All training ranks."""
+    device: str
+    """Of the trainer's tensors: "cpu" or "cuda"."""
+    gpu_id: str | None
+    """This rank's GPU, in the naming of `Receiver.gpu_ids`; None on a CPU."""
+    address: str
+    """This host, as engines reach it."""
+    timeout_s: float
+    """Limit of each wait for engines, in seconds."""
+    hf_checkpoint: Path
+    """The folder whose config.json and tokenizer belong to the weights."""
+    serialize: Serialize
+    """Makes payloads that engines of this host read."""
+
+
+class Channel(ABC):
+    """One training rank's end of a transport; what it does not need to do, it leaves undefined.
+
+    `receivers` are the engines, the same in every call of one weight sync.
+    """
 
     name: str
-    """As in `--update-weight-transport`."""
+    """Of the transport, in errors."""
 
-    def begin(self, targets: Sequence[EngineTarget], *, version: int) -> None:
-        """Sender: connects to engines that are new to it. Engines are paused and drained."""
-        ...
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
+        """Sender: connects to engines that are new to it. Engines are paused, with `abort` also drained."""
 
-    def prepare(self, bucket: Bucket, targets: Sequence[EngineTarget]) -> Any:
+    @abstractmethod
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
         """Every rank: makes the bucket ready to travel. Returns an exception instead of raising one."""
-        ...
 
-    def deliver(self, prepared: Any, targets: Sequence[EngineTarget], *, version: int) -> None:
-        """Sender: hands it to all engines and returns once they have it."""
-        ...
+    @abstractmethod
+    def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        """Sender: hands to all engines what its `prepare` returned, and returns once they have it."""
 
-    def finish(self, targets: Sequence[EngineTarget], *, version: int) -> None:
+    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
         """Sender: after the last bucket."""
-        ...
 
-    def abandon(self) -> None:
-        """Every rank: the weight sync failed; forget half-sent state, so that another one can start afresh."""
-        ...
+    def abandon(self) -> None:  # noqa: B027
+        """Every rank: the weight sync failed; forgets half-sent state, so that another one can start afresh."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Every rank: all engines have everything; frees what was kept for them."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Every rank: the run ends."""
-        ...
+
+
+class Transport(ABC):
+    """One way of sending weights, and its settings."""
+
+    name: ClassVar[str]
+    """As in `--update-weight-transport`; `TRANSPORTS.register` sets it."""
+
+    def check(self, args: Args) -> None:  # noqa: B027
+        """Raises `ConfigError` for a device or placement that it does not work with, before anything starts."""
+
+    @abstractmethod
+    def open(self, context: TransportContext) -> Channel:
+        """The end of it on one training rank. Every rank calls it once; no collective."""
+
+
+TRANSPORTS: Registry[Transport] = Registry(
+    "weight transport",
+    flag="--update-weight-transport",
+    package="slime.weights.transports",
+    contract=Transport,  # type: ignore[type-abstract]
+)

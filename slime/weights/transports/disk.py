@@ -9,37 +9,58 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
-from slime.weights.buckets import Bucket, Tamper
-from slime.weights.targets import EngineTarget, Peers, on_all
+from slime.settings.fields import derived
+from slime.weights.receivers import Receiver, on_all
+from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
+
+if TYPE_CHECKING:
+    from slime.weights.buckets import Bucket
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 """Files of the source checkpoint that are not linked: they hold the old weights."""
 
 
-class DiskTransport:
+def _below_run_dir(settings: Any) -> str | None:
+    """None for a run that sends its weights otherwise: it has no such folder."""
+    return str(Path(settings.run_dir) / "weights") if settings.update_weight_transport == DiskTransport.name else None
+
+
+@TRANSPORTS.register("disk")
+@dataclass(frozen=True, kw_only=True)
+class DiskTransport(Transport):
+    """A shared folder, on any placement."""
+
+    update_weight_disk_dir: str | None = derived(_below_run_dir, "disk transport, below run_dir")
+    """Folder for the disk transport. Default: <run_dir>/weights."""
+    update_weight_disk_keep_files: bool = False
+    """Keep the folder of each weight version after the engines loaded it."""
+
+    def open(self, context: TransportContext) -> DiskChannel:
+        assert self.update_weight_disk_dir is not None, "the disk transport was chosen and has no folder"
+        return DiskChannel(
+            Path(self.update_weight_disk_dir), context.hf_checkpoint, keep=self.update_weight_disk_keep_files
+        )
+
+
+class DiskChannel(Channel):
     """Writes a checkpoint and has engines load it."""
 
     name = "disk"
 
-    def __init__(
-        self, disk_dir: Path, assets_from: Path, peers: Peers, *, keep: bool = False, tamper: Tamper | None = None
-    ) -> None:
+    def __init__(self, disk_dir: Path, assets_from: Path, *, keep: bool) -> None:
         """`assets_from`: the HF checkpoint whose config and tokenizer belong to the weights."""
-        self._disk_dir, self._assets_from = Path(disk_dir), Path(assets_from)
-        self._peers, self._keep, self._tamper = peers, keep, tamper
+        self._disk_dir, self._assets_from, self._keep = disk_dir, assets_from, keep
         self._writing: Path | None = None
         self._index: dict[str, str] = {}
         self._num_files = 0
         self._num_bytes = 0
 
-    def begin(self, targets: Sequence[EngineTarget], *, version: int) -> None:
-        del targets
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         self._writing = self._disk_dir / f".weight_v{version:06d}.tmp"
         self._index, self._num_files, self._num_bytes = {}, 0, 0
         shutil.rmtree(self._writing, ignore_errors=True)
@@ -50,21 +71,21 @@ class DiskTransport:
         if not (self._writing / "config.json").exists():
             raise WeightSyncError(f"got no config.json in {self._assets_from}; engines cannot load weights without it")
 
-    def prepare(self, bucket: Bucket, targets: Sequence[EngineTarget]) -> Any:
-        del targets
-        return bucket if self._peers.is_sender else None
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Bucket:
+        return bucket
 
-    def deliver(self, prepared: Any, targets: Sequence[EngineTarget], *, version: int) -> None:
-        del targets, version
+    def deliver(self, prepared: Bucket, receivers: Sequence[Receiver], *, version: int) -> None:
+        from safetensors.torch import save_file
+
         assert self._writing is not None, "deliver before begin"
         self._num_files += 1
         self._num_bytes += prepared.num_bytes
         file_name = f"model-{self._num_files:05d}.safetensors"
-        tensors = {name: t.cpu() for name, t in prepared.tampered(self._tamper).tensors}
+        tensors = {name: tensor.cpu() for name, tensor in prepared.tensors}
         save_file(tensors, self._writing / file_name, metadata={"format": "pt"})
         self._index.update(dict.fromkeys(tensors, file_name))
 
-    def finish(self, targets: Sequence[EngineTarget], *, version: int) -> None:
+    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
         assert self._writing is not None, "finish before begin"
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._index}
         (self._writing / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -74,7 +95,7 @@ class DiskTransport:
         self._writing = None
         try:
             on_all(
-                targets,
+                receivers,
                 lambda c: c.update_weights_from_disk(model_path=str(final), flush_cache=False, weight_version=version),
                 f"load {final}",
             )
@@ -86,9 +107,6 @@ class DiskTransport:
         if self._writing is not None:
             shutil.rmtree(self._writing, ignore_errors=True)
             self._writing = None
-
-    def settle(self) -> None:
-        pass
 
     def close(self) -> None:
         self.abandon()

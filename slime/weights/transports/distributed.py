@@ -1,4 +1,4 @@
-"""Other hosts or GPUs: a process group of the sending trainer rank (rank 0) and every engine rank; broadcasts.
+"""Other hosts or GPUs: a process group of the sending training rank (rank 0) and every engine rank; broadcasts.
 
 The sender opens the rendezvous store on a free port of its own address alone and invites the engines; the group is
 made the way engines make theirs (`sglang.srt.utils.common.init_custom_process_group`), so the two ends meet in one
@@ -13,57 +13,66 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-
-from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.errors import ConfigError, DeadlineExceeded, EngineError
 from slime.core.ports import EngineControl
-from slime.weights.buckets import Bucket, Tamper
-from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
-from slime.weights.targets import EngineTarget, Peers, on_all
+from slime.weights.receivers import Receiver, on_all
+from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
+
+if TYPE_CHECKING:
+    from slime.settings import Args
+    from slime.weights.buckets import Bucket
 
 POLL_S = 0.001
 """How often the sender looks whether broadcasts or engines are done."""
 
 
-class DistributedTransport:
-    """Broadcasts to engines over gloo (CPU) or NCCL (CUDA)."""
+@TRANSPORTS.register("distributed", "nccl")
+@dataclass(frozen=True, kw_only=True)
+class DistributedTransport(Transport):
+    """A process group over gloo (CPU) or NCCL (CUDA): the default on cuda without --colocate."""
+
+    def check(self, args: Args) -> None:
+        """NCCL refuses two ranks of one group on one GPU."""
+        if args.colocate and args.device == "cuda":
+            raise ConfigError(
+                "got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one "
+                "GPU; use tensor or disk"
+            )
+
+    def open(self, context: TransportContext) -> DistributedChannel:
+        return DistributedChannel(context)
+
+
+class DistributedChannel(Channel):
+    """Broadcasts to engines."""
 
     name = "distributed"
 
-    def __init__(
-        self,
-        peers: Peers,
-        *,
-        backend: str,
-        timeout_s: float,
-        master_address: str = "127.0.0.1",
-        tamper: Tamper | None = None,
-    ) -> None:
-        """`backend`: "gloo" or "nccl"; `master_address`: this host, as engines reach it."""
-        self._peers, self._backend, self._timeout_s, self._tamper = peers, backend, timeout_s, tamper
-        self._master_address = master_address
+    def __init__(self, context: TransportContext) -> None:
+        self._backend = "nccl" if context.device == "cuda" else "gloo"
+        self._timeout_s, self._master_address = context.timeout_s, context.address
         self._group: Any = None
         self._store: Any = None
         self._group_name = ""
-        self._members: tuple[EngineTarget, ...] = ()
+        self._members: tuple[Receiver, ...] = ()
 
-    def begin(self, targets: Sequence[EngineTarget], *, version: int) -> None:
-        del version
-        if self._group is not None and tuple(targets) == self._members:
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        if self._group is not None and tuple(receivers) == self._members:
             return
         self.close()
-        self._connect(tuple(targets))
+        self._connect(tuple(receivers))
 
-    def _connect(self, targets: tuple[EngineTarget, ...]) -> None:
+    def _connect(self, receivers: tuple[Receiver, ...]) -> None:
         """Meets all engine ranks in a fresh group: rank 0 is the sender, engines follow in order."""
+        from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
+
         limit = timedelta(seconds=self._timeout_s)
-        sizes = [target.control.tp_size for target in targets]
-        offsets = {t.control.url: 1 + sum(sizes[:i]) for i, t in enumerate(targets)}
+        sizes = [receiver.control.tp_size for receiver in receivers]
+        offsets = {r.control.url: 1 + sum(sizes[:i]) for i, r in enumerate(receivers)}
         world_size = 1 + sum(sizes)
         group_name = f"slime-weights-{secrets.token_hex(4)}"  # engines keep a name until it is destroyed
         keep_gloo_on(self._master_address)
@@ -82,22 +91,23 @@ class DistributedTransport:
             )
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights-invite") as pool:
-            invited = pool.submit(on_all, targets, invite, "join the weight update group")
+            invited = pool.submit(on_all, receivers, invite, "join the weight update group")
             try:
                 self._group = join_group(self._backend, self._store, world_size, group_name, limit)
             except Exception as error:
                 refusal = invited.exception()
                 raise EngineError(f"the weight update group {group_name} did not form: {refusal or error}") from error
             invited.result()
-        self._group_name, self._members = group_name, targets
+        self._group_name, self._members = group_name, receivers
 
-    def prepare(self, bucket: Bucket, targets: Sequence[EngineTarget]) -> Any:
-        del targets
-        return bucket if self._peers.is_sender else None
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Bucket:
+        return bucket
 
-    def deliver(self, prepared: Any, targets: Sequence[EngineTarget], *, version: int) -> None:
+    def deliver(self, prepared: Bucket, receivers: Sequence[Receiver], *, version: int) -> None:
+        import torch.distributed as dist
+
         assert self._group is not None, "deliver before begin"
-        tensors = prepared.tampered(self._tamper).tensors
+        tensors = prepared.tensors
 
         def update(control: EngineControl) -> None:
             control.update_weights_from_distributed(
@@ -110,7 +120,7 @@ class DistributedTransport:
             )
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights-call") as pool:
-            called = pool.submit(on_all, targets, update, "take a bucket from the group")
+            called = pool.submit(on_all, receivers, update, "take a bucket from the group")
             works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in tensors]
             self._wait(works, called)
             called.result()
@@ -132,9 +142,6 @@ class DistributedTransport:
                 time.sleep(POLL_S)
             work.wait()
 
-    def finish(self, targets: Sequence[EngineTarget], *, version: int) -> None:
-        del targets, version
-
     def abandon(self) -> None:
         """The group may hold unmatched broadcasts: leave it; the next weight sync makes another.
 
@@ -144,6 +151,8 @@ class DistributedTransport:
         threading.Thread(target=leaving, name="weights-leave", daemon=True).start()
 
     def settle(self) -> None:
+        import torch
+
         if torch.cuda.is_available() and self._group is not None:
             torch.cuda.synchronize()
 
@@ -152,6 +161,8 @@ class DistributedTransport:
 
     def _detach(self) -> Callable[[], None]:
         """Forgets the group and returns what leaves it, holding the last references to it."""
+        import torch.distributed as dist
+
         held = [self._group, self._store]
         name, members = self._group_name, self._members
         self._group, self._store, self._members = None, None, ()
@@ -170,6 +181,8 @@ class DistributedTransport:
 
 def join_group(backend: str, store: Any, world_size: int, group_name: str, limit: timedelta) -> Any:
     """Rank 0's end of `init_custom_process_group`: a group beside the default one, over a store that exists already."""
+    from torch.distributed import distributed_c10d as c10d
+
     prefixed = c10d.PrefixStore(group_name, store)
     store.set_timeout(limit)
     group, _ = c10d._new_process_group_helper(

@@ -132,7 +132,7 @@ def test_server_and_router_end_with_an_owner_that_is_killed(tiny_model_path: Pat
     finally:
         owner.kill()
         owner.wait()
-        for name in left_behind:  # nobody was left to remove them: that is the reaper's duty, and no reaper ran here
+        for name in left_behind:  # nobody was left to remove them: the guardian's duty, and none ran here
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 

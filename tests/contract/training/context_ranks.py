@@ -34,12 +34,13 @@ def problem() -> dict[str, torch.Tensor]:
 
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
-    from slime.training.model.attention import PackedAttention, PackedSequences
+    from slime.models.common.attention import PackedAttention
+    from slime.training.model.context import packed_sequences
     from slime.training.model.log_probs import VocabShard, token_log_probs
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
-    packed = PackedSequences.build(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu"))
-    cut = packed.cut
+    packed = packed_sequences(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu"))
+    cut = packed.shard
     held = torch.arange(sum(LENGTHS)) if cut is None else cut.positions
     p = problem()
     leaves = {name: p[name].index_select(0, held) for name in ("query", "key", "value")} | {"weight": p["weight"]}

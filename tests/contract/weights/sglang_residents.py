@@ -74,9 +74,9 @@ def compare(seat: Seat, checkpoint: Path) -> dict[str, list[str]]:
     import torch
     from safetensors.torch import load_file
 
-    from slime.settings.model_shape import read_hf_config
-    from slime.weights.engine_layout import engine_tensors
-    from slime.weights.tables import table_for
+    from slime.core.hf_config import read_hf_config
+    from slime.models import table_for
+    from tests.support.weights import engine_tensors
 
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")

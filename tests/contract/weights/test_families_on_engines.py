@@ -13,17 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
-from slime.serving.wire import digest, serialize_bucket
-from slime.settings.model_shape import read_hf_config
+from slime.serving.wire import digest
+from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
-from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import TensorTransport
+from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_parity import one_rank, sampled
 from tests.support.engines import serving, spec_of
 from tests.support.families import YARN, write_family
 from tests.support.training import random_batch
+from tests.support.weights import transport_context
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -64,8 +66,8 @@ def sync_state(
     sync_weights(
         iter(tensors),
         table=table,
-        targets=[EngineTarget(control)],
-        transport=TensorTransport(serialize_bucket, Peers()),
+        receivers=[Receiver(control)],
+        channel=TensorTransport().open(transport_context()),
         digest=digest,
         version=version,
         buffer_bytes=64 * 1024,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,20 +15,21 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.errors import WeightSyncError
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import SGLangServer
-from slime.serving.wire import digest, serialize_bucket
-from slime.weights.buckets import Tamper
+from slime.serving.wire import digest
+from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable, table_for
-from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import DiskTransport, DistributedTransport, TensorTransport, Transport
+from slime.weights.transports import TRANSPORTS, Channel
 from tests.support.engines import serving, spec_of
 from tests.support.tiny import write_tiny_model
+from tests.support.weights import Tamper, TamperingChannel, transport_context
 
 pytestmark = pytest.mark.timeout(300)
 BUCKET_BYTES = 64 * 1024
-TRANSPORTS = ["tensor", "distributed", "disk"]
+NAMES = ["tensor", "distributed", "disk"]
 PROMPT = [2, 40, 41, 42, 43, 44, 45, 46]
 TAMPERED = "model.layers.1.self_attn.k_proj.weight"
 StateDict = dict[str, torch.Tensor]
@@ -91,21 +93,21 @@ class Rig:
         self.url, self.path, self.tmp_path = url, path, tmp_path
         self.table, self.state = read_model(path)
         self.control = HttpEngineControl(url, tp_size, timeout_s=60)
-        self.targets = [EngineTarget(self.control)]
+        self.receivers = [Receiver(self.control)]
 
-    def transport(self, name: str, tamper: Tamper | None = None) -> Transport:
-        if name == "tensor":
-            return TensorTransport(serialize_bucket, Peers(), tamper=tamper)
-        if name == "distributed":
-            return DistributedTransport(Peers(), backend="gloo", timeout_s=60, tamper=tamper)
-        return DiskTransport(self.tmp_path / "disk", self.path, Peers(), tamper=tamper)
+    def channel(self, name: str, tamper: Tamper | None = None) -> Channel:
+        settings = SimpleNamespace(
+            update_weight_disk_dir=str(self.tmp_path / "disk"), update_weight_disk_keep_files=False
+        )
+        channel = TRANSPORTS.build(name, settings).open(transport_context(hf_checkpoint=self.path))
+        return channel if tamper is None else TamperingChannel(channel, tamper)
 
-    def sync_weights(self, state: StateDict, transport: Transport, version: int, **kwargs: Any) -> dict[str, float]:
+    def sync_weights(self, state: StateDict, channel: Channel, version: int, **kwargs: Any) -> dict[str, float]:
         return sync_weights(
             iter(state.items()),
             table=self.table,
-            targets=self.targets,
-            transport=transport,
+            receivers=self.receivers,
+            channel=channel,
             digest=digest,
             version=version,
             buffer_bytes=BUCKET_BYTES,
@@ -123,28 +125,28 @@ class Rig:
 def rig(engine_server: SGLangServer, tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(engine_server.url, Path(engine_server.model_path), tmp_path)
     yield rig
-    rig.sync_weights(rig.state, rig.transport("tensor"), version=1)  # leave the shared server as it was
+    rig.sync_weights(rig.state, rig.channel("tensor"), version=1)  # leave the shared server as it was
     rig.control.close()
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_new_weights_arrive_and_are_served(rig: Rig, name: str) -> None:
-    transport = rig.transport(name)
+    channel = rig.channel(name)
     before, _ = engine_logprobs(rig.url, PROMPT)
     for version in (2, 3):  # the second weight sync reuses what the first one set up
         state = changed(rig.state, seed=version)
-        metrics = rig.sync_weights(state, transport, version)
+        metrics = rig.sync_weights(state, channel, version)
         rig.assert_serves(state, version)
     after, _ = engine_logprobs(rig.url, PROMPT)
     assert (after - before).abs().max() > 1e-3
     assert metrics["update_weights_bytes"] == sum(t.numel() * t.element_size() for t in state.values())
-    transport.close()
+    channel.close()
     assert not list(rig.tmp_path.glob("disk/*"))
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_altered_float_is_refused_by_name_and_the_engine_stays_paused(rig: Rig, name: str) -> None:
-    bad = rig.transport(name, one_float)
+    bad = rig.channel(name, one_float)
     with pytest.raises(WeightSyncError) as caught:
         rig.sync_weights(changed(rig.state, 5), bad, version=5)
     bad.close()
@@ -153,14 +155,14 @@ def test_one_altered_float_is_refused_by_name_and_the_engine_stays_paused(rig: R
     assert message.count("qkv_proj") == 1 and "missing" not in message and "extra" not in message
     assert is_paused(rig.url)
     good = changed(rig.state, 6)
-    transport = rig.transport(name)
-    rig.sync_weights(good, transport, version=6)  # the way out: publish again
-    transport.close()
+    channel = rig.channel(name)
+    rig.sync_weights(good, channel, version=6)  # the way out: sync again
+    channel.close()
     rig.assert_serves(good, 6)
 
 
 def test_unchanged_weights_are_verified_as_well(rig: Rig) -> None:
-    metrics = rig.sync_weights(rig.state, rig.transport("tensor"), version=1)
+    metrics = rig.sync_weights(rig.state, rig.channel("tensor"), version=1)
     assert metrics["update_weights_verify_time"] > 0
     rig.assert_serves(rig.state, 1)
 
@@ -168,7 +170,7 @@ def test_unchanged_weights_are_verified_as_well(rig: Rig) -> None:
 def test_a_forgotten_tensor_is_refused_before_the_engine_is_asked(rig: Rig) -> None:
     state = {n: t for n, t in rig.state.items() if n != "model.norm.weight"}
     with pytest.raises(WeightSyncError, match=r"without \['model.norm.weight'\]"):
-        rig.sync_weights(state, rig.transport("tensor"), version=7)
+        rig.sync_weights(state, rig.channel("tensor"), version=7)
 
 
 def test_a_weight_sync_under_load_drains_first(rig: Rig) -> None:
@@ -188,7 +190,7 @@ def test_a_weight_sync_under_load_drains_first(rig: Rig) -> None:
         while not all(f.done() for f in running[2:]):
             pass
         state = changed(rig.state, 8)
-        rig.sync_weights(state, rig.transport("tensor"), version=8)
+        rig.sync_weights(state, rig.channel("tensor"), version=8)
         reasons = [f.result()["meta_info"]["finish_reason"]["type"] for f in running[:2]]
     assert set(reasons) <= {"abort", "length"}
     rig.assert_serves(state, 8)
@@ -204,11 +206,11 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
     path = write_tiny_model(tmp_path / "model", family, seed=3, num_key_value_heads=kv_heads, **overrides)
     with serving(spec_of(path, tp_size=2), tmp_path) as server:
         rig = Rig(server.url, path, tmp_path, tp_size=2)
-        for version, name in enumerate(TRANSPORTS, 2):
+        for version, name in enumerate(NAMES, 2):
             state = changed(rig.state, seed=version)
-            transport = rig.transport(name)
-            rig.sync_weights(state, transport, version)
-            transport.close()
+            channel = rig.channel(name)
+            rig.sync_weights(state, channel, version)
+            channel.close()
             rig.assert_serves(state, version)
         with pytest.raises(WeightSyncError, match=r"rank [01]: differing"):
-            rig.sync_weights(changed(rig.state, 9), rig.transport("tensor", one_float), version=9)
+            rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)

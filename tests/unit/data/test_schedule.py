@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.errors import ConfigError, DataError
-from slime.data.flops import FlopsModel
 from slime.data.schedule import Schedule, StepSchedule, build_schedule
+from slime.models.common.flops import decoder_flops, grouped_query_cost
 
 
 @st.composite
@@ -127,7 +127,7 @@ def imbalance(step: StepSchedule, costs: list[float]) -> tuple[float, float]:
 def test_balance_by_cost_beats_balance_by_tokens_on_heavy_tails(seed: int) -> None:
     """1,024 samples of log-normal lengths up to 16k of a 24-layer model: attention makes the long ones dear."""
     shape = {"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864, "vocab_size": 151936}
-    flops = FlopsModel.from_hf({**shape, "num_attention_heads": 14, "num_key_value_heads": 2})
+    flops = decoder_flops({**shape, "num_attention_heads": 14, "num_key_value_heads": 2}, grouped_query_cost)
     lengths = np.random.default_rng(seed).lognormal(7.0, 1.0, 1024).clip(64, 16384).astype(int).tolist()
     costs = [flops.forward(n) for n in lengths]
     common: dict[str, Any] = {"dp_size": 8, "num_steps": 1, "max_tokens_per_gpu": 20000}

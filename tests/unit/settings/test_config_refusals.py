@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from slime.settings import parse_args
-from slime.settings.shapes import FAMILIES
-from slime.weights.tables import FAMILIES as TABLES
 from tests.support.command_line import refused
 
 REFUSALS = [
@@ -120,7 +118,3 @@ def test_engines_are_not_started_on_quantised_weights(base: list[str]) -> None:
 )
 def test_engines_that_would_hold_other_tensors_are_refused(base: list[str], flag: str) -> None:
     assert "verifies after each sync" in refused([*base, *f"--sglang-{flag}".split()])
-
-
-def test_a_family_has_a_table_and_a_shape() -> None:
-    assert FAMILIES.keys() == TABLES.keys()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import ConfigError
+from slime.core.hf_config import read_hf_config
+from slime.models import architecture
+from slime.models.qwen3_next.linear import is_linear
 from slime.settings import parse_args
-from slime.settings.model_shape import read_hf_config
-from slime.settings.shapes import megatron_shape
-from slime.settings.shapes.qwen_next import is_linear
 from tests.support.command_line import refused
 from tests.support.qwen_next import EXPERTS, LINEAR
 
@@ -62,7 +62,7 @@ def test_a_choice_of_kernels_without_linear_attention_is_refused(base: list[str]
 )
 def test_what_is_not_trained_is_refused(wrong: dict) -> None:
     with pytest.raises(ConfigError):
-        megatron_shape({**NEXT, **wrong})
+        architecture({**NEXT, **wrong})
 
 
 def test_layers_follow_the_interval_where_no_list_is_given() -> None:

@@ -12,10 +12,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.core.errors import ConfigError
+from slime.core.hf_config import read_hf_config
+from slime.models import architecture
 from slime.settings import Args, parse_args
 from slime.settings.megatron_defaults import FIXED
-from slime.settings.model_shape import read_hf_config
-from slime.settings.shapes import megatron_shape
 from slime.training.model.config import ddp_config, fixed, optimizer_config, transformer_config
 from slime.training.step.optimizer import _scheduler
 
@@ -37,7 +37,7 @@ def test_what_the_trainer_fixes_is_read_from_the_list_that_flags_are_checked_aga
 ) -> None:
     megatron = resolve().megatron
     built = {
-        TransformerConfig: transformer_config(megatron, read_hf_config(str(tiny_qwen3))),
+        TransformerConfig: transformer_config(megatron, architecture(read_hf_config(str(tiny_qwen3)))),
         DistributedDataParallelConfig: ddp_config(megatron),
         OptimizerConfig: optimizer_config(megatron),
     }
@@ -75,10 +75,10 @@ def test_every_setting_of_data_parallelism_is_passed_on_or_fixed() -> None:
     assert names - set(FIXED) == {"overlap_grad_reduce", "bucket_size", "pad_buckets_for_high_nccl_busbw"}
 
 
-def test_the_shape_is_that_of_the_settings(resolve: Any, tiny_qwen3: Path) -> None:
+def test_the_architecture_is_that_of_the_settings(resolve: Any, tiny_qwen3: Path) -> None:
     hf_config = read_hf_config(str(tiny_qwen3))
-    megatron, built = resolve().megatron, transformer_config(resolve().megatron, hf_config)
-    for name, value in megatron_shape(hf_config).items():
+    megatron, built = resolve().megatron, transformer_config(resolve().megatron, architecture(hf_config))
+    for name, value in architecture(hf_config).items():
         assert megatron[name] == value and getattr(built, name, value) == value, name
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slime.core.errors import ConfigError
+from slime.models import table_for
 from slime.training.model.frozen import trained_names
-from slime.weights.tables import table_for
 from tests.support.command_line import QWEN3
 
 TABLE = table_for(QWEN3)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError, WeightSyncError
+from slime.models.common.table import Unit
 from slime.serving.wire import digest
-from slime.weights.buckets import Bucket, cut
-from slime.weights.engine_layout import ExpectedDigests, engine_shards, engine_tensors, padded_vocab_size
-from slime.weights.tables import Unit
+from slime.weights.buckets import Bucket, split
+from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
 from slime.weights.verify import compare
-from tests.support.weights import model
+from tests.support.weights import engine_tensors, model, tampered
 
 
 def engine_shard(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -76,20 +76,20 @@ def test_vocabulary_is_padded_to_64_and_more_only_where_ranks_need_it() -> None:
 def test_buckets_hold_the_limit_the_order_and_one_dtype() -> None:
     tensors = [(str(i), torch.zeros(n)) for i, n in enumerate((10, 10, 100, 5, 5))]
     tensors.append(("half", torch.zeros(1, dtype=torch.bfloat16)))
-    buckets = list(cut(iter(tensors), 80))
+    buckets = list(split(iter(tensors), 80))
     assert [[n for n, _ in b.tensors] for b in buckets] == [["0", "1"], ["2"], ["3", "4"], ["half"]]
     assert all(b.num_bytes <= 80 for b in buckets if len(b.tensors) > 1)
 
 
 def test_what_an_engine_loads_at_once_is_in_one_bucket() -> None:
     tensors = [(str(i), torch.zeros(10)) for i in range(5)]
-    buckets = list(cut(iter(tensors), 80, together={"1": "ab", "2": "ab", "3": "cd", "4": "cd"}))
+    buckets = list(split(iter(tensors), 80, together={"1": "ab", "2": "ab", "3": "cd", "4": "cd"}))
     assert [[n for n, _ in b.tensors] for b in buckets] == [["0", "1", "2"], ["3", "4"]]
 
 
 def test_the_hook_for_faults_never_sees_the_trainers_own_tensor() -> None:
     own = torch.ones(3)
-    sent = Bucket((("a", own),)).tampered(lambda _, t: t.mul_(2))
+    sent = tampered(Bucket((("a", own),)), lambda _, t: t.mul_(2))
     assert own.tolist() == [1, 1, 1] and sent.tensors[0][1].tolist() == [2, 2, 2]
 
 

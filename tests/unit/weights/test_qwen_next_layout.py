@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.convert import load_shard
-from slime.weights.engine_layout import ExpectedDigests, engine_tensors
-from slime.weights.tables import FamilyTable, table_for
+from slime.weights.engine_layout import ExpectedDigests
 from tests.support.qwen_next import EXPERTS, LINEAR
+from tests.support.weights import engine_tensors
 
 KEYS, VALUES, DIM_K, DIM_V = 2, 6, 8, 12
 NEXT = {**LINEAR, **EXPERTS, "model_type": "qwen3_next"}

@@ -13,22 +13,26 @@ import pytest
 import torch
 
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
+from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
+from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.tables import FamilyTable
-from slime.weights.targets import EngineTarget, Peers
-from slime.weights.transports import DistributedTransport, TensorTransport
-from tests.support.weights import FakeEngine, FakeWire, Ranks, State, model
+from slime.weights.transports import Channel
+from slime.weights.transports.distributed import DistributedTransport
+from slime.weights.transports.tensor import TensorTransport
+from tests.support.weights import FakeEngine, FakeWire, Ranks, State, TamperingChannel, model, transport_context
 
 
 def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeWire, **kwargs: Any) -> dict[str, float]:
     peers = kwargs.pop("peers", Peers())
-    transport = TensorTransport(wire.serialize, peers, tamper=kwargs.pop("tamper", None))
+    channel: Channel = TensorTransport().open(transport_context(serialize=wire.serialize, peers=peers))
+    if tamper := kwargs.pop("tamper", None):
+        channel = TamperingChannel(channel, tamper)
     return sync_weights(
         iter(state.items()),
         table=table,
-        targets=[EngineTarget(e) for e in engines],  # type: ignore[arg-type]
-        transport=transport,
+        receivers=[Receiver(e) for e in engines],  # type: ignore[arg-type]
+        channel=channel,
         digest=digest,
         version=3,
         buffer_bytes=4096,
@@ -92,8 +96,8 @@ def test_a_failing_engine_leaves_all_paused_and_the_stream_is_walked_to_its_end(
         sync_weights(
             stream(),
             table=table,
-            targets=[EngineTarget(e) for e in engines],  # type: ignore[arg-type]
-            transport=TensorTransport(wire.serialize, Peers()),
+            receivers=[Receiver(e) for e in engines],  # type: ignore[arg-type]
+            channel=TensorTransport().open(transport_context(serialize=wire.serialize)),
             digest=digest,
             version=1,
             buffer_bytes=4096,
@@ -108,7 +112,7 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
     ranks, wires = Ranks(2), [FakeWire(), FakeWire()]
     shared = FakeWire()
     engine = FakeEngine("http://a", table, shared, 2)
-    target = EngineTarget(engine, gpu_ids=("g1", "g0"))  # type: ignore[arg-type]
+    receiver = Receiver(engine, gpu_ids=("g1", "g0"))  # type: ignore[arg-type]
     engine.fail_at = broken
     seen: list[list[str]] = []
     outcomes: list[Any] = [None, None]
@@ -123,13 +127,13 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
             shared.tickets.update({t: wires[rank].tickets[n] for t, n in zip(tickets, names, strict=True)})
             return tickets, held
 
-        transport = TensorTransport(serialize, ranks.peers(rank), gpu_id=f"g{rank}")
+        context = transport_context(serialize=serialize, peers=ranks.peers(rank), gpu_id=f"g{rank}")
         try:
             outcomes[rank] = sync_weights(
                 iter(state.items()),
                 table=table,
-                targets=[target],
-                transport=transport,
+                receivers=[receiver],
+                channel=TensorTransport().open(context),
                 digest=digest,
                 version=1,
                 buffer_bytes=4096,
@@ -160,17 +164,17 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
 
 
 def test_errors_of_several_engines_are_told_together() -> None:
-    from slime.weights.targets import on_all
+    from slime.weights.receivers import on_all
 
     table, _ = model()
     engines = [FakeEngine(f"http://{c}", table, FakeWire()) for c in "ab"]
-    targets = [EngineTarget(e) for e in engines]  # type: ignore[arg-type]
+    receivers = [Receiver(e) for e in engines]  # type: ignore[arg-type]
 
     def silent(control: Any) -> None:
         raise DeadlineExceeded.waiting(owner="weight sync", for_what=control.url, limit_s=1)
 
     with pytest.raises(DeadlineExceeded, match=r"(?s)http://a.*http://b"):
-        on_all(targets, silent, "answer")
+        on_all(receivers, silent, "answer")
 
 
 REFUSING_ENGINE = """
@@ -210,8 +214,8 @@ def test_a_refusal_during_broadcasts_is_reported_at_once() -> None:
             sync_weights(
                 iter(state.items()),
                 table=table,
-                targets=[EngineTarget(engine)],  # type: ignore[arg-type]
-                transport=DistributedTransport(Peers(), backend="gloo", timeout_s=200),
+                receivers=[Receiver(engine)],  # type: ignore[arg-type]
+                channel=DistributedTransport().open(transport_context(timeout_s=200)),
                 digest=digest,
                 version=1,
                 buffer_bytes=1 << 30,

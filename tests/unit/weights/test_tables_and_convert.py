@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
 from slime.weights.convert import export, load_shard
-from slime.weights.tables import FamilyTable, table_for
 from tests.support.experts import by_checkpoint_name
 
 SIZES: dict[str, Any] = {

@@ -1,0 +1,54 @@
+"""The actors of a run as the driver calls them: every call waits for all of them, with a name and a limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.cluster.waiting import wait_for
+
+TRAINERS_LIMIT_S = 3600.0
+"""Limit of one call to the training ranks other than a training step; collectives have their own, shorter limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the weight sync needs to know of an engine."""
+
+    index: int
+    url: str
+    tp_size: int
+    slots: tuple[int, ...]
+    """Placement slots of its ranks; a training rank on the same slot can share memory with it."""
+    api_key: str | None = field(default=None, repr=False)
+    """Token of the run that its routes ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Actors:
+    """Handles of every actor. Those of Ray are not typed."""
+
+    trainers: tuple[Any, ...]
+    """By rank (`TrainActor`); none with --debug-rollout-only."""
+    engines: tuple[Any, ...]
+    """By index (`EngineActor`); none with --debug-train-only."""
+    rollout: Any
+    """The one `RolloutActor`."""
+    engine_infos: tuple[EngineInfo, ...]
+    """Of `engines`, in order."""
+    engine_limit_s: float
+    """Limit of one call to the engines, in seconds."""
+
+    def on_trainers(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of every training rank; their answers in rank order."""
+        refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
+        return wait_for(refs, for_what=f"{method} on {len(refs)} training ranks", limit_s=TRAINERS_LIMIT_S)
+
+    def on_engines(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every engine."""
+        refs = [getattr(engine, method).remote(*arguments) for engine in self.engines]
+        wait_for(refs, for_what=f"{method} on {len(refs)} engines", limit_s=self.engine_limit_s)
+
+    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> Any:
+        """Calls a method of the rollout side; its answer."""
+        return wait_for([getattr(self.rollout, method).remote(*arguments)], for_what=for_what, limit_s=limit_s)[0]

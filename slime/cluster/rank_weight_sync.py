@@ -1,0 +1,106 @@
+"""One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
+
+Consumes the trainer's weights, once per weight sync. Produces the outcome, which all ranks share. Waits for the other
+ranks (a gloo group of their own) and, on the sender, for engines, each with a limit; the driver calls it on all ranks.
+
+Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.cluster.actors import EngineInfo
+from slime.serving.control import HttpEngineControl
+from slime.serving.wire import digest, serialize_bucket
+from slime.settings import Args
+from slime.training.backend import MegatronBackend
+from slime.weights.receivers import Peers, Receiver
+from slime.weights.sync import sync_weights
+from slime.weights.transports import TRANSPORTS, TransportContext
+
+SENDER = 0
+"""The training rank that talks to engines."""
+
+
+class RankWeightSync:
+    """Sends the weights of `backend` to `engines`; made on every training rank, called on all of them together."""
+
+    def __init__(
+        self,
+        args: Args,
+        backend: MegatronBackend,
+        engines: Sequence[EngineInfo],
+        *,
+        rank: int,
+        slots: Sequence[int],
+        address: str,
+    ) -> None:
+        """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
+        self._args, self._backend = args, backend
+        self._table = backend.table
+        self._group = dist.new_group(backend="gloo")
+        self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
+        gpu_of_slot = self._gpus(slots[rank])
+        self._receivers = [
+            Receiver(
+                HttpEngineControl(info.url, info.tp_size, args.weight_sync_timeout_s, info.api_key),
+                tuple(gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if gpu_of_slot else (),
+            )
+            for info in engines
+        ]
+        self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
+            TransportContext(
+                peers=self._peers,
+                device=args.device,
+                gpu_id=gpu_of_slot.get(slots[rank]) if gpu_of_slot else None,
+                address=address,
+                timeout_s=args.weight_sync_timeout_s,
+                hf_checkpoint=Path(args.hf_checkpoint),
+                serialize=serialize_bucket,
+            )
+        )
+
+    def sync_weights(self) -> dict[str, float]:
+        """Sends, verifies, resumes. Returns `perf/update_weights_*`. Raises `WeightSyncError` on every rank."""
+        metrics = sync_weights(
+            self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
+            table=self._table,
+            receivers=self._receivers,
+            channel=self._channel,
+            digest=digest,
+            version=self._backend.weight_version,
+            buffer_bytes=self._args.update_weight_buffer_size,
+            peers=self._peers,
+            pause_mode=self._args.pause_generation_mode,
+        )
+        self._backend.note_synced()
+        return {f"perf/{name}": value for name, value in metrics.items()}
+
+    def close(self) -> None:
+        """Leaves the group with the engines."""
+        self._channel.close()
+
+    def _gpus(self, slot: int) -> dict[int, str]:
+        """Slot -> GPU of the training rank there; empty on a CPU. Collective."""
+        if self._args.device != "cuda":
+            return {}
+        mine = (slot, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return dict(everyone)
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=SENDER, group=self._group)
+        return box[0]
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        out: list[Any] | None = [None] * dist.get_world_size() if self._peers.is_sender else None
+        dist.gather_object(value, out, dst=SENDER, group=self._group)
+        return out

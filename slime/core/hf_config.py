@@ -1,0 +1,74 @@
+"""A checkpoint's `config.json` as a flat mapping, whatever stands around the language model.
+
+What the keys mean for a model is said in `slime.models`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError
+
+HfConfig = Mapping[str, Any]
+"""A `config.json` as `read_hf_config` gives it."""
+
+
+def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
+    """The checkpoint's config.json, see `text_config`. Raises `ConfigError` if it is missing or damaged."""
+    path = Path(hf_checkpoint) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"got --hf-checkpoint {hf_checkpoint}, but {path} does not exist; give a local folder in HF format "
+            "(a hub name is not downloaded)"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"got {path}, which is not JSON ({error}); fetch the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"got {path}, which holds no JSON object; fetch the checkpoint again")
+    config = text_config(config)
+    if "wrapper_type" in config and num_experts_of(config):
+        config["_stacked_experts"] = _stacks_experts(path.parent, config)
+    return config
+
+
+def _stacks_experts(directory: Path, config: HfConfig) -> bool:
+    """Whether files hold the experts of a layer in one tensor, which config.json does not say.
+
+    Published multimodal models do, but for quantised ones; transformers writes them one by one. Without weights, or
+    with damaged ones, which their reader refuses: as published.
+    """
+    index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+        else:
+            with files[0].open("rb") as file:
+                names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (IndexError, KeyError, ValueError):
+        return not config.get("quantization_config")
+    return any(re.match(r"(?!mtp\.).*\.experts\.gate_up_proj$", name) for name in names)
+
+
+def text_config(config: HfConfig) -> dict[str, Any]:
+    """A config with its `text_config` lifted to the top; `wrapper_type` then names the multimodal model around it.
+
+    Whether embeddings are tied is said by the model around it alone, in transformers and in SGLang.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(config)
+    outer = {k: v for k, v in config.items() if k != "text_config"}
+    tied = bool(config.get("tie_word_embeddings"))
+    return {**outer, **text, "tie_word_embeddings": tied, "wrapper_type": str(config.get("model_type"))}
+
+
+def num_experts_of(config: HfConfig) -> int:
+    """Routed experts of each layer, under the name that the family gives them; 0 for a dense model."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next((int(config[name]) for name in names if config.get(name)), 0)

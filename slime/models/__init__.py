@@ -1,0 +1,69 @@
+"""Model families: what a family is stands in one folder of this package, or in a file of the user's own.
+
+A family says its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its FLOPs;
+see `Family`. `common/` holds what families share. A folder registers its class under the `model_type` values of
+`config.json` that it serves:
+
+    @FAMILIES.register("my_model")
+    class MyModel(Family): ...
+
+The command line asks for architectures, so nothing here imports torch or Megatron, but for the modules of layers, which
+a family imports when a model is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig
+from slime.core.registry import Registry
+from slime.models.common.table import FamilyTable
+from slime.models.family import Family
+
+__all__ = ["FAMILIES", "Family", "architecture", "family_of", "load_family", "table_for"]
+
+FAMILIES: Registry[Family] = Registry(
+    "model family",
+    flag="--model-family",
+    package="slime.models",
+    contract=Family,  # type: ignore[type-abstract]
+)
+"""By `model_type`."""
+
+
+def load_family(path: str) -> None:
+    """Makes a user's family known to this process: `pkg.module`, `path/to/file.py` or `pkg.module:ClassName`.
+
+    Raises `ConfigError` if nothing stands there, or what stands there is not registered.
+    """
+    found = FAMILIES.get(path)
+    if all(entry is not found for _, entry in FAMILIES):
+        raise ConfigError(
+            f"got --model-family {path}, which is registered for no model_type; decorate the class with "
+            '@FAMILIES.register("the model_type of its config.json")'
+        )
+
+
+def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
+    """The family of a checkpoint, from its config.json; its own settings are those of `settings`, or the defaults.
+
+    Raises `ConfigError` for a `model_type` that no family is registered for.
+    """
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"got a checkpoint of model_type {model_type!r}; this release trains {', '.join(FAMILIES.names())}; choose "
+            "one of these, or give your own family with --model-family"
+        )
+    return FAMILIES.get(model_type)() if settings is None else FAMILIES.build(model_type, settings)
+
+
+def architecture(hf_config: HfConfig) -> dict[str, Any]:
+    """Megatron settings by field name. Raises `ConfigError` for an unknown family and for what it does not train."""
+    return family_of(hf_config).architecture(hf_config)
+
+
+def table_for(hf_config: HfConfig) -> FamilyTable:
+    """The weight map of a model: one row per parameter. Raises `ConfigError` for an unknown family."""
+    return family_of(hf_config).weight_map(hf_config)

@@ -1,0 +1,126 @@
+"""How many floating-point operations a forward pass over one sequence takes, from the HF config alone.
+
+For balancing ranks and for the `perf/*_tflops` metrics. Matrix products only, two operations per multiply-add; norms,
+softmax, rotary embedding and the embedding look-up are left out, as is usual for model FLOPs (Kaplan et al. 2020,
+"Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix).
+
+Invariants
+1. Attention counts the pairs that a causal mask lets through, n (n + 1) / 2, or those of a sliding window. Sparse
+   attention sees as many keys as a window of `index_topk`; its indexer scores all pairs.
+2. A mixture of experts counts the experts that a token visits, the shared experts and the router.
+3. Sequences of a packed row do not see each other, so the cost of a row is the sum over its sequences.
+4. Recomputed activations are not counted: the figure says how fast the model trains, not how busy the device is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig, num_experts_of
+from slime.models.common.hf_config import is_sparse
+
+TRAIN_FORWARDS = 3
+"""A training pass costs three forward passes: one forward, and two in the backward (inputs and weights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """Multiply-adds of the attention of one layer, whatever its kind."""
+
+    per_token: int
+    """Of its projections, and of what else is done once per token."""
+    per_pair: tuple[tuple[int | None, int], ...] = ()
+    """(window in tokens or None for all before the query, multiply-adds per pair of query and key)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsModel:
+    """Cost of one architecture; all layers together."""
+
+    per_token: float
+    """FLOPs per token of all matrix products with weights, LM head apart."""
+    per_logit: float
+    """FLOPs of the LM head per position whose logits are computed."""
+    per_pair: tuple[tuple[int | None, float], ...]
+    """(window in tokens or None, FLOPs per pair of query and key summed over the layers with that window)."""
+
+    def forward(self, num_tokens: int, *, num_logits: int | None = None, causal: bool = True) -> float:
+        """FLOPs of a forward pass over one sequence.
+
+        `num_logits`: positions that the LM head is applied to (default: all). Without `causal`, all pairs count, as
+        in an implementation that computes masked pairs, too.
+        """
+        pairs = 0.0
+        for window, flops in self.per_pair:
+            width = num_tokens if window is None else min(window, num_tokens)
+            seen = width * (width + 1) / 2 + (num_tokens - width) * width
+            pairs += flops * (seen if causal else num_tokens**2)
+        logits = num_tokens if num_logits is None else num_logits
+        return self.per_token * num_tokens + self.per_logit * logits + pairs
+
+
+def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_forwards: int = TRAIN_FORWARDS) -> float:
+    """10^12 FLOPs per second and GPU: the `perf/*_tflops` metrics (`num_forwards=1` for passes without gradients).
+
+    `forward_flops`: sum over all samples of the whole batch; `num_gpus`: all that shared the work. 0 for no time.
+    """
+    return num_forwards * forward_flops / (time_s * num_gpus) / 1e12 if time_s > 0 else 0.0
+
+
+def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], AttentionCost]) -> FlopsModel:
+    """Of a decoder with gated three-matrix MLPs, dense or with experts. `attention(config, layer)`: its attention.
+
+    `config` may have the language model under `text_config`. Raises `ConfigError` for a missing key and for attention
+    that is not modelled.
+    """
+    config = config.get("text_config") or config
+    try:
+        layers = range(int(config["num_hidden_layers"]))
+        costs = [attention(config, layer) for layer in layers]
+        per_token = sum(cost.per_token for cost in costs) + sum(mlp_cost(config, layer) for layer in layers)
+        per_logit = 2.0 * int(config["hidden_size"]) * int(config["vocab_size"])
+    except KeyError as missing:
+        raise ConfigError(f"got a config.json without {missing}, because of which FLOPs are unknown") from missing
+    per_pair: dict[int | None, int] = {}
+    for cost in costs:
+        for window, multiply_adds in cost.per_pair:
+            per_pair[window] = per_pair.get(window, 0) + multiply_adds
+    return FlopsModel(2.0 * per_token, per_logit, tuple((window, 2.0 * cost) for window, cost in per_pair.items()))
+
+
+def grouped_query_cost(config: HfConfig, layer: int) -> AttentionCost:
+    """Grouped-query attention, in a window where the layer has one."""
+    heads, kv_heads, head_dim = head_sizes(config)
+    projections = int(config["hidden_size"]) * head_dim * (2 * heads + 2 * kv_heads)
+    return AttentionCost(projections, ((_window(config, layer), 2 * heads * head_dim),))
+
+
+def head_sizes(config: HfConfig) -> tuple[int, int, int]:
+    """(query heads, KV heads, size of a head)."""
+    heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    return heads, int(config.get("num_key_value_heads") or heads), head_dim
+
+
+def _window(config: HfConfig, layer: int) -> int | None:
+    """Tokens that a query of this layer sees at most; None for all before it."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    kind = kinds[layer] if kinds else "sliding_attention" if window and config.get("use_sliding_window", True) else None
+    if kind not in (None, "full_attention", "sliding_attention"):
+        raise ConfigError(f"got a config.json with layers of type {kind!r}, whose FLOPs are not modelled")
+    return int(window) if kind == "sliding_attention" and window else None
+
+
+def mlp_cost(config: HfConfig, layer: int) -> int:
+    """Multiply-adds of one layer's MLP per token."""
+    hidden = int(config["hidden_size"])
+    num_experts = num_experts_of(config)
+    if not is_sparse(config, layer):
+        return 3 * hidden * int(config["intermediate_size"])
+    size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = int(config.get("n_shared_experts") or 0) * size
+    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: its size, and a gate of its own
+    router = hidden * (num_experts + (own > 0))
+    return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router

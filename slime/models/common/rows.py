@@ -1,0 +1,180 @@
+"""Constructors of rows, and the parts that decoders have in common. Names are without the layer's prefix.
+
+`at_layer` adds the prefixes; an engine's name is the first HF name unless it fuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from slime.core.hf_config import HfConfig
+from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row, Unit
+
+Rows = tuple[Row, ...]
+
+
+def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
+    """Rows of a layer under their full names; `prefix`: what comes before `layers.` in HF and engine names."""
+    hf = prefix + "layers.{layer}."
+    return tuple(
+        dataclasses.replace(
+            row,
+            megatron="decoder.layers.{layer}." + row.megatron,
+            hf=tuple(hf + name for name in row.hf),
+            engine=hf + row.engine,
+            engines=tuple(hf + name for name in row.engines),
+        )
+        for row in rows
+    )
+
+
+def copy(megatron: str, name: str, *shape: int, engine: str | None = None, **options: Any) -> Row:
+    """A tensor that is whole on every rank."""
+    return Row(megatron, (name,), (shape,), engine or name, **options)
+
+
+def column(
+    megatron: str,
+    names: str | tuple[str, ...],
+    shapes: Sequence[tuple[int, ...]],
+    units: Unit | tuple[Unit, ...] = Unit.EVEN,
+    *,
+    engine: str | None = None,
+    **options: Any,
+) -> Row:
+    """Tensors stacked along the output features, which are split; one unit stands for all segments."""
+    names = (names,) if isinstance(names, str) else names
+    if isinstance(units, Unit):
+        units = (units,) * len(options.get("segments") or shapes)
+    return Row(megatron, names, tuple(shapes), engine or names[0], dim=0, units=units, **options)
+
+
+def row(megatron: str, name: str, out: int, size: int, unit: Unit = Unit.EVEN, **options: Any) -> Row:
+    """A weight [out, size] whose input features are split."""
+    engine = options.pop("engine", name)
+    return Row(megatron, (name,), ((out, size),), engine, dim=1, units=(unit,), **options)
+
+
+def norm(megatron: str, name: str, size: int) -> Row:
+    """The weight of a norm."""
+    return copy(f"{megatron}.weight", f"{name}.weight", size)
+
+
+def attention(
+    s: ModelSizes, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False, gated: bool = False
+) -> Rows:
+    """Grouped-query attention: q, k and v fused per KV head. `gated`: every query head is followed by its gate."""
+    heads, d = (s.num_heads, s.num_kv_heads, s.num_kv_heads), s.head_dim
+    sizes = tuple(n * d * (2 if gated and i == 0 else 1) for i, n in enumerate(heads))
+    units = (Unit.HEADS, Unit.KV_HEADS, Unit.KV_HEADS)
+
+    def qkv(kind: str, *more: int) -> Row:
+        return column(
+            f"self_attention.linear_qkv.{kind}",
+            tuple(f"self_attn.{p}_proj.{kind}" for p in "qkv"),
+            [(n, *more) for n in sizes],
+            units,
+            engine=f"self_attn.qkv_proj.{kind}",
+            groups=s.num_kv_heads,
+        )
+
+    out = "self_attn.o_proj"
+    rows = (
+        (True, qkv("weight", s.hidden_size)),
+        (qkv_bias, qkv("bias")),
+        (qk_norm, norm("self_attention.q_layernorm", "self_attn.q_norm", d)),
+        (qk_norm, norm("self_attention.k_layernorm", "self_attn.k_norm", d)),
+        (True, row("self_attention.linear_proj.weight", f"{out}.weight", s.hidden_size, s.num_heads * d, Unit.HEADS)),
+        (out_bias, copy("self_attention.linear_proj.bias", f"{out}.bias", s.hidden_size)),
+    )
+    return tuple(row for present, row in rows if present)
+
+
+def mlp(
+    hidden: int,
+    size: int,
+    *,
+    megatron: str = "mlp",
+    hf: str = "mlp",
+    engines: tuple[str, str] | None = None,
+    bias: bool = False,
+) -> Rows:
+    """A gated MLP of `size` features; `engines`: resident names of [gate; up] and down (experts share theirs)."""
+    gate_up, down = engines or (f"{hf}.gate_up_proj.weight", f"{hf}.down_proj.weight")
+
+    def fc1(kind: str, *more: int) -> Row:
+        names = tuple(f"{hf}.{p}_proj.{kind}" for p in ("gate", "up"))
+        engine = gate_up.removesuffix("weight") + kind if not engines else gate_up
+        return column(f"{megatron}.linear_fc1.{kind}", names, [(size, *more)] * 2, Unit.FEATURES, engine=engine)
+
+    rows = (
+        (True, fc1("weight", hidden)),
+        (bias, fc1("bias")),
+        (
+            True,
+            row(f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight", hidden, size, Unit.FEATURES, engine=down),
+        ),
+        (bias, copy(f"{megatron}.linear_fc2.bias", f"{hf}.down_proj.bias", hidden)),
+    )
+    return tuple(row for present, row in rows if present)
+
+
+def experts(
+    s: ModelSizes, *, bias: str | None = None, shared: tuple[str, int] | None = None, shared_gate: str | None = None
+) -> Rows:
+    """A router and its gated experts. The engine stacks [gate; up] of all experts, and down of all experts.
+
+    `bias`: HF name of the router's correction bias; `shared`: HF name and features of the shared experts;
+    `shared_gate`: HF name of the weight that gates them.
+    """
+    hidden = s.hidden_size
+    rows: Rows = (copy("mlp.router.weight", "mlp.gate.weight", s.num_experts, hidden),)
+    if bias:
+        rows += (copy("mlp.router.expert_bias", bias, s.num_experts, wide=True, trained=False),)
+    rows += mlp(
+        hidden,
+        s.moe_intermediate_size,
+        megatron=f"mlp.experts.local_experts.{EXPERT}",
+        hf=f"mlp.experts.{EXPERT}",
+        engines=("mlp.experts.w13_weight", "mlp.experts.w2_weight"),
+    )
+    if shared:
+        rows += mlp(hidden, shared[1], megatron="mlp.shared_experts", hf=shared[0])
+    if shared_gate:
+        rows += (copy("mlp.shared_experts.gate_weight", shared_gate, 1, hidden),)
+    return rows
+
+
+def decoder_table(
+    hf_config: HfConfig,
+    layer: Callable[[ModelSizes, int], Rows],
+    *,
+    prefix: str = "model.",
+    carried: tuple[str, ...] = (),
+) -> FamilyTable:
+    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: the rows of that layer."""
+    sizes = ModelSizes.from_hf(hf_config)
+    hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
+    tied = bool(hf_config.get("tie_word_embeddings", False))
+    output = column("output_layer.weight", "lm_head.weight", vocab, Unit.VOCAB)
+    return FamilyTable(
+        family=str(hf_config["model_type"]),
+        sizes=sizes,
+        before=(column("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", vocab, Unit.VOCAB),),
+        layers=tuple(at_layer(layer(sizes, number), prefix) for number in range(sizes.num_layers)),
+        after=(norm("decoder.final_layernorm", f"{prefix}norm", hidden), *(() if tied else (output,))),
+        tied=tied,
+        carried=carried,
+    )
+
+
+def pre_norm(hidden: int, attention_rows: Rows, mlp_rows: Rows) -> Rows:
+    """A layer with one norm ahead of attention and one ahead of the MLP."""
+    return (
+        norm("input_layernorm", "input_layernorm", hidden),
+        *attention_rows,
+        norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
+        *mlp_rows,
+    )

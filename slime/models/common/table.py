@@ -1,0 +1,317 @@
+"""Rows that say how one Megatron parameter, its Hugging Face tensors and the engine's resident tensor belong together.
+
+Invariants
+1. Every Megatron parameter and every HF tensor of a model is named by exactly one row (`FamilyTable.check`), or the HF
+   tensor is one that the trainer carries along unread. A row of experts names one parameter per expert, under the
+   expert's number in the whole model; the engine holds all experts of a row in one tensor.
+2. A row is read in both directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
+   for verification. No direction has names or rules of its own.
+3. One formula splits every parameter: segments, interleaved in groups, in equal parts (`convert`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from slime.core.errors import ConfigError, WeightSyncError
+from slime.core.hf_config import HfConfig, num_experts_of
+
+LAYER = "{layer}"
+"""Stands for the layer number in name patterns."""
+EXPERT = "{expert}"
+"""Stands for the number of a routed expert in name patterns."""
+
+
+class Unit(str, Enum):
+    """What the split dimension of a segment consists of: what no rank may hold a part of, and how engines pad it."""
+
+    NONE = "none"
+    """Not split: whole on every rank (norms, biases added after the reduction)."""
+    VOCAB = "vocabulary rows"
+    """Vocabulary entries; trainer and engine pad them, each in its own way."""
+    HEADS = "attention heads"
+    """Query heads."""
+    KV_HEADS = "KV heads"
+    """KV heads; engines replicate them where they are fewer than ranks."""
+    FEATURES = "MLP features"
+    """Features of an MLP, which engines on a CPU pad."""
+    EVEN = "features"
+    """Anything else that divides evenly and is never padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter under its three names; `{layer}` is the layer number, `{expert}` that of a routed expert."""
+
+    megatron: str
+    """Global name of the parameter in our model."""
+    hf: tuple[str, ...]
+    """The HF tensors that it holds, in fusing order."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Full shape of each HF tensor; of one expert's part where they are `stacked`."""
+    engine: str
+    """Name of the resident tensor of an SGLang model; rows and experts that share one are stacked along dim 0."""
+    dim: int | None = None
+    """The dimension that tensor-parallel ranks split; None: whole on every rank."""
+    units: tuple[Unit, ...] = ()
+    """Of each segment."""
+    segments: tuple[int, ...] = ()
+    """Lengths along `dim`, through the HF tensors laid end to end, of what is split separately; empty: one each."""
+    groups: int = 0
+    """Megatron interleaves the segments in this many equal groups (KV heads, for example); 0: one group per rank."""
+    wide: bool = False
+    """float32 in the trainer, in files and in the engine, whatever the training dtype."""
+    stacked: bool = False
+    """The HF tensors hold all experts along dim 0."""
+    trained: bool = True
+    """Else a buffer or a frozen parameter, which is loaded, exported and synced but never trained."""
+    engines: tuple[str, ...] = ()
+    """In place of `engine`, a resident tensor for each HF tensor: an engine may keep apart what the trainer fuses."""
+    plus_one: str = ""
+    """Resident tensor that an engine keeps beside this one: the weight of a zero-centred norm with its one added."""
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            object.__setattr__(self, "units", (Unit.NONE,) * len(self.hf))
+        elif not self.segments:
+            object.__setattr__(self, "segments", tuple(shape[self.dim] for shape in self.shapes))
+        assert len(self.hf) == len(self.shapes), f"{self.megatron}: {len(self.hf)} names, {len(self.shapes)} shapes"
+        if self.dim is not None:
+            total = sum(shape[self.dim] for shape in self.shapes)
+            assert sum(self.segments) == total, f"{self.megatron}: segments {self.segments} of {total}"
+            assert len(self.units) == len(self.segments), f"{self.megatron}: {self.units} for {self.segments}"
+
+    def apart(self) -> tuple[Row, ...]:
+        """A row for each HF tensor, where `engines` names their resident tensors; else none."""
+        out, first = [], 0
+        for i, engine in enumerate(self.engines):
+            assert self.dim is not None, f"{self.megatron} is not split"
+            size, last = self.shapes[i][self.dim], first
+            while sum(self.segments[first:last]) < size:
+                last += 1
+            own: dict[str, Any] = {"segments": self.segments[first:last], "units": self.units[first:last]}
+            own |= {"hf": (self.hf[i],), "shapes": (self.shapes[i],), "engine": engine, "engines": ()}
+            out.append(replace(self, **own))
+            first = last
+        return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes that decide where tensors are split."""
+
+    num_layers: int
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """KV heads, which Megatron calls query groups."""
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    """MLP features of a dense layer."""
+    vocab_size: int
+    num_experts: int = 0
+    """Routed experts of each layer that has any; 0 for a dense model."""
+    moe_intermediate_size: int = 0
+    """MLP features of one routed expert."""
+
+    @classmethod
+    def from_hf(cls, hf_config: HfConfig) -> ModelSizes:
+        """Reads a `config.json`. Raises `ConfigError` if a size is missing or heads cannot be grouped."""
+        try:
+            heads, hidden = int(hf_config["num_attention_heads"]), int(hf_config["hidden_size"])
+            sizes = cls(
+                num_layers=int(hf_config["num_hidden_layers"]),
+                num_heads=heads,
+                num_kv_heads=int(hf_config.get("num_key_value_heads") or heads),
+                head_dim=int(hf_config.get("head_dim") or hidden // heads),
+                hidden_size=hidden,
+                intermediate_size=int(hf_config.get("intermediate_size") or 0),
+                vocab_size=int(hf_config["vocab_size"]),
+                num_experts=num_experts_of(hf_config),
+                moe_intermediate_size=int(hf_config.get("moe_intermediate_size") or 0),
+            )
+        except KeyError as error:
+            raise ConfigError(
+                f"got a model config without {error}; a weight table needs it; complete config.json"
+            ) from None
+        if sizes.num_heads % sizes.num_kv_heads:
+            raise ConfigError(
+                f"got {sizes.num_heads} attention heads and {sizes.num_kv_heads} KV heads; "
+                "query heads must divide evenly over KV heads; correct config.json"
+            )
+        return sizes
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row with its layer and expert number filled in."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    engine: str
+    row: Row
+    expert: int | None = None
+    """Number of the routed expert in its layer; None for everything else."""
+    apart: tuple[Entry, ...] = ()
+    """This entry by resident tensors, where an engine has several for it."""
+    plus_one: str = ""
+    """As in the row."""
+
+    @classmethod
+    def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
+        def fill(pattern: str) -> str:
+            return pattern.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+
+        apart = tuple(cls.of(part, layer, expert) for part in row.apart())
+        names = fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine)
+        return cls(*names, row, expert, apart, fill(row.plus_one))
+
+
+@dataclass(frozen=True)
+class FamilyTable:
+    """All rows of one model. Build it with `table_for`."""
+
+    family: str
+    """`model_type` of the HF config."""
+    sizes: ModelSizes
+    before: tuple[Row, ...]
+    """Ahead of the layers: the embedding."""
+    layers: tuple[tuple[Row, ...], ...]
+    """The rows of each layer: those that this model has (optional biases already decided), in export order."""
+    after: tuple[Row, ...]
+    """Behind the layers: final norm, output layer."""
+    tied: bool
+    """The output layer shares the embedding: no row of its own, neither in Megatron nor in the engine."""
+    carried: tuple[str, ...] = ()
+    """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source."""
+    entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
+    """Rows with layer and expert numbers, in export order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", tuple(self._expand()))
+        for what, names in (
+            ("Megatron", [e.megatron for e in self.entries]),
+            ("HF", [(name, e.expert if e.row.stacked else None) for e in self.entries for name in e.hf]),
+        ):
+            doubled = [name for name, count in Counter(names).items() if count > 1]
+            assert not doubled, f"table {self.family}: {what} names in two rows: {doubled}"
+
+    def _expand(self) -> Iterable[Entry]:
+        yield from (Entry.of(row, None) for row in self.before)
+        for layer, rows in enumerate(self.layers):
+            for row in rows:
+                experts = range(self.sizes.num_experts) if EXPERT in row.megatron else (None,)
+                yield from (Entry.of(row, layer, expert) for expert in experts)
+        yield from (Entry.of(row, None) for row in self.after)
+
+    @cached_property
+    def resident(self) -> Mapping[str, tuple[Entry, ...]]:
+        """Resident tensor of an engine -> the entries that it holds, in stacking order."""
+        out: dict[str, list[Entry]] = {}
+        for e in self.entries:
+            for part in e.apart or (e,):
+                out.setdefault(part.engine, []).append(part)
+        return {name: tuple(held) for name, held in out.items()}
+
+    @cached_property
+    def resident_of(self) -> Mapping[str, str]:
+        """HF tensor -> the resident tensor of an engine that holds it."""
+        return {hf: name for name, held in self.resident.items() for e in held for hf in e.hf}
+
+    @cached_property
+    def together(self) -> Mapping[str, str]:
+        """HF tensor -> its resident tensor, where an engine loads the tensors of several rows at once or not at all."""
+        several = {name: held for name, held in self.resident.items() if len(held) > 1 and held[0].expert is None}
+        return {hf: name for name, held in several.items() for e in held for hf in e.hf}
+
+    @cached_property
+    def _by_megatron(self) -> Mapping[str, Entry]:
+        return {e.megatron: e for e in self.entries}
+
+    @cached_property
+    def _by_hf(self) -> Mapping[str, Entry]:
+        """The first entry of each HF tensor: stacked experts share theirs."""
+        return {name: e for e in reversed(self.entries) for name in e.hf}
+
+    def entry(self, megatron_name: str) -> Entry:
+        """The entry of a Megatron parameter. Raises `WeightSyncError` if the table does not know it."""
+        found = self._by_megatron.get(megatron_name)
+        if found is None:
+            raise WeightSyncError(
+                f"got Megatron parameter {megatron_name!r}, which table {self.family!r} of {self.sizes.num_layers} "
+                "layers does not name; the model was built otherwise than its HF config says"
+            )
+        return found
+
+    def entry_of_hf(self, hf_name: str) -> Entry:
+        """The entry that a HF tensor belongs to. Raises `WeightSyncError` if the table does not know it."""
+        found = self._by_hf.get(hf_name)
+        if found is None:
+            raise WeightSyncError(f"got HF tensor {hf_name!r}, which table {self.family!r} does not name")
+        return found
+
+    @property
+    def megatron_names(self) -> tuple[str, ...]:
+        """All Megatron parameters, in export order."""
+        return tuple(e.megatron for e in self.entries)
+
+    @cached_property
+    def hf_names(self) -> tuple[str, ...]:
+        """All HF tensors, in export order."""
+        return tuple(dict.fromkeys(name for e in self.entries for name in e.hf))
+
+    def hf_shape(self, hf_name: str) -> tuple[int, ...]:
+        """Shape of a HF tensor as the config implies it."""
+        entry = self.entry_of_hf(hf_name)
+        shape = entry.row.shapes[entry.hf.index(hf_name)]
+        return (self.sizes.num_experts, *shape) if entry.row.stacked else shape
+
+    def carries(self, hf_name: str) -> bool:
+        """Whether a HF tensor is copied along and not held by the trainer."""
+        return any(re.match(pattern, hf_name) for pattern in self.carried)
+
+    def is_wide(self, hf_name: str) -> bool:
+        """Whether a HF tensor stays float32 whatever the others are converted to."""
+        return self.entry_of_hf(hf_name).row.wide
+
+    def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:
+        """Refuses a model or checkpoint that the table misses or doubles a tensor of.
+
+        A tied checkpoint may carry its redundant `lm_head.weight`; rotary buffers of old checkpoints are ignored.
+        Raises `ConfigError` that names every missing, unknown and doubled tensor.
+        """
+        for what, got, known in (("Megatron", megatron_names, self.megatron_names), ("HF", hf_names, self.hf_names)):
+            if got is None:
+                continue
+            names = [n for n in got if what == "Megatron" or not self.ignores(n)]
+            missing, unknown = sorted(set(known) - set(names)), sorted(set(names) - set(known))
+            doubled = sorted(n for n, count in Counter(names).items() if count > 1)
+            if missing or unknown or doubled:
+                raise ConfigError(
+                    f"got {len(names)} {what} tensors for table {self.family!r}, which needs {len(known)}: "
+                    f"missing {_some(missing)}, unknown {_some(unknown)}, doubled {_some(doubled)}; "
+                    "the model must be built from the same config.json as the table"
+                )
+
+    def ignores(self, hf_name: str) -> bool:
+        """Whether a HF tensor of a checkpoint is none of the trainer's: carried, redundant or a rotary buffer."""
+        redundant = self.tied and hf_name.endswith("lm_head.weight")
+        return redundant or hf_name.endswith("rotary_emb.inv_freq") or self.carries(hf_name)
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

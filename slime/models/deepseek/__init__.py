@@ -1,0 +1,95 @@
+"""Models with latent attention: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, and GLM-5 with its sparse-attention indexer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.experts import sigmoid_experts
+from slime.models.common.flops import AttentionCost
+from slime.models.common.table import FamilyTable
+from slime.models.deepseek.flops import latent_cost
+from slime.models.deepseek.indexer import indexer_kinds
+from slime.models.deepseek.weights import deepseek_table
+from slime.models.family import Family
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@FAMILIES.register("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa")
+class DeepSeek(Family):
+    """Latent attention; the first layers are dense, the others have experts."""
+
+    rope_kinds = ("default", "linear", "llama3", "yarn")
+    layer_kinds = ("full_attention", "deepseek_sparse_attention")
+    per_layer = ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
+    rotates_itself = True
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Latent attention and experts. Raises `ConfigError` for what is not trained."""
+        _refuse(hf_config)
+        heads, nope, rope = (int(hf_config[n]) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+        return {
+            "multi_latent_attention": True,
+            "q_lora_rank": hf_config.get("q_lora_rank"),
+            "kv_lora_rank": int(hf_config["kv_lora_rank"]),
+            "qk_head_dim": nope,
+            "qk_pos_emb_head_dim": rope,
+            "v_head_dim": int(hf_config["v_head_dim"]),
+            "kv_channels": nope + rope,
+            "num_query_groups": heads,
+            "group_query_attention": False,
+            "qk_layernorm": True,
+            **sigmoid_experts(hf_config),
+        }
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """See `weights`."""
+        return deepseek_table(hf_config)
+
+    def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
+        """Latent attention, with an indexer where the layer has one."""
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from slime.models.deepseek.latent_attention import LatentAttention
+
+        return ModuleSpec(module=LatentAttention, params={"hf_config": hf_config})
+
+    def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:
+        """See `flops`."""
+        return latent_cost(hf_config, layer)
+
+
+def _refuse(hf_config: HfConfig) -> None:
+    needed = (
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    )
+    if missing := [name for name in needed if not hf_config.get(name)]:
+        raise ConfigError(
+            f"the checkpoint's config.json lacks {', '.join(missing)}; models with latent attention and "
+            "experts have them"
+        )
+    if hf_config.get("attention_bias"):
+        raise ConfigError("got a checkpoint with attention_bias, which latent attention in the engine lacks")
+    if indexer_kinds(hf_config) and (
+        not hf_config.get("q_lora_rank") or hf_config.get("index_k_norm_type", "layer") != "layer"
+    ):
+        raise ConfigError(
+            "got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is no "
+            "layer norm; neither is trained"
+        )
+    if always := [name for name in ("index_init_tokens", "index_local_tokens") if hf_config.get(name)]:
+        raise ConfigError(
+            f"got a sparse-attention indexer with {', '.join(always)}: the engine always chooses these "
+            "keys, the trainer does not; such a checkpoint is not trained"
+        )

@@ -1,0 +1,93 @@
+"""Latent attention with experts: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, GLM-5 and its sparse-attention indexer.
+
+Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
+them in one bucket: a second call of its loader forgets what the first kept back. `w_kc` and `w_vc` are no parameters;
+they are made anew from `kv_b_proj` after each update. Shared experts have parameters of their own only under
+`--disable-shared-experts-fusion`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.core.hf_config import HfConfig
+from slime.models.common.hf_config import is_sparse
+from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
+from slime.models.common.table import FamilyTable, ModelSizes, Unit
+from slime.models.deepseek.indexer import indexer_kinds
+
+
+def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) -> Rows:
+    """Projections down to latents, whole on each rank, and up to heads, which are split."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    kv_rank, nope, rope, value = (int(config[name]) for name in names)
+    hidden, heads, q_rank = s.hidden_size, s.num_heads, int(config.get("q_lora_rank") or 0)
+    ours, hf = "self_attention", "self_attn"
+    down = (kv_rank + rope, hidden)
+
+    def up(megatron: str, name: str, out: int, size: int) -> Rows:
+        return (column(f"{ours}.{megatron}.weight", f"{hf}.{name}.weight", [(heads * out, size)], Unit.HEADS),)
+
+    if q_rank:
+        fused = f"{hf}.fused_qkv_a_proj_with_mqa.weight"
+        rows: Rows = (
+            copy(f"{ours}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight", q_rank, hidden, engine=fused),
+            copy(f"{ours}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", *down, engine=fused),
+            norm(f"{ours}.q_layernorm", f"{hf}.q_a_layernorm", q_rank),
+            *up("linear_q_up_proj", "q_b_proj", nope + rope, q_rank),
+        )
+    else:
+        rows = (
+            *up("linear_q_proj", "q_proj", nope + rope, hidden),
+            copy(f"{ours}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", *down),
+        )
+    return (
+        *rows,
+        norm(f"{ours}.kv_layernorm", f"{hf}.kv_a_layernorm", kv_rank),
+        *up("linear_kv_up_proj", "kv_b_proj", nope + value, kv_rank),
+        row(f"{ours}.linear_proj.weight", f"{hf}.o_proj.weight", hidden, heads * value, Unit.HEADS),
+        *(_indexer(hidden, q_rank, config) if indexer else ()),
+    )
+
+
+def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
+    """The indexer of a layer that has one. Interleaved, engines on a GPU stack keys' and weights' projections."""
+    heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
+    ours, hf = "self_attention.indexer", "self_attn.indexer"
+    engine = f"{hf}.wk_weights_proj.weight" if config.get("indexer_rope_interleave") else None
+    rows = (
+        copy(f"{ours}.linear_wq_b.weight", f"{hf}.wq_b.weight", heads * dim, q_rank),
+        copy(f"{ours}.linear_wk.weight", f"{hf}.wk.weight", dim, hidden, engine=engine),
+        copy(f"{ours}.linear_weights_proj.weight", f"{hf}.weights_proj.weight", heads, hidden, engine=engine),
+        copy(f"{ours}.k_norm.weight", f"{hf}.k_norm.weight", dim, wide=True),
+        copy(f"{ours}.k_norm.bias", f"{hf}.k_norm.bias", dim, wide=True),
+    )
+    return tuple(dataclasses.replace(row, trained=False) for row in rows)
+
+
+def deepseek_table(hf_config: HfConfig) -> FamilyTable:
+    """Rows of a model with latent attention, whose first layers are dense and whose others have experts."""
+    kinds = indexer_kinds(hf_config)
+
+    def layer(s: ModelSizes, number: int) -> Rows:
+        if is_sparse(hf_config, number):
+            size = int(hf_config.get("n_shared_experts") or 0) * s.moe_intermediate_size
+            shared = ("mlp.shared_experts", size) if size else None
+            mlp_rows = experts(s, bias="mlp.gate.e_score_correction_bias", shared=shared)
+        else:
+            mlp_rows = mlp(s.hidden_size, s.intermediate_size)
+        full = bool(kinds) and kinds[number] == "full"
+        return pre_norm(s.hidden_size, latent_attention(s, hf_config, indexer=full), mlp_rows)
+
+    num_layers = int(hf_config["num_hidden_layers"])
+    mtp = range(num_layers, num_layers + int(hf_config.get("num_nextn_predict_layers") or 0))
+    without = [number for number, kind in enumerate(kinds) if kind == "shared"]
+    return decoder_table(
+        hf_config,
+        layer,
+        carried=(
+            *(rf"model\.layers\.{number}\." for number in mtp),
+            # Engines make an indexer for these layers, too, and do not use it.
+            *(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without),
+        ),
+    )

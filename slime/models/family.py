@@ -1,0 +1,84 @@
+"""`Family`: the contract of a model family, and what holds for a plain pre-norm decoder where a family does not differ.
+
+A family is an entry of `slime.models.FAMILIES`. It holds no state: a checkpoint's `config.json` is an argument of every
+method. A family that is a frozen dataclass has settings, its fields, as entries of every registry do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig
+from slime.models.common.architecture import decoder_architecture, refuse_unsupported
+from slime.models.common.flops import AttentionCost, FlopsModel, decoder_flops, grouped_query_cost
+from slime.models.common.hf_config import is_sparse
+from slime.models.common.table import FamilyTable
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Family(ABC):
+    """One family of models. `departures` and `weight_map` are its own; the rest has a default."""
+
+    name: ClassVar[str]
+    """The first `model_type` that it is registered for."""
+    rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3")
+    """Rotary scalings that it trains."""
+    layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
+    """Entries of `layer_types` that it trains."""
+    refused_biases: ClassVar[tuple[str, ...]] = ()
+    """Keys of the config that must not ask for a bias."""
+    per_layer: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types")
+    """Keys of the config that hold one entry per layer."""
+    rotates_itself: ClassVar[bool] = False
+    """Its attention applies rotary embedding by itself; else Megatron does."""
+
+    # --- the architecture ---------------------------------------------------------------------------------------------
+
+    def architecture(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Megatron settings by field name. Raises `ConfigError` for what is not trained, and for a missing key."""
+        refuse_unsupported(self, hf_config)
+        try:
+            return {**decoder_architecture(hf_config), **self.departures(hf_config)}
+        except KeyError as missing:
+            raise ConfigError(
+                f"the checkpoint's config.json lacks {missing}; it does not describe a {hf_config.get('model_type')}"
+            ) from missing
+
+    @abstractmethod
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """The Megatron settings in which it departs from `decoder_architecture`. Raises `ConfigError`."""
+
+    # --- its tensors --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """One row per parameter: its names in Megatron, in files and in engines, and how ranks split it."""
+
+    # --- its layers ---------------------------------------------------------------------------------------------------
+
+    def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
+        """The attention module of a layer. `standard`: Megatron's own, which it may build upon."""
+        from slime.models.common.layers import packed_attention
+
+        return packed_attention(config, standard)
+
+    def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
+        """The MLP of a layer, or its experts: a module spec or a class. `standard`: Megatron's own."""
+        from slime.models.common.moe import ExpertLayer
+
+        return ExpertLayer if is_sparse(hf_config, layer) else standard
+
+    # --- its cost -----------------------------------------------------------------------------------------------------
+
+    def flops(self, hf_config: HfConfig) -> FlopsModel:
+        """What a forward pass costs. Raises `ConfigError` for a missing key and for attention that is not modelled."""
+        return decoder_flops(hf_config, self.attention_cost)
+
+    def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:
+        """Multiply-adds of the attention of a layer."""
+        return grouped_query_cost(hf_config, layer)

@@ -1,0 +1,50 @@
+"""GLM-4.5 to 4.7: experts as in DeepSeek-V3 behind a dense first part; half of each head is rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.experts import sigmoid_experts
+from slime.models.common.hf_config import is_sparse, rotary_percent
+from slime.models.common.rows import Rows, attention, decoder_table, experts, mlp, pre_norm
+from slime.models.common.table import FamilyTable, ModelSizes
+from slime.models.family import Family
+
+
+@FAMILIES.register("glm4_moe")
+class Glm4Moe(Family):
+    """Norms of q and k where the config asks for them."""
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Half of each head is rotated; experts. Raises `ConfigError` for what the engine serves otherwise."""
+        if hf_config.get("tie_word_embeddings"):
+            raise ConfigError("got a glm4_moe with tie_word_embeddings, which the engine would serve untied; untie it")
+        return {
+            "add_qkv_bias": bool(hf_config.get("attention_bias", False)),
+            "qk_layernorm": bool(hf_config.get("use_qk_norm", False)),
+            "rotary_percent": rotary_percent(hf_config, 0.5),
+            **sigmoid_experts(hf_config),
+        }
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """The layers of multi-token prediction, after the last, are carried along."""
+        bias, qk_norm = bool(hf_config.get("attention_bias", False)), bool(hf_config.get("use_qk_norm", False))
+        shared = int(hf_config.get("n_shared_experts") or 0)
+
+        def layer(s: ModelSizes, number: int) -> Rows:
+            features = ("mlp.shared_experts", shared * s.moe_intermediate_size) if shared else None
+            sparse = is_sparse(hf_config, number)
+            return pre_norm(
+                s.hidden_size,
+                attention(s, qkv_bias=bias, qk_norm=qk_norm),
+                experts(s, bias="mlp.gate.e_score_correction_bias", shared=features)
+                if sparse
+                else mlp(s.hidden_size, s.intermediate_size),
+            )
+
+        num_layers, predicted = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
+        carried = tuple(rf"model\.layers\.{num_layers + i}\." for i in range(predicted))
+        return decoder_table(hf_config, layer, carried=carried)

@@ -1,0 +1,34 @@
+"""Llama and what has its layout (SmolLM2): pre-norm, grouped-query attention, gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
+from slime.models.common.table import FamilyTable
+from slime.models.family import Family
+
+
+@FAMILIES.register("llama")
+class Llama(Family):
+    """The plain decoder. Its table knows biases, which are not trained yet."""
+
+    refused_biases = ("mlp_bias", "attention_bias")
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """Rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""
+        bias, mlp_bias = (bool(hf_config.get(name, False)) for name in ("attention_bias", "mlp_bias"))
+        return decoder_table(
+            hf_config,
+            lambda s, _: pre_norm(
+                s.hidden_size,
+                attention(s, qkv_bias=bias, out_bias=bias),
+                mlp(s.hidden_size, s.intermediate_size, bias=mlp_bias),
+            ),
+        )

@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5: a plain decoder with biases on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
+from slime.models.common.table import FamilyTable
+from slime.models.family import Family
+
+
+@FAMILIES.register("qwen2")
+class Qwen2(Family):
+    """The biases are part of the architecture, not of the config."""
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Biases on q, k and v."""
+        return {"add_qkv_bias": True}
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """Rows of a dense Qwen2 or Qwen2.5."""
+        return decoder_table(
+            hf_config,
+            lambda s, _: pre_norm(s.hidden_size, attention(s, qkv_bias=True), mlp(s.hidden_size, s.intermediate_size)),
+        )

@@ -1,0 +1,45 @@
+"""Qwen3: norms of q and k per head; dense or with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.experts import softmax_experts
+from slime.models.common.hf_config import is_sparse
+from slime.models.common.rows import attention, decoder_table, experts, mlp, pre_norm
+from slime.models.common.table import FamilyTable
+from slime.models.family import Family
+
+
+@FAMILIES.register("qwen3")
+class Qwen3(Family):
+    """The dense one. Its table knows biases, which are not trained yet."""
+
+    refused_biases = ("mlp_bias", "attention_bias")
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Norms of q and k per head."""
+        return {"qk_layernorm": True}
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """Rows of a Qwen3, dense or with experts in all or some layers."""
+        bias = bool(hf_config.get("attention_bias", False))
+        return decoder_table(
+            hf_config,
+            lambda s, layer: pre_norm(
+                s.hidden_size,
+                attention(s, qkv_bias=bias, out_bias=bias, qk_norm=True),
+                experts(s) if is_sparse(hf_config, layer) else mlp(s.hidden_size, s.intermediate_size),
+            ),
+        )
+
+
+@FAMILIES.register("qwen3_moe")
+class Qwen3Moe(Qwen3):
+    """Experts in all layers or in some."""
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Norms of q and k, and the experts. Raises `ConfigError` where their sizes are missing."""
+        return {**super().departures(hf_config), **softmax_experts(hf_config)}

@@ -1,0 +1,91 @@
+"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net), and full attention with a gate every few layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.experts import softmax_experts
+from slime.models.common.flops import AttentionCost
+from slime.models.common.table import FamilyTable
+from slime.models.family import Family
+from slime.models.qwen3_next.flops import mixer_cost
+from slime.models.qwen3_next.linear import is_linear
+from slime.models.qwen3_next.weights import qwen_next_table
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+"""Of linear attention, after `linear_`, in HF's and in Megatron's configuration."""
+
+
+@FAMILIES.register("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Next(Family):
+    """The language model, which in Qwen3.5 and 3.6 lies under `text_config`; dense or with experts."""
+
+    layer_kinds = ("full_attention", "linear_attention")
+
+    qwen_gdn_backend: str = "auto"
+    """How gated delta nets are computed; see `delta_rule.delta_rule`."""
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """Gated delta nets, gated attention, experts. Raises `ConfigError` for what is not trained."""
+        sizes = {f"linear_{name}": int(hf_config[f"linear_{name}"]) for name in _SIZES}
+        keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+        if values % keys:
+            raise ConfigError(
+                f"got {keys} key heads for {values} value heads of linear attention; they must divide evenly"
+            )
+        gates = (None, "silu", "swish")
+        trained = {"attention_bias": (None, False), "attn_output_gate": (None, True), "output_gate_type": gates}
+        for name, allowed in trained.items():
+            if hf_config.get(name) not in allowed:
+                raise ConfigError(f"got a checkpoint with {name} {hf_config[name]}, which this release does not train")
+        parameters: HfConfig = hf_config.get("rope_parameters") or {}
+        rotated = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 0.25))
+        settings = {
+            **sizes,
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [
+                int(is_linear(hf_config, layer)) for layer in range(int(hf_config["num_hidden_layers"]))
+            ],
+            "qk_layernorm": True,
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "rotary_percent": float(rotated),
+        }
+        if not hf_config.get("num_experts"):
+            return settings
+        return {
+            **settings,
+            **softmax_experts({"norm_topk_prob": True, **hf_config}),
+            "moe_shared_expert_intermediate_size": int(hf_config["shared_expert_intermediate_size"]),
+            "moe_shared_expert_gate": True,
+        }
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """See `weights`."""
+        return qwen_next_table(hf_config)
+
+    def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
+        """A gated delta net, or attention with a gate."""
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from slime.models.common.layers import packed_attention
+        from slime.models.qwen3_next.gated_attention import GatedAttention
+        from slime.models.qwen3_next.gated_delta import GatedDeltaNet
+
+        if is_linear(hf_config, layer):
+            params = {"hf_config": hf_config, "backend": self.qwen_gdn_backend}
+            return ModuleSpec(module=GatedDeltaNet, params=params)
+        return packed_attention(config, standard, GatedAttention)
+
+    def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:
+        """See `flops`."""
+        return mixer_cost(hf_config, layer)

@@ -1,0 +1,176 @@
+"""The gated delta rule over a packed row: chunks in plain PyTorch, or the kernels of flash-linear-attention.
+
+A head keeps a matrix S [d_k, d_v]. For each token, with decay a = exp(g), key k, value v and rate beta,
+
+    S <- a S + k (beta (v - a S^T k))^T        and        output = S^T q
+
+(Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464). Inside a chunk of `CHUNK` tokens that starts from S, with
+G the running sum of g, the corrections u = beta (v - ...) solve a unit triangular system (the WY form, section 3.3):
+
+    (I + A) U = beta V - (beta e^G K) S        A[t, i] = beta[t] e^(G[t] - G[i]) k[t].k[i]   for i < t
+
+so everything but S itself is computed for all chunks at once, and a loop over chunks carries S.
+
+Invariants
+1. Each sequence starts from S = 0 and at the start of a chunk: its result does not depend on its neighbours in the row.
+2. Statistics, state and products are float32 (float64 for float64 inputs), whatever the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import ConfigError
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+DeltaRule = Callable[..., Tensor]
+"""(q [T, h, d_k], k [T, h, d_k], v [T, h, d_v], g float32 [T, h], beta [T, h], lengths, cu_seqlens) -> [T, h, d_v]."""
+
+
+def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> DeltaRule:
+    """The implementation of the recurrence that `backend` (--qwen-gdn-backend) names.
+
+    "auto" takes the kernels where they are installed and can run: they need a GPU and half precision. Raises
+    `ConfigError` where "fla" is asked for and cannot run.
+    """
+    reasons = kernel_problems(device, dtype)
+    if backend == "fla" and reasons:
+        raise ConfigError(f"got --qwen-gdn-backend fla, but {' and '.join(reasons)}; use torch or auto")
+    return chunked if backend == "torch" or reasons else fla_kernels
+
+
+@functools.lru_cache(maxsize=8)
+def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why the kernels cannot run here; empty if they can. Source of the last: flash-linear-attention, issue 640.
+
+    Asked once: each layer wants to know, and what is installed takes milliseconds to find out.
+    """
+    on_gpu = device.type == "cuda"
+    hopper = on_gpu and torch.cuda.get_device_capability(device)[0] == 9
+    problems = (
+        ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
+        ("its kernels need a GPU", not on_gpu),
+        (f"its kernels do not compute in {dtype}", dtype not in (torch.bfloat16, torch.float16)),
+        ("Triton before 3.7.1 gets their gradients wrong on Hopper GPUs", hopper and _triton() < (3, 7, 1)),
+    )
+    return tuple(reason for reason, holds in problems if holds)
+
+
+def _triton() -> tuple[int, ...]:
+    numbers = importlib.metadata.version("triton").split("+")[0].split(".")[:3]
+    return tuple(int(n) for n in numbers if n.isdecimal())
+
+
+def fla_kernels(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor
+) -> Tensor:
+    """The recurrence by Triton kernels; arguments and result as `chunked`. Half precision on a GPU only."""
+    rule: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    row = (x.unsqueeze(0).contiguous() for x in (q, k, v))
+    out, _ = rule(
+        *row,
+        g=g.unsqueeze(0),
+        beta=beta.unsqueeze(0),
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=True,
+    )
+    result: Tensor = out.squeeze(0)
+    return result
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The recurrence over a row of T tokens and N sequences of `lengths` [N] -> [T, h, d_v] in the dtype of `q`.
+
+    q, k [T, h, d_k] before normalisation, v [T, h, d_v], g float32 [T, h] log decay, beta [T, h]. Queries are scaled by
+    1 / sqrt(d_k) as in attention. `cu_seqlens` is for kernels and not read here.
+    """
+    plan = _plan(lengths, q.device)
+    narrow, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v, g, beta = (plan.chunks(x.to(wide)) for x in (q, k, v, g.unsqueeze(-1), beta.unsqueeze(-1)))
+    q, k = _normalised(q) * q.size(-1) ** -0.5, _normalised(k)  # [M, h, CHUNK, d]
+    total = g.cumsum(-2)
+    decay = _decay(total)
+    growth, last = total.exp(), total[..., -1:, :]
+    scores = (q @ k.mT) * decay
+    system = beta * (k @ k.mT) * decay  # its diagonal and what is above it are not read
+    right = torch.cat([beta * v, beta * growth * k], dim=-1)
+    free, bound = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+        [v.size(-1), k.size(-1)], dim=-1
+    )
+    parts = (scores, q * growth, k * (last - total).exp(), last.exp(), free, bound)
+    state = q.new_zeros(plan.widths[0], q.size(1), k.size(-1), v.size(-1))
+    out = []
+    for seen, query, key, fade, u, w in zip(*(x.split(plan.widths) for x in parts), strict=True):
+        state = state[: u.size(0)]  # the sequences that go on; the longest come first
+        u = u - w @ state
+        out.append(query @ state + seen @ u)
+        state = fade * state + key.mT @ u
+    return plan.tokens(torch.cat(out)).to(narrow)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """x / |x| over the last dimension, with the epsilon of the published models under the root."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+def _decay(total: Tensor) -> Tensor:
+    """Running sums of log decay [..., C, 1] -> e^(G[t] - G[i]) [..., C, C], zero for i > t.
+
+    Masked before the exponential: above the diagonal it could overflow, and infinity times zero is not a number.
+    """
+    size = total.size(-2)
+    later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
+    return (total - total.mT).masked_fill(later, -torch.inf).exp()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where the tokens of a row are among its M chunks, sorted by their number in the sequence, long sequences first.
+
+    So the chunks that one turn of the loop takes lie together, and its sequences are the first of those before.
+    """
+
+    gather: Tensor
+    """[M * CHUNK] int64: the token of each place; T for padding."""
+    place: Tensor
+    """[T] int64: the place of each token."""
+    widths: tuple[int, ...]
+    """Chunks of each turn, never growing."""
+
+    def chunks(self, x: Tensor) -> Tensor:
+        """[T, h, d] -> [M, h, CHUNK, d], padded with zeros."""
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return padded.index_select(0, self.gather).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """[M, h, CHUNK, d] -> [T, h, d]."""
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
+    """Of a row with sequences of these lengths; all layers of a forward pass share it."""
+    num_tokens = sum(lengths)
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    turns = [[i for i in longest_first if lengths[i] > start] for start in range(0, max(lengths), CHUNK)]
+    first = torch.tensor([begins[i] + CHUNK * turn for turn, held in enumerate(turns) for i in held])
+    end = torch.tensor([begins[i] + lengths[i] for held in turns for i in held])
+    token = first.unsqueeze(1) + torch.arange(CHUNK)
+    gather = torch.where(token < end.unsqueeze(1), token, num_tokens).flatten()
+    place = torch.empty(num_tokens + 1, dtype=torch.int64)
+    place[gather] = torch.arange(gather.numel())
+    return _Plan(gather.to(device), place[:num_tokens].to(device), tuple(len(held) for held in turns))

@@ -1,0 +1,130 @@
+"""The gated delta net (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and Qwen3.5: a linear-attention mixer.
+
+Megatron-core's own needs flash-linear-attention and refuses packed rows. Heads of this one are split over
+tensor-parallel ranks by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is
+the rate, a the decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
+
+Invariants
+1. Convolution and recurrence start anew at each sequence of a packed row.
+2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig
+from slime.models.common.attention import PackedSequences
+from slime.models.qwen3_next.delta_rule import delta_rule
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """The mixer of one layer in Megatron's interface of an attention module."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, hf_config: HfConfig, backend: str = "auto", **_unused: Any
+    ) -> None:
+        """`backend`: as in `delta_rule.delta_rule`."""
+        super().__init__()
+        self.backend = backend
+        self.config, self.layer_number = config, layer_number
+        names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+        key_heads, value_heads, self.key_dim, self.value_dim = (int(hf_config[name]) for name in names)
+        tp_size = config.tensor_model_parallel_size
+        if key_heads % tp_size:
+            raise ConfigError(
+                f"got --tensor-model-parallel-size {tp_size} and {key_heads} key heads of linear attention; "
+                "it must divide them"
+            )
+        self.repeats = value_heads // key_heads  # value heads of each key head
+        self.groups = key_heads // tp_size  # key heads of this rank
+        self.qkv = (self.key_dim, self.key_dim, self.repeats * self.value_dim)  # convolved features per key head
+        linear: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+        }
+        features = key_heads * (sum(self.qkv) + self.repeats * (self.value_dim + 2))
+        self.in_proj = ColumnParallelLinear(config.hidden_size, features, gather_output=False, **linear)
+        taps = int(hf_config["linear_conv_kernel_dim"])
+        self.conv1d = torch.nn.ParameterDict({"weight": self._shard(self.groups * sum(self.qkv), 1, taps)})
+        self.dt_bias = self._shard(self.groups * self.repeats)
+        self.A_log = self._shard(self.groups * self.repeats, dtype=torch.float32)
+        self.out_norm = GatedNorm(config, self.value_dim, self.in_proj.weight.device)
+        size = value_heads * self.value_dim
+        self.out_proj = RowParallelLinear(size, config.hidden_size, input_is_parallel=True, **linear)
+
+    def _shard(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """An undefined parameter of which each tensor-parallel rank holds a part along dim 0."""
+        weight = torch.empty(*shape, dtype=dtype or self.config.params_dtype, device=self.in_proj.weight.device)
+        parameter = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        return parameter
+
+    def forward(
+        self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
+    ) -> tuple[Tensor, None]:
+        """[T, 1, H] -> [T, 1, H] (of this rank's part of the row under sequence parallelism), and no bias."""
+        packed = packed_seq_params
+        mixed = self.in_proj(hidden_states)[0].squeeze(1).unflatten(-1, (self.groups, -1))  # [T, groups, features]
+        values = self.repeats * self.value_dim
+        qkv, z, b, a = mixed.split([sum(self.qkv), values, self.repeats, self.repeats], dim=-1)
+        qkv = causal_convolution(qkv.flatten(1), self.conv1d["weight"], packed.query_lengths)
+        q, k, v = functional.silu(qkv).unflatten(-1, (self.groups, -1)).split(self.qkv, dim=-1)
+        q, k = (x.repeat_interleave(self.repeats, dim=1) for x in (q, k))  # [T, heads, d_k]
+        v, z = (x.reshape(x.size(0), -1, self.value_dim) for x in (v, z))  # [T, heads, d_v]
+        decay = -self.A_log.float().exp() * functional.softplus(a.flatten(1).float() + self.dt_bias.float())
+        rule = delta_rule(q.device, q.dtype, self.backend)
+        out = rule(q, k, v, decay, b.flatten(1).sigmoid(), packed.query_lengths, packed.cu_query)
+        return self.out_proj(self.out_norm(out, z).flatten(1).unsqueeze(1))[0], None
+
+
+class GatedNorm(torch.nn.Module):
+    """RMS norm of each value head, then a gate: weight * norm(x) * silu(z)."""
+
+    def __init__(self, config: TransformerConfig, size: int, device: torch.device) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.weight = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x, z [T, heads, d_v] -> [T, heads, d_v] in the dtype of `x`."""
+        # Whole on each tensor-parallel rank and applied to the rank's own heads: its gradients are summed here.
+        weight = copy_to_tensor_model_parallel_region(self.weight)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (weight * normed.to(x.dtype) * functional.silu(z.float())).to(x.dtype)
+
+
+def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Depthwise convolution of x [T, C] with weight [C, 1, taps] -> [T, C]; a token sees its sequence up to itself.
+
+    Zeros between the sequences of the row separate them, so that one convolution of the whole row does for all.
+    """
+    gap = weight.size(-1) - 1
+    place = _places(lengths, gap, x.device)
+    row = x.new_zeros(x.size(0) + gap * len(lengths), x.size(1)).index_copy(0, place, x)
+    out = functional.conv1d(row.mT.unsqueeze(0), weight, groups=x.size(1)).squeeze(0).mT
+    return out.index_select(0, place - gap)
+
+
+@functools.lru_cache(maxsize=8)
+def _places(lengths: tuple[int, ...], gap: int, device: torch.device) -> Tensor:
+    """[T] int64: where each token goes when `gap` entries are put ahead of each sequence."""
+    ahead = gap * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+    return (torch.arange(sum(lengths)) + ahead).to(device)

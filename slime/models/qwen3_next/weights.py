@@ -1,0 +1,98 @@
+"""Qwen3-Next, Qwen3.5 and 3.6: gated delta nets and gated attention, dense or with experts.
+
+Both orders of the published files make one Megatron parameter: Qwen3-Next lays its projections out per key head, while
+Qwen3.5 keeps all queries, keys and values apart. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower is
+carried along; so are layers for multi-token prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime.core.hf_config import HfConfig
+from slime.models.common.hf_config import is_sparse
+from slime.models.common.rows import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
+from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row
+from slime.models.qwen3_next.linear import is_linear
+
+CARRIED = (r"mtp\.", r"(model\.)?visual\.")
+"""HF tensors for multi-token prediction and of the vision tower."""
+
+
+def qwen_next_table(hf_config: HfConfig) -> FamilyTable:
+    """Rows of a Qwen3-Next or of the language model of a Qwen3.5 or 3.6."""
+    wrapped = bool(hf_config.get("wrapper_type"))
+
+    def layer(s: ModelSizes, number: int) -> Rows:
+        linear = is_linear(hf_config, number)
+        mixer = delta_net(hf_config, s.hidden_size) if linear else attention(s, qk_norm=True, gated=True)
+        if not is_sparse(hf_config, number):
+            return pre_norm(s.hidden_size, mixer, mlp(s.hidden_size, s.intermediate_size))
+        size = int(hf_config["shared_expert_intermediate_size"])
+        rows = experts(s, shared=("mlp.shared_expert", size), shared_gate="mlp.shared_expert_gate.weight")
+        return pre_norm(s.hidden_size, mixer, tuple(map(_stacked, rows)) if hf_config.get("_stacked_experts") else rows)
+
+    prefix = "model.language_model." if wrapped else "model."
+    table = decoder_table(hf_config, layer, prefix=prefix, carried=CARRIED)
+    return dataclasses.replace(
+        table,
+        before=tuple(map(_as_served, table.before)),
+        layers=tuple(tuple(map(_as_served, rows)) for rows in table.layers),
+        after=tuple(map(_as_served, table.after)),
+    )
+
+
+def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
+    """A gated delta net; see `gated_delta` for the order within a key head."""
+    key_heads, value_heads = int(hf_config["linear_num_key_heads"]), int(hf_config["linear_num_value_heads"])
+    keys, value_dim = key_heads * int(hf_config["linear_key_head_dim"]), int(hf_config["linear_value_head_dim"])
+    values, taps = value_heads * value_dim, int(hf_config["linear_conv_kernel_dim"])
+    per_head = hf_config["model_type"] == "qwen3_next"
+    parts = (
+        {"qkvz": (2 * keys + 2 * values,), "ba": (2 * value_heads,)}
+        if per_head
+        else {"qkv": (keys, keys, values), "z": (values,), "b": (value_heads,), "a": (value_heads,)}
+    )
+    name, ours = "linear_attn", "self_attention"
+    return (
+        column(
+            f"{ours}.in_proj.weight",
+            tuple(f"{name}.in_proj_{part}.weight" for part in parts),
+            [(sum(sizes), hidden) for sizes in parts.values()],
+            engines=tuple(f"{name}.in_proj_{'ba' if part in ('ba', 'b', 'a') else 'qkvz'}.weight" for part in parts),
+            segments=tuple(size for sizes in parts.values() for size in sizes),
+            groups=key_heads,
+        ),
+        column(
+            f"{ours}.conv1d.weight",
+            f"{name}.conv1d.weight",
+            [(2 * keys + values, 1, taps)],
+            segments=(keys, keys, values),
+            groups=key_heads,
+        ),
+        column(f"{ours}.dt_bias", f"{name}.dt_bias", [(value_heads,)]),
+        column(f"{ours}.A_log", f"{name}.A_log", [(value_heads,)], wide=True),
+        copy(f"{ours}.out_norm.weight", f"{name}.norm.weight", value_dim),
+        row(f"{ours}.out_proj.weight", f"{name}.out_proj.weight", hidden, values),
+    )
+
+
+def _stacked(row: Row) -> Row:
+    """Of a routed expert: the same in files where one tensor holds all experts, and [gate; up] of each."""
+    if EXPERT not in row.megatron:
+        return row
+    name = "mlp.experts.gate_up_proj" if len(row.hf) == 2 else "mlp.experts.down_proj"
+    out, size = row.shapes[0]
+    return dataclasses.replace(row, hf=(name,), shapes=((len(row.hf) * out, size),), stacked=True)
+
+
+def _as_served(row: Row) -> Row:
+    """SGLang keeps the language model at the top, and the parts of full attention in the layer itself."""
+
+    def resident(name: str) -> str:
+        return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
+
+    engine = resident(row.engine)
+    # Its zero-centred norms keep what they multiply with, weight plus one, beside the weight.
+    plus_one = engine.replace("norm.weight", "norm.gemma_weight") if row.megatron.endswith("layernorm.weight") else ""
+    return dataclasses.replace(row, engine=engine, engines=tuple(map(resident, row.engines)), plus_one=plus_one)

@@ -1,0 +1,40 @@
+"""What the settings ask `slime.models`, which knows the families of models: the architecture of a checkpoint.
+
+That room stands above the settings, so it is named by its import path alone, here and nowhere else in this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from slime.core.hf_config import read_hf_config
+
+MODELS = "slime.models"
+"""The module whose `architecture` and `load_family` are called; neither imports torch."""
+
+
+def architecture_of(hf_checkpoint: str, model_family: str | None = None) -> dict[str, Any]:
+    """Megatron settings by field name, from the checkpoint's config.json. `model_family`: as `--model-family`.
+
+    Raises `ConfigError` for a checkpoint that cannot be read or is not trained.
+    """
+    models: Any = importlib.import_module(MODELS)
+    if model_family is not None:
+        models.load_family(model_family)
+    settings: dict[str, Any] = models.architecture(read_hf_config(hf_checkpoint))
+    return settings
+
+
+def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """One message per Megatron flag whose value is not the checkpoint's. `given`: explicit settings by field name."""
+    out = []
+    for name, value in given.items():
+        if name in architecture and value != architecture[name]:
+            flag = "--" + name.replace("_", "-")
+            out.append(
+                f"got {flag} {value} because of a flag, but this checkpoint is trained with {architecture[name]}, as "
+                "its config.json and the engine's arithmetic have it; drop the flag"
+            )
+    return out

@@ -1,0 +1,96 @@
+"""Other policies on the host, by name, lent to the trained policy's model for a forward pass.
+
+Which there are (a reference, a teacher, the old policy) and when they change is the caller's to say.
+
+Invariants
+1. While one is lent nothing else may run; afterwards the trained policy has its own bits again.
+2. One that was taken from the trained policy holds all of it, but with adapters only these, so that it is small. (What
+   is frozen by name does not differ within a run, but a checkpoint may bring other weights of it than were taken.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
+from slime.models.common.table import FamilyTable
+from slime.training.state.hf_weights import Holder, load_weights
+
+
+class HostPolicies:
+    """This rank's shards of each policy, by name."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], names: Collection[str]) -> None:
+        """`parameters`: the trained policy's, under their global names; `names`: of all ranks, those that are taken."""
+        self._parameters, self._names = parameters, names
+        self._policies: dict[str, dict[str, Tensor]] = {}
+        self._kept: dict[str, Tensor] = {}
+        """The trained policy's own weights while another one is lent."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._policies
+
+    def take(self, name: str) -> None:
+        """The trained policy as it is now, as a new one or in place of an old one."""
+        if name not in self._policies:
+            self._policies[name] = {n: _room_for(p) for n, p in self._parameters.items() if n in self._names}
+        _copy(self._policies[name], self._parameters, self._policies[name])
+
+    def read(self, name: str, directory: Path, flag: str, table: FamilyTable, holders: Mapping[str, Holder]) -> None:
+        """An HF checkpoint, cast to the trained policy's dtypes; adapters are zero.
+
+        `holders`: of all parameters, those of adapters among them. Raises `ConfigError` for another architecture.
+        """
+        other = table_for(read_hf_config(str(directory)))
+        if (other.family, other.sizes, other.tied) != (table.family, table.sizes, table.tied):
+            raise ConfigError(
+                f"got {flag} {directory} of another family or architecture than the policy; use a model of the same "
+                "size"
+            )
+        policy = {n: _room_for(p) for n, p in self._parameters.items()}
+        known = set(table.megatron_names)
+        named = {n: holder for n, holder in holders.items() if n in known}
+        load_weights({n: p for n, p in policy.items() if n in known}, table, directory, named)
+        self._policies[name] = policy
+
+    def shift(self, newer: str, older: str) -> None:
+        """`newer` becomes `older`, and is the policy as it is now."""
+        self._policies[newer], self._policies[older] = self._policies[older], self._policies[newer]
+        self.take(newer)
+
+    def lasting(self, names: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
+        """Those of `names` that exist, to be written into a checkpoint, or filled from one in place."""
+        return {name: self._policies[name] for name in names if name in self._policies}
+
+    @contextmanager
+    def lent(self, name: str) -> Iterator[None]:
+        """Puts one into the trained policy's parameters, and afterwards its own weights back, bit for bit."""
+        policy = self._policies[name]
+        for n in policy.keys() - self._kept.keys():
+            self._kept[n] = _room_for(self._parameters[n])
+        with torch.no_grad():
+            _copy(policy, self._parameters, self._kept)
+            try:
+                _copy(policy, policy, self._parameters)
+                yield
+            finally:
+                _copy(policy, self._kept, self._parameters)
+
+
+def _room_for(parameter: Tensor) -> Tensor:
+    """Zeros in host memory, which a GPU can reach by itself."""
+    return torch.zeros_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+
+
+def _copy(names: Iterable[str], source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name in names:
+        target[name].copy_(source[name].detach(), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,77 @@
+"""Doubles that only write down what they are asked to do: the actors of a run, and the verbs of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+
+class RecordingActors:
+    """`cluster.actors.Actors` without processes: `log` holds every call in order."""
+
+    def __init__(self, *, num_engines: int = 1, num_trainers: int = 1) -> None:
+        self.log: list[str] = []
+        self.engine_infos = tuple(SimpleNamespace(url=f"http://{i}") for i in range(num_engines))
+        self._num_trainers = num_trainers
+
+    def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
+        self._note("trainers", method, arguments)
+        return [{"perf/x": 1.0}] * self._num_trainers
+
+    def on_engines(self, method: str, *arguments: Any) -> None:
+        self._note("engines", method, arguments)
+
+    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> None:
+        assert for_what and limit_s > 0, f"{method} waits without a name or a limit"
+        self._note("rollout", method, arguments)
+
+    def _note(self, whom: str, method: str, arguments: tuple[Any, ...]) -> None:
+        self.log.append(" ".join([whom, method, *map(str, arguments)]))
+
+
+class RecordingRun:
+    """The verbs of `cluster.run.Run`: `log` holds every verb in order; `save_every` and so on say what is due."""
+
+    def __init__(self, *, num_rollout: int, save_every: int, sync_every: int, eval_every: int) -> None:
+        self.log: list[str] = []
+        self._last = num_rollout - 1
+        self.saves_after = self._due(save_every)
+        self.syncs_after = self._due(sync_every)
+        self.evaluates_after = self._due(eval_every)
+
+    def _due(self, interval: int) -> Callable[[int], bool]:
+        return lambda rollout_id: rollout_id == self._last or (rollout_id + 1) % interval == 0
+
+    def start_generation(self, rollout_id: int) -> int:
+        self.log.append(f"start {rollout_id}")
+        return rollout_id
+
+    def finish_generation(self, generation: int) -> str:
+        self.log.append(f"finish {generation}")
+        return f"batch {generation}"
+
+    def generate(self, rollout_id: int) -> str:
+        return self.finish_generation(self.start_generation(rollout_id))
+
+    def wait_for_generation(self, generation: int) -> None:
+        self.log.append(f"wait {generation}")
+
+    def train(self, rollout_id: int, batch: str) -> None:
+        assert batch == f"batch {rollout_id}", f"step {rollout_id} trains {batch}"
+        self.log.append(f"train {rollout_id}")
+
+    def save(self, rollout_id: int) -> None:
+        self.log.append(f"save {rollout_id}")
+
+    def sync_weights(self, *, for_save: bool = False) -> None:
+        self.log.append("sync for save" if for_save else "sync")
+
+    def check_log_probs(self) -> None:
+        self.log.append("check")
+
+    def evaluate(self, rollout_id: int) -> None:
+        self.log.append(f"eval {rollout_id}")
+
+    def end_step(self, rollout_id: int) -> None:
+        self.log.append(f"end {rollout_id}")

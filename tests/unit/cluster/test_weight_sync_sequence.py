@@ -1,0 +1,145 @@
+"""The order of a weight sync as the driver runs it, and of the two asynchronous loops around it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.cluster.memory import MemoryHandOver
+from slime.cluster.weight_sync_sequence import EndRequests, WeightSyncSequence
+from slime.core.errors import WeightSyncError
+from tests.support.recording import RecordingActors, RecordingRun
+from train_async import fully_async, one_step_off
+
+SYNC, HOLD, RELEASE, ADMIT = "trainers sync_weights", "rollout hold", "rollout release", "rollout admit ['http://0']"
+
+
+def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence, MemoryHandOver, dict[str, float]]:
+    """A sequence over these actors, its memory, and the metrics that it tells."""
+    usual: dict[str, Any] = {
+        "fully_async": False,
+        "pause_generation_mode": "abort",
+        "save": "save",
+        "engine_start_timeout_s": 60.0,
+        "offload_rollout": False,
+        "offload_train": False,
+    }
+    args: Any = SimpleNamespace(**{**usual, **given})
+    told: dict[str, float] = {}
+    tracker: Any = SimpleNamespace(add=told.update, progress=nullcontext)
+    double: Any = actors
+    memory = MemoryHandOver(args, double)
+    return WeightSyncSequence(args, double, memory=memory, tracker=tracker), memory, told
+
+
+def test_the_router_takes_engines_after_their_first_weight_sync_and_once() -> None:
+    actors = RecordingActors()
+    weight_sync, _, told = sequence(actors)
+    weight_sync.run(for_save=False)
+    weight_sync.run(for_save=True)
+    assert actors.log == [SYNC, ADMIT, SYNC] and told == {"perf/x": 1.0}
+
+
+def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:
+    actors = RecordingActors()
+    weight_sync, memory, _ = sequence(actors, offload_rollout=True, offload_train=True)
+    weight_sync.run(for_save=False)
+    assert actors.log == [SYNC, "trainers sleep", ADMIT], "engines have their memory when they start"
+    actors.log.clear()
+    memory.to_trainer()
+    weight_sync.run(for_save=False)
+    assert actors.log == [
+        "engines release_memory",
+        "trainers wake",
+        "engines resume_memory ['weights']",
+        SYNC,
+        "trainers sleep",
+        "engines resume_memory ['kv_cache', 'cuda_graph']",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given, for_save, ends",
+    [
+        ({}, False, False),
+        ({}, True, False),
+        ({"fully_async": True}, False, True),
+        ({"fully_async": True}, True, True),
+        ({"fully_async": True, "pause_generation_mode": "retract"}, False, False),
+        ({"fully_async": True, "pause_generation_mode": "retract"}, True, True),
+        ({"fully_async": True, "pause_generation_mode": "in_place"}, True, True),
+        ({"fully_async": True, "pause_generation_mode": "in_place", "save": None}, True, False),
+    ],
+)
+def test_requests_end_where_nothing_else_would_keep_their_tokens(
+    given: dict[str, Any], for_save: bool, ends: bool
+) -> None:
+    actors = RecordingActors()
+    weight_sync, _, _ = sequence(actors, **given)
+    weight_sync.run(for_save=for_save)
+    assert actors.log == ([HOLD, SYNC, RELEASE, ADMIT] if ends else [SYNC, ADMIT])
+
+
+def test_after_an_error_nothing_is_served() -> None:
+    class Failing(RecordingActors):
+        def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
+            raise WeightSyncError("differs")
+
+    actors = Failing()
+    weight_sync, _, _ = sequence(actors, fully_async=True)
+    with pytest.raises(WeightSyncError):
+        weight_sync.run(for_save=False)
+    assert actors.log == [HOLD]
+
+
+def test_without_engines_nothing_happens_and_without_trainers_there_are_no_metrics() -> None:
+    none, alone = RecordingActors(num_engines=0), RecordingActors(num_trainers=0)
+    sequence(none, offload_train=True)[0].run(for_save=False)
+    weight_sync, _, told = sequence(alone)
+    weight_sync.run(for_save=False)
+    assert none.log == [] and told == {} and alone.log == [SYNC, ADMIT]
+
+
+def test_each_policy_has_its_settings() -> None:
+    def of(fully_async: bool, mode: str) -> EndRequests:
+        args: Any = SimpleNamespace(fully_async=fully_async, pause_generation_mode=mode)
+        return EndRequests.of(args)
+
+    assert of(False, "abort") is EndRequests.NEVER and of(False, "retract") is EndRequests.NEVER
+    assert of(True, "abort") is EndRequests.ALWAYS and of(True, "in_place") is EndRequests.FOR_SAVES
+
+
+def test_one_step_off_generates_ahead_and_syncs_between_generations() -> None:
+    run = RecordingRun(num_rollout=4, save_every=2, sync_every=2, eval_every=3)
+    verbs: Any = run
+    one_step_off(verbs, range(1, 4))
+    assert run.log == [
+        "start 1",
+        *["finish 1", "start 2", "train 1", "save 1", "wait 2", "sync", "check", "end 1"],
+        *["finish 2", "start 3", "train 2", "eval 2", "end 2"],
+        *["finish 3", "train 3", "save 3", "sync", "check", "eval 3", "end 3"],
+    ]
+
+
+def test_fully_async_saves_after_the_sync_and_checks_seldom() -> None:
+    run = RecordingRun(num_rollout=5, save_every=3, sync_every=1, eval_every=9)
+    verbs: Any = run
+    fully_async(verbs, range(5))
+    assert run.log == [
+        *["start 0", "finish 0", "train 0", "sync", "check", "end 0"],
+        *["start 1", "finish 1", "train 1", "sync", "end 1"],
+        *["start 2", "finish 2", "train 2", "sync for save", "save 2", "check", "end 2"],
+        *["start 3", "finish 3", "train 3", "sync", "end 3"],
+        *["start 4", "finish 4", "train 4", "sync for save", "save 4", "check", "eval 4", "end 4"],
+    ]
+
+
+def test_a_run_that_is_over_starts_nothing() -> None:
+    run = RecordingRun(num_rollout=3, save_every=1, sync_every=1, eval_every=1)
+    verbs: Any = run
+    one_step_off(verbs, range(3, 3))
+    fully_async(verbs, range(4, 3))
+    assert run.log == []

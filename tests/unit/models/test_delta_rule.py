@@ -1,0 +1,73 @@
+"""The chunked gated delta rule equals the recurrence token by token, in value and gradient, for packed rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.core.errors import ConfigError
+from slime.models.qwen3_next.delta_rule import chunked, delta_rule
+
+HEADS, KEY_DIM, VALUE_DIM = 3, 5, 7
+
+
+def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The definition, with a state that starts anew at each sequence."""
+    q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    out: list[Tensor] = []
+    for row in zip(*(x.split(lengths) for x in (q, k, v, g, beta)), strict=True):
+        state = q.new_zeros(HEADS, KEY_DIM, VALUE_DIM)
+        for q_t, k_t, v_t, g_t, beta_t in zip(*row, strict=True):
+            state = state * g_t.exp()[:, None, None]
+            seen = torch.einsum("hkv,hk->hv", state, k_t)
+            state = state + torch.einsum("hk,hv->hkv", k_t, beta_t[:, None] * (v_t - seen))
+            out.append(torch.einsum("hkv,hk->hv", state, q_t) * KEY_DIM**-0.5)
+    return torch.stack(out)
+
+
+def inputs(num_tokens: int, dtype: torch.dtype, decay: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(num_tokens, *shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = random(HEADS, KEY_DIM), random(HEADS, KEY_DIM), random(HEADS, VALUE_DIM)
+    g, beta = -decay * random(HEADS).exp(), random(HEADS).sigmoid()
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta)]
+
+
+@pytest.mark.parametrize("lengths", [(1,), (64,), (65, 3), (10, 200, 1, 64, 129), (5, 5)])
+def test_chunks_equal_the_recurrence_in_value_and_gradient(lengths: tuple[int, ...]) -> None:
+    x = inputs(sum(lengths), torch.float64)
+    got, want = chunked(*x, lengths), token_by_token(*x, lengths)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+    weights = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view_as(want)
+    for a, b in zip(
+        torch.autograd.grad((got * weights).sum(), x), torch.autograd.grad((want * weights).sum(), x), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_a_sequence_does_not_know_its_neighbours() -> None:
+    lengths = (70, 30)
+    x = [t.detach() for t in inputs(100, torch.float32)]
+    alone = chunked(*(t[70:] for t in x), (30,))
+    assert torch.equal(chunked(*x, lengths)[70:], alone), "the second sequence depends on the first"
+    x[0][:70] = torch.nan
+    assert torch.equal(chunked(*x, lengths)[70:], alone), "a NaN crossed the border of a sequence"
+
+
+def test_steep_decay_neither_overflows_nor_loses_gradients() -> None:
+    x = inputs(130, torch.float32, decay=200.0)
+    out = chunked(*x, (130,))
+    for gradient in torch.autograd.grad(out.pow(2).sum(), x):
+        assert gradient.isfinite().all(), "a decay beyond float32's range gave a gradient that is not finite"
+    torch.testing.assert_close(out, token_by_token(*x, (130,)), rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_are_refused_where_they_cannot_run() -> None:
+    cpu = torch.device("cpu")
+    assert delta_rule(cpu, torch.float32) is chunked, "auto must fall back on a CPU"
+    with pytest.raises(ConfigError, match=r"need a GPU.*use torch or auto"):
+        delta_rule(cpu, torch.bfloat16, "fla")

@@ -1,0 +1,110 @@
+"""The registry of transports: names, a user's own, what each refuses, and that knowing them costs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.core.errors import ConfigError
+from slime.weights.transports import TRANSPORTS, Transport
+from slime.weights.transports.disk import DiskTransport
+
+OWN_TRANSPORT = """
+from dataclasses import dataclass
+
+from slime.weights.transports import Channel, Transport
+
+
+class PigeonChannel(Channel):
+    name = "pigeon"
+
+    def prepare(self, bucket, receivers):
+        return bucket
+
+    def deliver(self, prepared, receivers, *, version):
+        raise AssertionError("the pigeon is ill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pigeon(Transport):
+    num_pigeons: int = 3
+
+    def open(self, context):
+        return PigeonChannel()
+"""
+
+
+def settings(**given: Any) -> Any:
+    """Those of a run on GPUs of its own, unless told otherwise."""
+    usual: dict[str, Any] = {
+        "device": "cuda",
+        "colocate": False,
+        "debug_train_only": False,
+        "debug_rollout_only": False,
+        "run_dir": "runs/a",
+        "update_weight_disk_dir": None,
+        "update_weight_disk_keep_files": False,
+    }
+    return SimpleNamespace(**{**usual, **given})
+
+
+def build(name: str, **given: Any) -> Transport:
+    return TRANSPORTS.build(name, settings(**given))
+
+
+def test_the_names_and_the_alias() -> None:
+    assert TRANSPORTS.names() == ("disk", "distributed", "nccl", "tensor")
+    assert TRANSPORTS.get("nccl") is TRANSPORTS.get("distributed") and TRANSPORTS.get("nccl").name == "distributed"
+
+
+def test_an_unknown_transport_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"got --update-weight-transport dsik.*did you mean disk.*tensor"):
+        build("dsik")
+
+
+def test_a_users_own_transport_by_path(tmp_path: Path) -> None:
+    file = tmp_path / "pigeons.py"
+    file.write_text(OWN_TRANSPORT)
+    transport: Any = build(f"{file}:Pigeon", num_pigeons=5)
+    assert transport.num_pigeons == 5
+    transport.check(settings())  # works anywhere
+
+
+@pytest.mark.parametrize(
+    "name, given, refused",
+    [
+        ("tensor", {}, "without --colocate"),
+        ("tensor", {"colocate": True}, None),
+        ("tensor", {"device": "cpu"}, None),
+        ("tensor", {"debug_train_only": True}, None),
+        ("distributed", {}, None),
+        ("distributed", {"colocate": True}, "two ranks on one GPU"),
+        ("distributed", {"colocate": True, "device": "cpu"}, None),
+        ("disk", {"update_weight_disk_dir": "weights"}, None),
+        ("disk", {"update_weight_disk_dir": "weights", "colocate": True}, None),
+    ],
+)
+def test_each_says_where_it_works(name: str, given: dict[str, Any], refused: str | None) -> None:
+    transport, run = build(name, **given), settings(**given)
+    if refused is None:
+        transport.check(run)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        transport.check(run)
+
+
+def test_a_run_has_a_folder_for_weights_only_if_it_sends_files() -> None:
+    compute = DiskTransport.__dataclass_fields__["update_weight_disk_dir"].metadata["compute"]
+    assert compute(settings(update_weight_transport="disk")) == "runs/a/weights"
+    assert compute(settings(update_weight_transport="tensor")) is None
+
+
+def test_the_command_line_knows_them_without_torch() -> None:
+    program = "import sys; from slime.weights.transports import TRANSPORTS; TRANSPORTS.names(); "
+    program += "assert not {'torch', 'safetensors.torch', 'ray'} & set(sys.modules), 'torch was imported'"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
