@@ -49,8 +49,8 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2ep2": (4, {**PP, **EP, **ALL_TO_ALL}),
     "cp2": (2, CP),
 }
-QUICK = (("qwen3_next", "one"), ("glm4_moe", "one"), ("deepseek_v3", "sp2ep2"))
-"""Delta nets, partial rotation with shared experts, latent attention; everything else is slow."""
+QUICK = (*((family, "one") for family in FAMILIES), ("deepseek_v3", "sp2ep2"))
+"""Each family on one rank, and one with everything that there is to split; the other layouts are slow."""
 
 
 def layouts_of(family: str) -> dict[str, tuple[int, dict[str, Any]]]:
