@@ -38,12 +38,14 @@ demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before an
 	PY=$(PY) bash recipes/demo/run.sh
 
 # Two sessions side by side, one thread each: what starts engines, ranks or runs waits much and computes little. The
-# output of the other one comes at the end.
+# output of the pure tests comes at the end.
+PURE := $(wildcard tests/unit tests/mutation tests/project)
+
 test: $(STAMP) ## everything but the slow tests, real engines included
-	@export OMP_NUM_THREADS=1; log=$$(mktemp); trap 'kill $$pure 2>/dev/null; rm -f $$log' EXIT; \
-	$(PYTEST) -m "not slow" -p no:cacheprovider tests/unit tests/mutation >$$log 2>&1 & pure=$$!; \
-	$(PYTEST) -m "not slow" --ignore=tests/unit --ignore=tests/mutation tests; real=$$?; \
-	wait $$pure; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
+	@export OMP_NUM_THREADS=1; log=$$(mktemp); $(PYTEST) -m "not slow" -p no:cacheprovider $(PURE) >$$log 2>&1 & pid=$$!; \
+	trap 'kill $$pid 2>/dev/null; rm -f $$log' EXIT; \
+	$(PYTEST) -m "not slow" $(addprefix --ignore=,$(PURE)) tests; real=$$?; \
+	wait $$pid; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
 
 test-all: $(STAMP) ## every test, and new examples for the properties
 	$(PYTEST) --hypothesis-profile=explore tests
