@@ -102,9 +102,9 @@ NEEDS: tuple[Need, ...] = (
         _ADVANTAGES,
     ),
     Need(
-        "policy_loss eps_clip eps_clip_high eps_clip_c cispo_clip_low cispo_clip_high sapo_tau_positive "
-        "sapo_tau_negative use_tis custom_tis_function_path rejection_level rejection_low rejection_high "
-        "rejection_veto use_opsm opsm_delta custom_pg_loss_reducer_function_path",
+        "policy_loss off_policy_corrections eps_clip eps_clip_high eps_clip_c cispo_clip_low cispo_clip_high "
+        "sapo_tau_positive sapo_tau_negative use_tis custom_tis_function_path rejection_level rejection_low "
+        "rejection_high rejection_veto use_opsm opsm_delta custom_pg_loss_reducer_function_path",
         _policy_term,
         _POLICY_TERM,
     ),

@@ -80,6 +80,7 @@ def derived(
     why: str | Callable[[Any], str] = "",
     *,
     names: tuple[str, ...] = (),
+    off_names: tuple[str, ...] = (),
     choices: tuple[str, ...] | None = None,
     gt: float | None = None,
     ge: float | None = None,
@@ -94,6 +95,7 @@ def derived(
     """
     metadata = {
         "names": names,
+        "off_names": off_names,
         "choices": choices,
         "derived": True,
         "compute": compute,

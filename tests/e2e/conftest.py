@@ -8,8 +8,8 @@ Three runs cover the loop between them:
 | `async_run`     | async | decoupled | DP 2  | distributed | Llama, tied    |
 | `colocated_run` | sync  | colocated | TP 2  | disk        | Qwen3          |
 
-`colocated_run` is slow. `plain_run` also changes its learning rate, saves every step and records its rollouts; the tests
-of resume repeat it.
+`colocated_run` is slow. `plain_run` also changes its learning rate, saves every step and records its rollouts; the
+tests of resume repeat it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from slime.settings.fields import derived
 
 Level = Literal["token", "sequence", "geometric"]
+
+
+def chosen_corrections(s: Any) -> tuple[str, ...]:
+    """The corrections that the switches ask for, in the order in which they act."""
+    switches = {
+        "custom_tis": s.use_tis and s.custom_tis_function_path,
+        "tis": s.use_tis and not s.custom_tis_function_path,
+        "tis_metrics": s.get_mismatch_metrics and not s.use_tis,
+        "rejection": s.rejection_level,
+        "opsm": s.use_opsm,
+    }
+    return tuple(name for name, is_on in switches.items() if is_on)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +28,11 @@ class OffPolicyArgs:
 
     use_rollout_logprobs: bool = False
     """The engine's log-probs are the old policy, instead of a forward pass of the trainer."""
+    off_policy_corrections: tuple[str, ...] = derived(
+        chosen_corrections, "the switches", chosen_from="slime.algorithms.off_policy:CORRECTIONS"
+    )
+    """What acts on the policy loss of tokens, in this order: names, or import paths of your own. Default: what
+    --use-tis, --get-mismatch-metrics, --rejection-level and --use-opsm ask for."""
     use_tis: bool = False
     """Multiply the policy loss by the importance weight w."""
     tis_clip: float = 2.0
