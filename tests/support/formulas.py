@@ -1,16 +1,8 @@
 """Training steps on the level of formulas: a toy decoder, and what a rank does with it.
 
 A toy decoder in float64 (an embedding, a decaying causal sum, an output layer) stands for the model. Everything else is
-        layout = Layout.build(*sizes)
-        batch = make_batch()
-        log_probs, values = make_log_probs(batch), make_values(batch)
-        results = {}
-        for case, settings in cases.items():
-            args = training_args(Path("unused"), **settings)
-            prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
-            what = "values" if args.advantage_estimator == "ppo" else "log_probs"
-            results[case] = run(layout, with_advantages(prepared, args, log_probs, values), args, what=what)
-        return results
+the trainer's own: advantages, token weights, schedule, packing, context split, vocabulary shards, losses. The results
+of a case are loss, gradient norm, gradients and metric sums of the first step.
 """
 
 from __future__ import annotations
@@ -206,34 +198,13 @@ def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dic
 def run_cases(seat: Seat, sizes: tuple[int, int, int], cases: dict[Case, dict[str, Any]]) -> dict[Case, Any]:
     """Results of every case, given as settings, under one layout (DP, TP, CP), on every rank of it."""
     with seat.world():
-<<<<<<< HEAD
         layout = Layout.build(*sizes)
         batch = make_batch()
-        signals = make_signals(batch)
+        log_probs, values = make_log_probs(batch), make_values(batch)
         results = {}
         for case, settings in cases.items():
             args = training_args(Path("unused"), **settings)
             prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
             what = "values" if args.advantage_estimator == "ppo" else "log_probs"
-            results[case] = run(layout, with_signals(prepared, args, signals), args, what=what)
+            results[case] = run(layout, with_advantages(prepared, args, log_probs, values), args, what=what)
         return results
-=======
-        return _run_layouts(layouts, cases)
-
-
-def _run_layouts(layouts: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
-    batch = make_batch()
-    log_probs, values = make_log_probs(batch), make_values(batch)
-    results: dict[str, Any] = {}
-    for name, cut in layouts.items():
-        layout = Layout.build(*cut["sizes"])
-        if layout is None:
-            continue
-        for case in cut["cases"]:
-            args = training_args(Path("unused"), **{**cases[case], **cut["args"]})
-            prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
-            what = "values" if args.advantage_estimator == "ppo" else "log_probs"
-            prepared = with_advantages(prepared, args, log_probs, values)
-            results[f"{name}/{case}"] = run(layout, prepared, args, what=what)
-    return results
->>>>>>> main
