@@ -23,24 +23,22 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime.buffer.account import Account
 from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json
 from slime.buffer.ledger import Ledger
 from slime.buffer.origin import BLANK, Issued, Origin, make_group, note_quarantines, num_quarantines
 from slime.buffer.prompts import Prompts, PromptWalk
+from slime.buffer.snapshot import Snapshot, check_format
 from slime.buffer.storage import read_json, write_json
-from slime.core.errors import CheckpointError, DataError, LedgerError
+from slime.core.errors import CheckpointError, DataError
 from slime.core.sample import Group, Sample
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-"""Version of the saved state."""
 
 
 class DataBuffer:
@@ -69,13 +67,7 @@ class DataBuffer:
         self._finished: list[Group] = []
         self._texts: dict[int, str] = {}
         """Buffered groups as they will be saved, written when they came: a save need not convert millions of tokens."""
-        self._in_flight: dict[int, Issued] = {}
-        self._origins: dict[int, Origin] = {}
-        self._next_group_index = self._next_index = 0
-        self._num_issued = self._num_trained = 0
-        self._filtered: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-        self._returned: Counter[str] = Counter()
+        self._account = Account(self._is_buffered)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
@@ -91,7 +83,7 @@ class DataBuffer:
 
     def _issue(self, group: Group) -> None:
         text = self._texts.pop(group.group_index, None) or to_json(group)
-        self._in_flight[group.group_index] = Issued(group.attempts, text)
+        self._account.in_flight[group.group_index] = Issued(group.attempts, text)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """`get_groups` under its public name, for user rollout functions: a list of samples per prompt."""
@@ -100,13 +92,11 @@ class DataBuffer:
     def _new_groups(self, n: int) -> list[Group]:
         groups = []
         for _ in range(n):
-            group_index, count = self._next_group_index, self._n_samples_per_prompt
             row = None if self._walk is None else self._walk.next_row()
-            origin = self._origins[group_index] = Origin(row, self._next_index, count)
-            self._next_group_index += 1
-            self._next_index += count
-            self._num_issued += 1
-            self._in_flight[group_index] = Issued(0, None)
+            group_index, first_index = self._account.add_group(self._n_samples_per_prompt)
+            origin = Origin(row, first_index, self._n_samples_per_prompt)
+            self._account.origins[group_index] = origin
+            self._account.in_flight[group_index] = Issued(0, None)
             groups.append(self._make(group_index, origin, 0))
         return groups
 
@@ -120,11 +110,10 @@ class DataBuffer:
             taken, self._queue = self._queue[:n], self._queue[n:]
             return taken
         chosen, kept = apply_filter(self._buffer_filter, self._queue, n)
-        dropped = {g.group_index for g in self._queue} - {g.group_index for g in (*chosen, *kept)}
+        self._account.drop(
+            {g.group_index for g in self._queue} - {g.group_index for g in (*chosen, *kept)}, "buffer_filter"
+        )
         self._queue = kept
-        for index in dropped:
-            self._origins.pop(index, None)
-            self._filtered["buffer_filter"] += 1
         self._texts.clear()  # the filter may have written into what it saw
         return chosen
 
@@ -134,15 +123,15 @@ class DataBuffer:
         Raises `LedgerError` for a group that is not in flight.
         """
         with self._lock:
-            self._require_in_flight([group.group_index], "started over")
-            fresh = self._fresh(group, self._in_flight[group.group_index].attempts)
+            self._account.require_in_flight([group.group_index], "started over")
+            fresh = self._fresh(group, self._account.in_flight[group.group_index].attempts)
             self._issue(fresh)
             return fresh
 
     def note(self, group: Group) -> None:
         """A group in flight is issued again, after a resume, as it is now. Raises as `put_back` does."""
         with self._lock:
-            self._require_in_flight([group.group_index], "noted")
+            self._account.require_in_flight([group.group_index], "noted")
             self._issue(group)
 
     def is_stale(self, group: Group) -> bool:
@@ -152,12 +141,12 @@ class DataBuffer:
     def _not_stale(self, group: Group) -> Group:
         if not self.is_stale(group):
             return group
-        self._returned["stale"] += 1
+        self._account.returned["stale"] += 1
         return self.start_over(group)
 
     def _fresh(self, group: Group, attempts: int) -> Group:
         """From its dataset row, with the count of its quarantines; a group made outside loses its responses only."""
-        origin = self._origins.get(group.group_index)
+        origin = self._account.origins.get(group.group_index)
         self._texts.pop(group.group_index, None)
         if origin is not None:
             return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
@@ -173,25 +162,25 @@ class DataBuffer:
         JSON-serialisable (it could not be saved); then none of the groups is taken.
         """
         with self._lock:
-            self._require_in_flight([g.group_index for g in groups], "put back")
+            self._account.require_in_flight([g.group_index for g in groups], "put back")
             back, texts = [], {}
             for group in groups:
-                attempts = self._in_flight[group.group_index].attempts + 1
+                attempts = self._account.in_flight[group.group_index].attempts + 1
                 again = replace(group, attempts=attempts) if keep_partial else self._fresh(group, attempts)
                 texts[group.group_index] = to_json(again)
                 back.append(again)
             for group in back:
-                del self._in_flight[group.group_index]
+                del self._account.in_flight[group.group_index]
             self._texts |= texts
-            self._returned[reason] += len(back)
+            self._account.returned[reason] += len(back)
             self._keep(back)
 
     def put_finished(self, group: Group) -> None:
         """Takes a finished group in flight, which waits to be trained. Raises as `put_back` does."""
         with self._lock:
-            self._require_in_flight([group.group_index], "kept as finished")
+            self._account.require_in_flight([group.group_index], "kept as finished")
             self._texts[group.group_index] = to_json(group, finished=True)
-            del self._in_flight[group.group_index]
+            del self._account.in_flight[group.group_index]
             self._finished.append(group)
 
     def take_finished(self, n: int) -> list[Group]:
@@ -202,7 +191,7 @@ class DataBuffer:
         with self._lock:
             stale = [self._fresh(g, g.attempts + 1) for g in self._finished if self.is_stale(g)]
             self._keep(stale)
-            self._returned.update(["stale"] * len(stale))
+            self._account.returned.update(["stale"] * len(stale))
             fresh = [g for g in self._finished if not self.is_stale(g)]
             fresh.sort(key=lambda g: -age(g, self.weight_version))
             taken, self._finished = (fresh[:n], fresh[n:]) if len(fresh) >= n else ([], fresh)
@@ -226,15 +215,13 @@ class DataBuffer:
 
     def _adopt(self, nest: Sequence[Any]) -> Group:
         """Gives ids to samples made outside, one per execution (a sample or a list of siblings); counts the group."""
-        group_index = self._next_group_index
+        group_index, first_index = self._account.next_group_index, self._account.next_index
         for i, execution in enumerate(nest):
             for sample in flatten([execution]):
-                sample.group_index, sample.index = group_index, self._next_index + i
+                sample.group_index, sample.index = group_index, first_index + i
         group = Group(group_index=group_index, samples=tuple(flatten(nest)))
-        self._texts[group_index] = to_json(group)
-        self._next_group_index += 1
-        self._next_index += len(nest)
-        self._num_issued += 1
+        self._texts[group_index] = to_json(group)  # first: it may not be JSON
+        self._account.add_group(len(nest))
         return group
 
     def _keep(self, groups: Sequence[Group]) -> None:
@@ -243,42 +230,20 @@ class DataBuffer:
     def mark_trained(self, group_indices: Iterable[int]) -> None:
         """Settles groups that an optimizer step used. Raises `LedgerError` for one not in flight (trained twice)."""
         with self._lock:
-            self._num_trained += self._settle(group_indices, "trained")
+            self._account.num_trained += self._account.settle(group_indices, "trained")
 
     def mark_filtered(self, group_indices: Iterable[int], reason: str) -> None:
         """Settles groups dropped on purpose. Raises `LedgerError` for one not in flight."""
         with self._lock:
-            self._filtered[reason] += self._settle(group_indices, "filtered")
+            self._account.filtered[reason] += self._account.settle(group_indices, "filtered")
 
     def mark_failed(self, group_indices: Iterable[int], reason: str) -> None:
         """Settles groups given up. Raises `LedgerError` for one not in flight."""
         with self._lock:
-            self._failed[reason] += self._settle(group_indices, "failed")
+            self._account.failed[reason] += self._account.settle(group_indices, "failed")
 
-    def _settle(self, group_indices: Iterable[int], verb: str) -> int:
-        indices = list(group_indices)
-        self._require_in_flight(indices, verb)
-        for index in indices:
-            del self._in_flight[index]
-            self._origins.pop(index, None)
-        return len(indices)
-
-    def _require_in_flight(self, group_indices: Sequence[int], verb: str) -> None:
-        repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
-        if repeated:
-            raise LedgerError(f"got groups {repeated} more than once to be {verb}; each group is settled once")
-        stray = [index for index in group_indices if index not in self._in_flight]
-        if not stray:
-            return
-        states = {index: self._state_of(index) for index in stray[:8]}
-        raise LedgerError(
-            f"got groups {states} to be {verb}, because only groups in flight can be; do: settle each issued group once"
-        )
-
-    def _state_of(self, group_index: int) -> str:
-        if any(group.group_index == group_index for group in self._queue + self._finished):
-            return "buffered"
-        return "settled before" if 0 <= group_index < self._next_group_index else "never issued"
+    def _is_buffered(self, group_index: int) -> bool:
+        return any(group.group_index == group_index for group in self._queue + self._finished)
 
     # ---- the account ---------------------------------------------------------------------------------------------
 
@@ -295,7 +260,7 @@ class DataBuffer:
     def in_flight(self) -> tuple[int, ...]:
         """Group indices in flight, in the order of issue."""
         with self._lock:
-            return tuple(self._in_flight)
+            return tuple(self._account.in_flight)
 
     @property
     def num_buffered(self) -> int:
@@ -310,15 +275,7 @@ class DataBuffer:
     def ledger(self) -> Ledger:
         """The account at this moment."""
         with self._lock:
-            return Ledger(
-                issued=self._num_issued,
-                trained=self._num_trained,
-                filtered=dict(self._filtered),
-                failed=dict(self._failed),
-                buffered=self.num_buffered,
-                in_flight=len(self._in_flight),
-                returned=dict(self._returned),
-            )
+            return self._account.ledger(num_buffered=self.num_buffered)
 
     def metrics(self) -> dict[str, float]:
         """Ledger, epoch and dataset figures for the log."""
@@ -330,73 +287,48 @@ class DataBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, JSON-serialisable, sharing nothing with the live buffer. Raises `LedgerError` if unbalanced."""
-        return dict(json.loads(self._snapshot()()))
+        return dict(json.loads(self._snapshot().to_json()))
 
-    def _snapshot(self) -> Callable[[], str]:
-        """The state of this moment; the call puts it together as JSON, in any thread. Raises `LedgerError`."""
+    def _snapshot(self) -> Snapshot:
+        """The state of this moment. Raises `LedgerError`."""
         with self._lock:
             self.ledger().check()
-            figures, in_flight = self._figures(), list(self._in_flight.items())
-            groups = {
-                "buffered": [self._texts.get(g.group_index) or to_json(g) for g in self._queue],
-                "finished": [self._texts.get(g.group_index) or to_json(g, finished=True) for g in self._finished],
-            }
-
-        def text() -> str:
-            issued = '{{"group_index": {}, "attempts": {}, "group": {}}}'
-            groups["in_flight"] = [issued.format(i, g.attempts, g.snapshot or "null") for i, g in in_flight]
-            parts = [f'"{name}": [{", ".join(texts)}]' for name, texts in groups.items()]
-            return f"{json.dumps(figures)[:-1]}, {', '.join(parts)}}}"
-
-        return text
+            return Snapshot(
+                figures=self._figures(),
+                buffered=[self._texts.get(g.group_index) or to_json(g) for g in self._queue],
+                finished=[self._texts.get(g.group_index) or to_json(g, finished=True) for g in self._finished],
+                in_flight=list(self._account.in_flight.items()),
+            )
 
     def _figures(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "walk": None if self._walk is None else self._walk.state_dict(),
-            "next_group_index": self._next_group_index,
-            "next_index": self._next_index,
-            "issued": self._num_issued,
-            "trained": self._num_trained,
-            "filtered": dict(self._filtered),
-            "failed": dict(self._failed),
-            "returned": dict(self._returned),
-            "weight_version": self.weight_version,
-            "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self._origins.items()],
-        }
+        walk = None if self._walk is None else self._walk.state_dict()
+        return {"walk": walk, "weight_version": self.weight_version, **self._account.figures()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the state. Raises `CheckpointError` if it belongs to other data, order or format."""
-        if state.get("format") != FORMAT:
-            raise CheckpointError(f"got a buffer state of format {state.get('format')}; this version reads {FORMAT}")
-        if (state["walk"] is None) != (self._walk is None):
-            raise CheckpointError("got a buffer state with a dataset for a run without one, or the other way round")
+        check_format(state, has_walk=self._walk is not None)
         with self._lock:
             if self._walk is not None:
                 self._walk.load_state_dict(state["walk"])
-            self._origins = {i: Origin(row, first, count) for i, row, first, count in state["origins"]}
-            self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
-            self._num_issued, self._num_trained = state["issued"], state["trained"]
-            self._filtered, self._failed = Counter(state["filtered"]), Counter(state["failed"])
-            self._returned = Counter(state["returned"])
+            self._account.load(state)
             again = [
                 Group.from_dict(g["group"])
                 if g["group"] is not None
-                else self._make(g["group_index"], self._origins[g["group_index"]], g["attempts"])
+                else self._make(g["group_index"], self._account.origins[g["group_index"]], g["attempts"])
                 for g in state["in_flight"]
             ]
             self._queue = again + [Group.from_dict(g) for g in state["buffered"]]
             self._finished = [Group.from_dict(g) for g in state.get("finished", ())]
             self.weight_version = state.get("weight_version", self.weight_version)
-            self._in_flight, self._texts = {}, {}
+            self._texts = {}
             self.ledger().check()
         if again:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
         """Takes the state of this moment. The call, in any thread, writes it to the file `path`: JSON, durably."""
-        text = self._snapshot()
-        return lambda: write_json(path, text())
+        snapshot = self._snapshot()
+        return lambda: write_json(path, snapshot.to_json())
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Restores a saved state. Raises `CheckpointError` if the file is missing, damaged or of other data."""

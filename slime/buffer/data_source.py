@@ -15,6 +15,7 @@ from slime.buffer.groups import BufferFilter, flatten, group_index_of, to_json
 from slime.buffer.prompts import Prompts
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample
+from slime.settings.groups import RolloutArgs
 
 
 @runtime_checkable
@@ -76,20 +77,19 @@ class DataSourceBuffer(DataBuffer):
         index = group_index_of(samples)
         if index in self._lent:
             return Group(group_index=index, samples=tuple(samples), attempts=self._lent.pop(index))
-        if index < self._next_group_index:
+        if index < self._account.next_group_index:
             raise LedgerError(
                 f"got group {index} from the data source, because it was issued before and not given back; do: let "
                 "get_samples return each group once, with rising ids or None"
             )
         executions = [s.index for s in samples if s.index is not None]
-        if len(executions) != len(samples) or min(executions) < self._next_index:
+        if len(executions) != len(samples) or min(executions) < self._account.next_index:
             raise LedgerError(
                 f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
         self._texts[index] = to_json(group)
-        self._next_group_index, self._next_index = index + 1, max(executions) + 1
-        self._num_issued += 1
+        self._account.add_foreign_group(index, max(executions))
         return group
 
     def _keep(self, groups: Sequence[Group]) -> None:
@@ -97,8 +97,8 @@ class DataSourceBuffer(DataBuffer):
         self._texts = {i: t for i, t in self._texts.items() if i not in self._lent}  # it may give back something else
         self._source.add_samples([list(group.samples) for group in groups])
 
-    def _state_of(self, group_index: int) -> str:
-        return "buffered" if group_index in self._lent else super()._state_of(group_index)
+    def _is_buffered(self, group_index: int) -> bool:
+        return group_index in self._lent or super()._is_buffered(group_index)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -135,7 +135,7 @@ class DataSourceBuffer(DataBuffer):
 
 
 def build_data_buffer(
-    args: Any,
+    args: RolloutArgs,
     *,
     prompts: Prompts | None = None,
     data_source: Callable[[Any], DataSource] | None = None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -16,13 +15,14 @@ from slime.core.batch import TrainBatch
 from slime.observability.logs import setup_logging
 from slime.rollout.manager import RolloutManager
 from slime.serving.router import Router
+from slime.settings import Args
 
 
 @ray.remote(max_restarts=0)
 class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
-    def __init__(self, args: Any, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
+    def __init__(self, args: Args, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
         """`api_key`: the token that the engines ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
         self._router: Router | None = None
@@ -61,11 +61,12 @@ class RolloutActor:
     async def probe(self) -> TrainBatch:
         return await self._manager.probe()
 
-    async def hold(self) -> None:
-        await self._manager.hold()
+    async def pause(self) -> None:
+        """Ends requests before a weight sync; no other is sent until `resume`."""
+        await self._manager.pause()
 
-    async def release(self) -> None:
-        self._manager.release()
+    async def resume(self) -> None:
+        self._manager.resume()
 
     async def commit(self, rollout_id: int) -> dict[str, float]:
         """The batch of this step is trained; returns the ledger."""

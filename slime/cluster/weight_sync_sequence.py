@@ -78,10 +78,10 @@ class WeightSyncSequence:
     def _send(self, ends_requests: bool) -> None:
         """Steps 2 to 4."""
         if ends_requests:
-            self._actors.on_rollout("hold", for_what="requests to end", limit_s=REQUESTS_LIMIT_S)
+            self._actors.on_rollout("pause", for_what="requests to end", limit_s=REQUESTS_LIMIT_S)
         metrics = self._actors.on_trainers("sync_weights")
         if ends_requests:
-            self._actors.on_rollout("release", for_what="requests to go on", limit_s=REQUESTS_LIMIT_S)
+            self._actors.on_rollout("resume", for_what="requests to go on", limit_s=REQUESTS_LIMIT_S)
         if metrics:
             self._tracker.add(metrics[0])
 

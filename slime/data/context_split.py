@@ -1,6 +1,6 @@
 """Context parallelism: which tokens of a packed row each rank holds, and which keys its queries may see.
 
-Every sequence is cut into `2 * cp_size` equal chunks, and rank r holds chunks r and `2 * cp_size - 1 - r` of each, so
+Every sequence is split into `2 * cp_size` equal chunks, and rank r holds chunks r and `2 * cp_size - 1 - r` of each, so
 that causal attention costs every rank the same (the layout of Megatron's rotary code for packed rows; Llama 3, Dubey et
 al. 2024, section 3.3.2). Pure; knows no device and no process group.
 
@@ -23,7 +23,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class ContextCut:
+class ContextSplit:
     """One rank's part of a row of T tokens and N sequences."""
 
     positions: Int64s
@@ -41,7 +41,7 @@ class ContextCut:
 def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> Int64s:
     """[T / cp] positions in the row that rank `cp_rank` holds. `cu_seqlens` [N + 1] starts at 0 and ends at T.
 
-    Raises `DataError` if a sequence cannot be cut into `2 * cp_size` chunks.
+    Raises `DataError` if a sequence cannot be split into `2 * cp_size` chunks.
     """
     parts = [np.zeros(0, np.int64)]
     for start, size in zip(cu_seqlens[:-1].tolist(), _chunk_sizes(cu_seqlens, cp_size), strict=True):
@@ -50,7 +50,7 @@ def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_s
     return np.concatenate(parts)
 
 
-def context_cut(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> ContextCut:
+def split_context(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> ContextSplit:
     """Everything that rank `cp_rank` needs of a row. Raises `DataError` like `context_positions`."""
     by_rank = [context_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
     where = np.empty(int(cu_seqlens[-1]), np.int64)
@@ -65,14 +65,14 @@ def context_cut(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: i
             query_lengths.append(size)
             key_lengths.append((chunk + 1) * size)
             keys.append(where[start : start + key_lengths[-1]])
-    return ContextCut(by_rank[cp_rank], local, np.concatenate(keys), tuple(query_lengths), tuple(key_lengths))
+    return ContextSplit(by_rank[cp_rank], local, np.concatenate(keys), tuple(query_lengths), tuple(key_lengths))
 
 
 def _chunk_sizes(cu_seqlens: npt.NDArray[np.integer], cp_size: int) -> list[int]:
     lengths = np.diff(cu_seqlens)
     if (lengths % (2 * cp_size)).any():
         raise DataError(
-            f"got sequences of {lengths.tolist()} tokens, which {cp_size} context-parallel ranks cannot cut into "
+            f"got sequences of {lengths.tolist()} tokens, which {cp_size} context-parallel ranks cannot split into "
             f"{2 * cp_size} chunks each; pack with pad_each_to={2 * cp_size}"
         )
     sizes: list[int] = (lengths // (2 * cp_size)).tolist()

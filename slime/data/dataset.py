@@ -25,6 +25,7 @@ from slime.core.prompt import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
 from slime.data.files import RawRow, read_rows
 from slime.settings.data_files import split_slice
+from slime.settings.groups import DataArgs
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +316,7 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
     return messages
 
 
-def load_prompts(args: Any, tokenizer: Any) -> PromptDataset | None:
+def load_prompts(args: DataArgs, tokenizer: Any, *, max_prompt_tokens: int | None = None) -> PromptDataset | None:
     """The training prompts that the settings name (`--prompt-data` and its columns); None without any.
 
     Raises what `PromptDataset.load` raises.
@@ -331,5 +332,5 @@ def load_prompts(args: Any, tokenizer: Any) -> PromptDataset | None:
         tool_key=args.tool_key,
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
-        max_prompt_tokens=getattr(args, "rollout_max_prompt_len", None),
+        max_prompt_tokens=max_prompt_tokens,
     )

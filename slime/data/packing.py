@@ -1,4 +1,4 @@
-"""Packing: several sequences of unequal length laid end to end in one row, with what the trainer needs to cut them.
+"""Packing: several sequences of unequal length laid end to end in one row, with what the trainer needs to split it.
 
 A trained token at index `t` of a sequence is *predicted* at index `t - 1`: every per-token quantity of the loss
 (trained or not, rollout log-prob, advantage) belongs to the predicting position, where the model's output for it is.

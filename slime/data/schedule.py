@@ -14,7 +14,7 @@ Invariants
 6. With `balance`, each rank runs its micro-batches from the dearest to the cheapest, and what runs side by side is
    neighbouring in cost: no micro-batch is cheaper than one that any rank runs later.
 
-Groups are not kept together: a cut between steps may tear the executions of one prompt apart. Advantages come from
+Groups are not kept together: a step boundary may separate the executions of one prompt. Advantages come from
 the whole batch, so no number but the step's own denominators depends on it, and steps of even size matter more. Groups
 of equal size stay whole where their number divides by the number of steps.
 """
@@ -183,8 +183,8 @@ def _to_multiple(bins: list[list[int]], costs: Sequence[float], multiple: int) -
             bins.append([])
             continue
         dearest = max(divisible, key=lambda i: (sum(costs[p] for p in bins[i]), -i))
-        cut = _even_cut([costs[p] for p in bins[dearest]])
-        bins[dearest : dearest + 1] = [bins[dearest][:cut], bins[dearest][cut:]]
+        at = _even_split([costs[p] for p in bins[dearest]])
+        bins[dearest : dearest + 1] = [bins[dearest][:at], bins[dearest][at:]]
     return bins
 
 
@@ -220,14 +220,14 @@ def _costs_of(bins: list[list[int]], costs: Sequence[float]) -> list[float]:
     return [math.fsum(costs[p] for p in b) for b in bins]
 
 
-def _even_cut(costs: Sequence[float]) -> int:
-    """Where to cut a list of at least two costs so that the dearer side is as cheap as possible."""
+def _even_split(costs: Sequence[float]) -> int:
+    """Where to split a list of at least two costs so that the dearer side is as cheap as possible."""
     total, left, best, best_cost = sum(costs), 0.0, 1, sum(costs)
-    for cut, one in enumerate(costs[:-1], start=1):
+    for at, one in enumerate(costs[:-1], start=1):
         left += one
         cost = max(left, total - left)
         if cost < best_cost:
-            best, best_cost = cut, cost
+            best, best_cost = at, cost
     return best
 
 

@@ -1,9 +1,9 @@
 """The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
 
 Who produces and consumes: rollout tasks call `score` or `score_group` on one event loop; each call takes a slot of a
-lane, asks one process, and gives the slot back. The `offline` lane runs built-in graders that compute, the `serial`
-lane user graders, one request per process; the `concurrent` lane runs many per process (async graders that wait on the
-network).
+lane, asks one process, and gives the slot back. The `offline` lane runs graders of the registry that compute, the
+`serial` lane users' functions (and graders that need the network), one request per process; the `concurrent` lane runs
+many per process (async graders that wait on the network).
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.
@@ -18,17 +18,16 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import PER_TOKEN, Sample
-from slime.rewards.graders import ASYNC_TYPES, SLOW_TYPES, GraderOptions
+from slime.rewards.graders import grader_class, settings_of
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom
-from slime.settings.graders import base_type
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ CONCURRENT_PER_PROCESS = 64
 ASYNC_GRACE_S = 5.0
 """How much longer than the worker's own limit the pool waits for an async grader before it kills the process."""
 BUILT_IN_LIMIT_S = 10.0
-"""Longest grading by a built-in that only computes: such a grader needs milliseconds, or it hangs."""
+"""Longest grading by one that only computes a formula: it needs milliseconds, or it hangs."""
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
 """Samples with more text (prompt, response, label, metadata) are not sent: encoding them would hold the interpreter."""
@@ -86,6 +85,21 @@ class _Lane:
                 self.slots.release()
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Who grades a sample, and where."""
+
+    grader: str
+    """Name in the registry, or path of a user's function."""
+    lane: _Lane
+    limit_s: float
+    """The pool's; in the `concurrent` lane the worker's own limit comes first."""
+    custom: bool = False
+    """A user's function."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of a grader of the registry."""
+
+
 class GraderPool:
     """Scores by the first given of sample.custom_rm_path, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`."""
 
@@ -96,16 +110,18 @@ class GraderPool:
         timeout_s: float,
         memory_limit_bytes: int | None = None,
         rm_type: str | None = None,
-        rm_url: str | None = None,
         custom_rm_path: str | None = None,
-        args: Any = None,
+        eval_rm_types: Collection[str] = (),
+        args: object = None,
     ) -> None:
-        """`args` is handed to user functions. Raises `ConfigError` on an unknown `rm_type`."""
-        if rm_type is not None:
-            base_type(rm_type)
+        """`eval_rm_types`: those that evaluation datasets name. `args`: handed to the user's functions, and asked for
+        the settings of graders. Raises `ConfigError` on an unknown `rm_type`.
+        """
+        named = {rm_type, *eval_rm_types}
+        self._graders = {name: grader_class(name) for name in named if name}
+        """Name -> grader; those of rows come when they are met, and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
-        options = GraderOptions(rm_url=rm_url, timeout_s=timeout_s, rm_batch_size=getattr(args, "rm_batch_size", 1))
-        self._settings = ProcessSettings(options=options, memory_limit_bytes=memory_limit_bytes, args=args)
+        self._settings = ProcessSettings(limit_s=timeout_s, memory_limit_bytes=memory_limit_bytes, args=args)
         num_async = min(2, num_workers)
         self._offline = _Lane(num_workers, 1, asyncio.Semaphore(num_workers), offline=True)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
@@ -133,39 +149,56 @@ class GraderPool:
         for lane in lanes:
             lane.processes.clear()
 
-    def _choose(self, sample: Sample) -> tuple[str, bool, bool]:
-        """-> (grader, is a user function, is async). The sample's own choice wins over the run's."""
+    def _choose(self, sample: Sample) -> _Choice:
+        """Who grades the sample. Its own choice wins over the run's."""
         custom = sample.custom_rm_path or self._custom_rm_path
         if custom is not None:
-            if custom not in self._is_async:
-                function = load_custom(custom)
-                self._is_async[custom] = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-                    getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
-                )
-            return custom, True, self._is_async[custom]
+            return self._function(custom)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise ConfigError(
                 f"sample {sample.index} has no grader: give --rm-type, --custom-rm-path or metadata rm_type"
             )
-        return str(rm_type), False, base_type(str(rm_type)) in ASYNC_TYPES
+        return self._grader(str(rm_type))
+
+    def _function(self, path: str) -> _Choice:
+        """A user's function. Raises `HookError`."""
+        if path not in self._is_async:
+            function = load_custom(path)
+            self._is_async[path] = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+                getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
+            )
+        if self._is_async[path]:
+            return _Choice(path, self._concurrent, self._timeout_s + ASYNC_GRACE_S, custom=True)
+        return _Choice(path, self._serial, self._timeout_s, custom=True)
+
+    def _grader(self, name: str) -> _Choice:
+        """A grader of the registry. Raises `ConfigError`."""
+        if name not in self._graders:
+            self._graders[name] = grader_class(name, paths=False)
+        kind = self._graders[name]
+        settings = settings_of(kind, self._settings.args)
+        if kind.waits:
+            return _Choice(name, self._concurrent, self._timeout_s + ASYNC_GRACE_S, settings=settings)
+        limit_s = self._timeout_s if kind.is_slow else min(self._timeout_s, BUILT_IN_LIMIT_S)
+        return _Choice(name, self._serial if kind.needs_network else self._offline, limit_s, settings=settings)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
         if self._closed:
             raise SlimeError("the grader pool is closed; nothing can be scored any more")
-        grader, custom, is_async = self._choose(samples[0])
+        choice = self._choose(samples[0])
         longest = max(_num_chars((s.response, s.prompt, s.label, s.metadata)) for s in samples)
         if longest > MAX_CHARS:
             return [Unscored(f"too long to be graded: {longest} characters, more than {MAX_CHARS}")] * len(samples)
-        message = {"grader": grader, "custom": custom, "group": group, "concurrent": is_async}
-        message["samples"] = [_wire(s, whole=custom is not None) for s in samples]
-        lane = self._concurrent if is_async else self._serial if custom else self._offline
-        limit_s = self._timeout_s
-        if is_async:
-            limit_s += ASYNC_GRACE_S  # the worker's own limit comes first
-        elif not custom and base_type(grader) not in SLOW_TYPES:
-            limit_s = min(limit_s, BUILT_IN_LIMIT_S)
-        reason = "never asked"
+        lane, limit_s, reason = choice.lane, choice.limit_s, "never asked"
+        message = {
+            "grader": choice.grader,
+            "custom": choice.custom,
+            "settings": choice.settings,
+            "group": group,
+            "concurrent": lane is self._concurrent,
+            "samples": [_wire(s, whole=choice.custom) for s in samples],
+        }
         for _ in range(MAX_TRIES):
             async with lane.slot(limit_s):
                 reply = await self._ask(lane, message, limit_s)

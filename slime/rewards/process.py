@@ -15,12 +15,11 @@ import os
 import pickle
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from slime.core.errors import SlimeError
 from slime.rewards.environment import grader_environment
-from slime.rewards.graders import GraderOptions
 from slime.rewards.worker import HEADER
 
 MAX_REPLY_BYTES = 2**26
@@ -36,11 +35,12 @@ class GraderDied(SlimeError, RuntimeError):
 class ProcessSettings:
     """What each grader process is started with."""
 
-    options: GraderOptions
+    limit_s: float
+    """Seconds after which the pool gives up on a sample."""
     memory_limit_bytes: int | None
     """Address space of the process; None: no limit."""
-    args: Any
-    """Handed to user graders; must pickle."""
+    args: object
+    """Handed to the user's functions; must pickle."""
 
 
 class GraderProcess:
@@ -60,7 +60,7 @@ class GraderProcess:
     async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any], offline: bool) -> GraderProcess:
         """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded.
 
-        `offline`: for built-in graders that only compute; without network, where the kernel permits, and `args`.
+        `offline`: for graders that only compute; without network, where the kernel permits, and without `args`.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -78,12 +78,13 @@ class GraderProcess:
         )
         worker = cls(process)
         message = {
-            "options": asdict(settings.options),
+            "limit_s": settings.limit_s,
             "memory_limit_bytes": settings.memory_limit_bytes,
             "args": "" if offline or settings.args is None else base64.b64encode(pickle.dumps(settings.args)).decode(),
             "sys_path": _import_path(),
             "grader": warm_up["grader"],
             "custom": warm_up["custom"],
+            "settings": warm_up["settings"],
         }
         try:
             await asyncio.wait_for(worker.ask(message), START_TIMEOUT_S)

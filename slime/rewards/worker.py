@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 from slime.core.lifeline import die_with_parent
 from slime.core.sample import Sample
 from slime.rewards.environment import leave_network
-from slime.rewards.graders import GraderOptions, load_grader
+from slime.rewards.graders import Grader, make_grader
 from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 HEADER = struct.Struct("<I")
@@ -58,20 +58,24 @@ class Server:
 
     def __init__(self, replies: BinaryIO) -> None:
         self.replies = replies
-        self.args: Any = None
-        self.options = GraderOptions()
+        self.args: object = None
+        self.limit_s = 0.0
         self.functions: dict[str, Callable[..., Any]] = {}
+        """The user's, by path."""
+        self.graders: dict[str, Grader] = {}
+        """By the name that asks for them."""
 
     def configure(self, message: dict[str, Any]) -> None:
         """Takes the settings of the first frame."""
         sys.path[:0] = [p for p in message["sys_path"] if p not in sys.path]
         self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
-        self.options = GraderOptions(**message["options"])
+        self.limit_s = message["limit_s"]
         limit_resources(message["memory_limit_bytes"])
         with contextlib.suppress(Exception):  # what fails here fails again, with its reason, when a sample is graded
-            function = self.find(message["grader"], custom=message["custom"])
-            module = sys.modules[function.__module__]
-            getattr(module, "warm_up", int)()
+            if message["custom"]:
+                self.function(message["grader"])
+            else:
+                self.grader(message["grader"], message["settings"]).warm_up()
 
     def reply(self, request_id: int, answer: dict[str, Any]) -> None:
         data = json.dumps({"id": request_id, **answer}, allow_nan=False).encode()
@@ -84,7 +88,7 @@ class Server:
             samples = [Sample.from_dict(s) for s in request["samples"]]
             result = self.call(request, samples)
             if inspect.isawaitable(result):
-                result = await asyncio.wait_for(result, self.options.timeout_s)
+                result = await asyncio.wait_for(result, self.limit_s)
             values = result if request["group"] else [result]
             if not isinstance(values, list | tuple) or len(values) != len(samples):
                 size = len(values) if isinstance(values, list | tuple) else type(values).__name__
@@ -94,7 +98,7 @@ class Server:
                 }
             return {"scores": [encode(value) for value in values]}
         except TimeoutError:
-            reason = f"timeout after {self.options.timeout_s:g} s"
+            reason = f"timeout after {self.limit_s:g} s"
         except (MemoryError, RecursionError) as problem:
             reason = f"the grader ran out of {'memory' if isinstance(problem, MemoryError) else 'stack'}"
         except Exception as problem:
@@ -102,18 +106,23 @@ class Server:
             reason = f"the grader raised {type(problem).__name__}: {str(problem)[:300]}"
         return {"scores": [{"unscored": reason}] * len(request["samples"])}
 
-    def find(self, name: str, *, custom: bool) -> Callable[..., Any]:
-        """The grader of this name, loaded once."""
-        if name not in self.functions:
-            self.functions[name] = load_custom(name) if custom else load_grader(name)
-        return self.functions[name]
+    def function(self, path: str) -> Callable[..., Any]:
+        """The user's function at a path, loaded once."""
+        if path not in self.functions:
+            self.functions[path] = load_custom(path)
+        return self.functions[path]
+
+    def grader(self, name: str, settings: dict[str, Any]) -> Grader:
+        """The grader of a name, made once."""
+        if name not in self.graders:
+            self.graders[name] = make_grader(name, settings)
+        return self.graders[name]
 
     def call(self, request: dict[str, Any], samples: list[Sample]) -> Any:
-        """Calls a user function as `fn(args, sample_or_samples)`, a built-in one as `grade(sample, options)`."""
-        function = self.find(request["grader"], custom=request["custom"])
+        """Calls a user's function as `fn(args, sample_or_samples)`, a grader of the registry as `grade(sample, s)`."""
         if not request["custom"]:
-            return function(samples[0], self.options)
-        return function(self.args, samples if request["group"] else samples[0])
+            return self.grader(request["grader"], request["settings"]).grade(samples[0], self.limit_s)
+        return self.function(request["grader"])(self.args, samples if request["group"] else samples[0])
 
 
 def encode(value: Any) -> dict[str, Any]:
@@ -146,7 +155,7 @@ async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         while True:
             (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
             message = json.loads(await reader.readexactly(length))
-            if "options" in message:
+            if "limit_s" in message:
                 server.configure(message)
                 server.reply(message["id"], {"scores": []})
             elif message["concurrent"]:

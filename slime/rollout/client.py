@@ -35,10 +35,10 @@ RETRY_STATUSES = frozenset({408, 429, 502, 503, 504})
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
 """The router gave up on an engine that may still work on the request."""
 MAX_TRIES = 5
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 ABORT_TIMEOUT_S = 10.0
 EVERY_REQUEST = ""
-HOLD_POLL_S, HOLD_REPEAT, HOLD_POLLS = 0.01, 20, 200
+PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 200
 """An abort can overtake a request on its way to the engine, so it is repeated."""
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """Read by the router under its consistent-hashing and manual policies."""
@@ -169,20 +169,20 @@ class EngineClient:
         scope.aborted = True
         await self._abort(list(scope.rids))
 
-    async def hold(self, scope: RequestScope) -> None:
-        """Ends every request of the engines; those of `scope` return what they have. Later ones wait for `release`.
+    async def pause(self, scope: RequestScope) -> None:
+        """Ends every request of the engines; those of `scope` return what they have. Later ones wait for `resume`.
 
-        What has not ended after `HOLD_POLLS` is left to the engine.
+        What has not ended after `PAUSE_POLLS` is left to the engine.
         """
         self._open.clear()
-        for turn in range(HOLD_POLLS):
+        for turn in range(PAUSE_POLLS):
             if not scope.rids:
                 return
-            if turn % HOLD_REPEAT == 0:
+            if turn % PAUSE_REPEAT == 0:
                 await self._abort([EVERY_REQUEST])
-            await asyncio.sleep(HOLD_POLL_S)
+            await asyncio.sleep(PAUSE_POLL_S)
 
-    def release(self) -> None:
+    def resume(self) -> None:
         """Requests go again."""
         self._open.set()
 
@@ -228,11 +228,11 @@ class EngineClient:
 
         `post`: sends one try, `_post` unless said otherwise.
         """
-        pause_s, problem = FIRST_PAUSE_S, "no try"
+        retry_s, problem = FIRST_RETRY_S, "no try"
         for attempt in range(MAX_TRIES):
             if attempt:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
                 if scope is not None and scope.aborted:
                     return None
                 payload["rid"] = uuid.uuid4().hex

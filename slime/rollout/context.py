@@ -13,22 +13,21 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.core.errors import HookError
 from slime.rewards.pool import GraderPool
 from slime.rollout.client import EngineClient
+from slime.rollout.teacher import TeacherClient
 from slime.rollout.types import Progress
-
-if TYPE_CHECKING:
-    from slime.rollout.workflows.teacher import TeacherClient
+from slime.settings import Args
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
     """Shared by all tasks of one manager."""
 
-    args: Any
+    args: Args
     client: EngineClient | None
     """None where no engine runs (SFT, replay)."""
     tokenizer: Any

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError
 from slime.core.sample import Sample, Status
 from slime.rollout.hooks import load
+from slime.settings import Args
 
 
 def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
@@ -33,7 +33,7 @@ def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
     return sorted(samples, key=lambda s: (s.group_index or 0, s.index or 0))  # stable: siblings keep their order
 
 
-def sample_rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
+def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
     """[S] scalar rewards: of the user's post-processing if given, else `--reward-key` of the sample's; NaN if unscored.
 
     Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
@@ -60,7 +60,7 @@ def sample_rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
     return [values.get(id(s), math.nan) for s in every]
 
 
-def to_train_batch(args: Any, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
+def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
     """Freezes one step's samples. Raises `DataError` if there are none or one breaks its contract."""
     samples = in_order(groups)
     if not samples:

@@ -143,7 +143,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) ->
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
     if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read anew
         return Generation((), (), reason, int(version), "")
-    odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: nothing was ever published
+    odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: no weights were ever synced
     if token_versions and (odd or len(versions) != len(tokens)):
         raise EngineError(
             f"got versions {sorted(set(versions))} of {len(versions)} tokens for {len(tokens)}, because the engine did "

@@ -13,6 +13,7 @@ from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.generate import generate as default_generate
 from slime.rollout.types import DynamicFilterOutput
+from slime.settings.groups import HookArgs
 from slime.settings.hooks import accepts_keyword, is_async, load_hook
 
 Hook = Callable[..., Any]
@@ -38,7 +39,7 @@ class RolloutHooks:
     all_samples: Hook | None = None
 
     @classmethod
-    def load(cls, args: Any) -> RolloutHooks:
+    def load(cls, args: HookArgs) -> RolloutHooks:
         """Loads what `args` names. Raises `HookError`."""
         return cls(
             generate=load(args.custom_generate_function_path, "generate") or default_generate,
@@ -49,7 +50,7 @@ class RolloutHooks:
 
 
 async def call_generate(
-    hook: Hook, args: Any, sample: Sample, params: dict[str, Any], *, evaluation: bool
+    hook: Hook, args: HookArgs, sample: Sample, params: dict[str, Any], *, evaluation: bool
 ) -> list[Sample]:
     """Runs a generate function; always a flat list of samples that carry the execution's identity.
 
@@ -72,7 +73,7 @@ async def call_generate(
     return samples
 
 
-async def call_sample_hooks(args: Any, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
+async def call_sample_hooks(args: HookArgs, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
     """Runs `--rollout-sample-hook-path` in order on one finished sample; the identity stays.
 
     Raises `HookError` if one returns anything but a `Sample` or None.
@@ -103,7 +104,7 @@ async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
     return await asyncio.to_thread(call)
 
 
-async def keep_group(hook: Hook, args: Any, samples: list[Sample]) -> DynamicFilterOutput:
+async def keep_group(hook: Hook, args: HookArgs, samples: list[Sample]) -> DynamicFilterOutput:
     """Runs a dynamic filter. Raises `HookError` on a verdict that is neither a bool nor a `DynamicFilterOutput`."""
     verdict = await in_thread(hook, args, samples)
     if isinstance(verdict, bool):
@@ -114,6 +115,22 @@ async def keep_group(hook: Hook, args: Any, samples: list[Sample]) -> DynamicFil
     raise HookError(
         f"got {type(verdict).__name__} from {_name(hook)}; a filter returns a bool or a DynamicFilterOutput"
     )
+
+
+async def call_step_function(
+    path: str, kind: str, args: HookArgs, rollout_id: int, source: object, *, evaluation: bool = False
+) -> Any:
+    """A user's rollout or evaluation function: awaited if async, otherwise in a thread. Raises `HookError`."""
+    function = _load(path, kind)
+    if is_async(function):
+        return await function(args, rollout_id, source, evaluation=evaluation)
+    return await in_thread(function, args, rollout_id, source, evaluation=evaluation)
+
+
+async def is_logged_by_user(path: str | None, kind: str, *given: Any) -> bool:
+    """Calls the user's log function, if there is one, and says whether it stands for the default logging."""
+    log = load(path, kind)
+    return log is not None and bool(await in_thread(log, *given))
 
 
 def _name(hook: Hook) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from slime.core.sample import Sample, Status
-from slime.rollout.filters import execution_rewards
+from slime.rollout.filters import rewards_by_execution
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -22,12 +21,12 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def sample_metrics(args: Any, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+def sample_metrics(reward_key: str | None, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """`rollout/*` metrics of finished groups: rewards per execution, lengths and ends per sample."""
     samples = [s for group in groups for s in group]
     if not samples:
         return {}
-    rewards = [execution_rewards(args, list(group)) for group in groups]
+    rewards = [rewards_by_execution(group, reward_key) for group in groups]
     flat = [reward for group in rewards for reward in group]
     constant = [group[0] for group in rewards if group and len(set(group)) == 1]
     versions = [v for s in samples for v in s.weight_versions]
@@ -50,3 +49,10 @@ def sample_metrics(args: Any, groups: Sequence[Sequence[Sample]]) -> dict[str, f
         metrics["rollout/weight_version/min"] = float(min(versions))
         metrics["rollout/weight_version/max"] = float(max(versions))
     return metrics
+
+
+def speed(groups: Sequence[Sequence[Sample]], seconds: float, *, num_gpus: int | None) -> dict[str, float]:
+    """How long a rollout took, and what each GPU of the engines made in a second of it."""
+    tokens = sum(s.effective_response_length for group in groups for s in group)
+    per_gpu = tokens / max(seconds, 1e-9) / max(num_gpus or 0, 1)
+    return {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": per_gpu}

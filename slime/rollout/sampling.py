@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.settings import Args
 from slime.settings.eval_config import EvalDatasetConfig
+from slime.settings.groups import RolloutArgs
 
 
-def rollout_sampling_params(args: Any) -> dict[str, Any]:
+def rollout_sampling_params(args: RolloutArgs) -> dict[str, Any]:
     """Parameters of training rollouts."""
-    params = {
+    params: dict[str, Any] = {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
         "top_k": args.rollout_top_k,
@@ -44,7 +46,7 @@ def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
     return {**params, "max_new_tokens": dataset.max_response_len}
 
 
-def seeded(args: Any, params: dict[str, Any], index: int) -> dict[str, Any]:
+def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
     """A copy for one execution; with its own seed where the engine samples by seed."""
     params = dict(params)
     if args.sglang.get("enable_deterministic_inference"):

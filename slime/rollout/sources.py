@@ -9,10 +9,11 @@ from slime.buffer.data_source import build_data_buffer
 from slime.data.dataset import PromptDataset, load_prompts
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.hooks import load
+from slime.settings import Args
 from slime.settings.eval_config import EvalDatasetConfig, eval_datasets
 
 
-def load_tokenizer(args: Any) -> Any:
+def load_tokenizer(args: Args) -> Any:
     """The HF tokenizer of `--hf-checkpoint`; None if no checkpoint is given."""
     if not args.hf_checkpoint:
         return None
@@ -21,18 +22,20 @@ def load_tokenizer(args: Any) -> Any:
     return AutoTokenizer.from_pretrained(args.hf_checkpoint)
 
 
-def load_data_source(args: Any, tokenizer: Any) -> DataBuffer:
+def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
     """The Data Buffer over `--prompt-data` or the user's `--data-source-path`."""
     data_source = load(args.data_source_path, "data_source")
     return build_data_buffer(
         args,
-        prompts=None if data_source is not None else load_prompts(args, tokenizer),
+        prompts=None
+        if data_source is not None
+        else load_prompts(args, tokenizer, max_prompt_tokens=args.rollout_max_prompt_len),
         data_source=data_source,
         buffer_filter=load(args.buffer_filter_path, "buffer_filter"),
     )
 
 
-def load_eval_datasets(args: Any, tokenizer: Any) -> tuple[EvalDataset, ...]:
+def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
     """The datasets of `--eval-prompt-data` or `--eval-config`, read."""
     return tuple(EvalDataset(one, _rows(one, tokenizer)) for one in eval_datasets(args))
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.core.ids import new_run_id
+from slime.core.loading import load_object
 from slime.settings.data_files import count_rows
 from slime.settings.groups.hooks import HookArgs
 from slime.settings.groups.off_policy import chosen_corrections
@@ -151,6 +152,7 @@ def _fully_async(draft: Draft) -> None:
         draft.given.discard("rollout_function_path")
         draft.derive("rollout_function_path", HookArgs.rollout_function_path, f"{FULLY_ASYNC} means --fully-async")
         draft.derive("fully_async", True, f"--rollout-function-path {FULLY_ASYNC}")
+    _schedule(draft)
     if not v["fully_async"]:
         return
     draft.derive("max_weight_staleness", 2, "--fully-async")
@@ -167,6 +169,21 @@ def _fully_async(draft: Draft) -> None:
     corrected = v["use_rollout_logprobs"] or v["rejection_level"] or v["custom_loss_function_path"]
     if not corrected and v["loss_type"] == "policy_loss" and v["compute_advantages_and_returns"]:
         draft.derive("use_tis", True, "--fully-async trains on tokens of older weights")
+
+
+def _schedule(draft: Draft) -> None:
+    """`rollout_schedule` and `fully_async` follow from each other; else the rollout function says the schedule."""
+    v = draft.values
+    name, path = v["rollout_schedule"], v["rollout_function_path"]
+    if name is not None:
+        continuous: bool = load_object("slime.rollout.schedules:SCHEDULES").get(name).continuous
+        draft.derive("fully_async", continuous, f"--rollout-schedule {name}")
+    elif v["fully_async"]:
+        draft.derive("rollout_schedule", "fully_async", "--fully-async")
+    elif path == HookArgs.rollout_function_path:
+        draft.derive("rollout_schedule", "step", "the default rollout function")
+    else:
+        draft.derive("rollout_schedule", "function", f"--rollout-function-path {path}")
 
 
 TEACHER_HOOK = "slime.rollout.workflows.teacher.judge"

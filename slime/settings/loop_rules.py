@@ -65,6 +65,21 @@ def _worker_is_not_refused(args: Args) -> str | None:
     return "got --no-fully-async with --rollout-function-path of its worker; drop one of the two"
 
 
+def _one_schedule(args: Args) -> str | None:
+    if not was_given(args, "rollout_schedule"):
+        return None
+    if was_given(args, "fully_async") and args.fully_async != (args.rollout_schedule == "fully_async"):
+        return (
+            f"got --rollout-schedule {args.rollout_schedule} and --fully-async {args.fully_async}; drop one of the two"
+        )
+    if args.rollout_schedule != "function" and was_given(args, "rollout_function_path"):
+        return (
+            f"got --rollout-schedule {args.rollout_schedule} with --rollout-function-path, which only the schedule "
+            "function calls; drop one of the two"
+        )
+    return None
+
+
 def _worker_has_its_own_ways(args: Args) -> str | None:
     if not args.fully_async:
         return None
@@ -114,6 +129,7 @@ def _bounds_are_possible(args: Args) -> str | None:
 
 _BOTH: tuple[Rule, ...] = (
     _worker_is_not_refused,
+    _one_schedule,
     _worker_has_its_own_ways,
     _bounds_are_possible,
     _prompts_are_read_at_once,

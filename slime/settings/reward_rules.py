@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slime.core.errors import ConfigError
+from slime.core.loading import load_object
 from slime.settings.args import Args
 from slime.settings.data_files import split_slice
 from slime.settings.eval_config import eval_datasets
-from slime.settings.graders import BOXED_PREFIX, SCORE_KEYS, base_type
 from slime.settings.rules import RULE_DEFAULT_ROLLOUT, Rule
+
+
+def grader_of(rm_type: str) -> Any:
+    """The entry of the graders' registry. Raises `ConfigError`."""
+    return load_object("slime.rewards.graders:grader_class")(rm_type)
 
 
 def grader_is_known(args: Args) -> str | None:
     """A misspelt grader is found before any process starts."""
     try:
         for rm_type in (args.rm_type, *(d.rm_type for d in eval_datasets(args))):
-            base_type(rm_type or "random")
+            if rm_type:
+                grader_of(rm_type)
     except ConfigError as error:
         return str(error)
     return None
@@ -39,7 +47,7 @@ def rewards_are_defined(args: Args) -> str | None:
 
 def rewards_are_used_as_asked(args: Args) -> str | None:
     """Several numbers need a key; batches need a service to go to."""
-    keys = SCORE_KEYS.get((args.rm_type or "").removeprefix(BOXED_PREFIX))
+    keys = ", ".join(grader_of(args.rm_type).score_keys) if args.rm_type and grader_is_known(args) is None else ""
     if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
         return f"got --rm-type {args.rm_type} without --reward-key; it returns several numbers, pick one of {keys}"
     if args.rm_batch_size < 1 or (args.rm_batch_size > 1 and not args.rm_url):

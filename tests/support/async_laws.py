@@ -19,8 +19,8 @@ from slime.rewards.types import Score, Scored, Unscored
 from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.evaluate import EvalDataset, evaluate
-from slime.rollout.fully_async import RolloutWorker
 from slime.rollout.generate import generate
+from slime.rollout.schedules.fully_async import RolloutWorker
 from slime.rollout.types import Progress
 from slime.settings.eval_config import EvalDatasetConfig
 
@@ -38,7 +38,7 @@ class Engine(Protocol):
     """Seconds for each second of the schedule."""
 
     async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
-        """Changes the weights while requests run; with `scope` its requests are ended and held back by the client."""
+        """Changes the weights while requests run; with `scope` the client ends its requests and pauses."""
 
     async def num_running(self) -> int:
         """Requests that the engine has."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from slime.algorithms.advantages import ESTIMATORS, Arrays
 from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch
-from slime.data.context_split import context_cut
+from slime.data.context_split import split_context
 from slime.training.model.context import ContextShard
 from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
 from slime.training.step.loss import ValueObjective, objective_of
@@ -148,7 +148,7 @@ class _SumOverVocabShards(torch.autograd.Function):
 
 def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy, or values, of all response tokens on every rank."""
-    cut = context_cut(batch.packed.cu_seqlens_q.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
+    cut = split_context(batch.packed.cu_seqlens_q.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
     positions, index, keys = (torch.from_numpy(x) for x in (cut.positions, cut.local_index, cut.key_rows))
     row_cut = ContextShard(layout.cp_group, positions, index, keys, cut.query_lengths, cut.key_lengths)
     which, local = row_cut.owned(batch.predicting)

@@ -75,11 +75,11 @@ class LabelledEngine:
     async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
         """Sends all weights, and compares what the engine then holds."""
         if scope is not None:
-            await self.client.hold(scope)
+            await self.client.pause(scope)
         try:
             await asyncio.to_thread(self._sync, labelled(self._state, version), version, self._pause_mode)
         finally:
-            self.client.release()
+            self.client.resume()
         self.version = version
 
     async def close(self) -> None:

@@ -29,6 +29,7 @@ _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", 
 class Qwen3Next(Family):
     """The language model, which in Qwen3.5 and 3.6 lies under `text_config`; dense or with experts."""
 
+    refused_biases = ()
     layer_kinds = ("full_attention", "linear_attention")
 
     qwen_gdn_backend: str = "auto"

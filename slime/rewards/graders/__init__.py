@@ -1,71 +1,109 @@
-"""The built-in graders: `grade(sample, options) -> float | dict`, sync or async, one module each.
+"""The graders: one class for each `--rm-type`, one module for each class.
 
-`options` are the plain settings of `GraderOptions`; a grader sees nothing else of the run. A name with the prefix
-`boxed_` grades the content of the last `\\boxed{}` alone.
+    @GRADERS.register("my_grader")
+    class MyGrader(Grader):
+        "What it wants and what it returns."
+        def grade(self, sample, limit_s): ...
+
+Built-in ones are the modules of this package; a user's own is named by its import path (`--rm-type my_pkg.my_grader`).
+The fields of a grader that is a dataclass are settings of those names; of the rest of the run it sees nothing. Graders
+run in processes of their own (`slime.rewards.worker`), which import their libraries: here that happens inside methods.
+
+A name with the prefix `boxed_` grades the content of the last `\\boxed{}` alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, ClassVar
 
+from slime.core.errors import ConfigError
+from slime.core.registry import Registry
 from slime.core.sample import Sample
-from slime.settings.graders import BOXED_PREFIX, base_type
 
-REGISTRY: dict[str, str] = {
-    "math": "slime.rewards.graders.math_answer",
-    "exact_match": "slime.rewards.graders.exact_match",
-    "reasoning_gym": "slime.rewards.graders.reasoning_gym_task",
-    "remote_rm": "slime.rewards.graders.remote",
-    "random": "slime.rewards.graders.chance",
-    "f1": "slime.rewards.graders.f1",
-    "deepscaler": "slime.rewards.graders.deepscaler",
-    "dapo": "slime.rewards.graders.dapo",
-    "gpqa": "slime.rewards.graders.gpqa",
-    "ifbench": "slime.rewards.graders.ifbench",
-    "code": "slime.rewards.graders.program_tests",
-}
-"""`--rm-type` -> module that defines `grade`; the names are those of `slime.settings.graders.GRADERS`."""
+Reward = float | dict[str, Any]
+"""A finite number, or several by name, of which `--reward-key` picks one."""
 
-ASYNC_TYPES = frozenset({"remote_rm"})
-"""Graders that wait more than they compute: one worker runs many at a time."""
-
-SLOW_TYPES = frozenset({"code"})
-"""Graders that compute for longer than a formula takes, within limits of their own; they may take the pool's limit."""
+BOXED_PREFIX = "boxed_"
 
 
-@dataclass(frozen=True, slots=True)
-class GraderOptions:
-    """What a built-in grader may know of the run."""
+class Grader:
+    """Judges finished samples, in a process that can be killed."""
 
-    rm_url: str | None = None
-    """Address of the remote reward service."""
-    rm_batch_size: int = 1
-    """Samples in one request to it; 1: an object for each, more: a list of objects."""
-    timeout_s: float = 30.0
-    """Seconds after which the pool gives up on one sample."""
+    name: ClassVar[str]
+    waits: ClassVar[bool] = False
+    """`grade` is async and waits more than it computes: one process runs many at a time, with the network."""
+    is_slow: ClassVar[bool] = False
+    """It computes for longer than a formula takes, within limits of its own: it may take the whole `limit_s`."""
+    needs_network: ClassVar[bool] = False
+    """Its process keeps the network. One that `waits` has it anyway; any other has none, where the kernel permits."""
+    finds_box: ClassVar[bool] = False
+    """It needs what stands around the box: with the prefix `boxed_` it would score nothing but failures."""
+    score_keys: ClassVar[tuple[str, ...]] = ()
+    """What `--reward-key` may pick of a grader that returns several numbers."""
+
+    def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
+        """The reward of one finished sample. What it raises leaves the sample unscored, never with a zero.
+
+        `limit_s`: seconds after which the pool gives up on the sample.
+        """
+        raise NotImplementedError(f"the grader {type(self).__name__} does not grade")
+
+    def warm_up(self) -> None:
+        """Imports what takes long, before the first sample comes and its time runs."""
+        return
 
 
-Grade = Callable[[Sample, GraderOptions], "float | dict[str, Any] | Awaitable[float | dict[str, Any]]"]
+GRADERS: Registry[Grader] = Registry("grader", flag="--rm-type", package="slime.rewards.graders", contract=Grader)
 
 
-def load_grader(rm_type: str) -> Grade:
-    """Imports the grader (inside its worker). Raises `ConfigError` on an unknown name."""
-    grade: Grade = importlib.import_module(REGISTRY[base_type(rm_type)]).grade
-    if not rm_type.startswith(BOXED_PREFIX):
-        return grade
+def grader_class(rm_type: str, *, paths: bool = True) -> type[Grader]:
+    """The grader that `--rm-type`, or metadata `rm_type`, names. Raises `ConfigError` if there is none.
 
-    from slime.rewards.graders.answers import last_boxed
+    `paths`: an import path will do. Not for a name that stands in the data: data choose no code.
+    """
+    name = rm_type.removeprefix(BOXED_PREFIX)
+    if not paths and name not in GRADERS:
+        raise ConfigError(
+            f"got metadata rm_type {rm_type!r}, which names no grader; a row may name {', '.join(GRADERS.names())} "
+            "or what --rm-type names"
+        )
+    grader = GRADERS.get(name)
+    if grader.finds_box and name != rm_type:
+        raise ConfigError(
+            f"got --rm-type {rm_type!r} (or metadata rm_type), but {name} finds the box itself; drop the prefix"
+        )
+    return grader
 
-    def boxed(sample: Sample, options: GraderOptions) -> Any:
-        return grade(dataclasses.replace(sample, response=last_boxed(sample.response) or ""), options)
 
-    async def boxed_async(sample: Sample, options: GraderOptions) -> Any:
-        result = boxed(sample, options)
-        return await result if inspect.isawaitable(result) else result
+def settings_of(grader: type[Grader], args: object) -> dict[str, Any]:
+    """The settings that are fields of the grader, taken from `args`; its defaults where `args` has none."""
+    if not dataclasses.is_dataclass(grader):
+        return {}
+    names = [field.name for field in dataclasses.fields(grader) if field.init]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
-    return boxed_async if inspect.iscoroutinefunction(grade) else boxed
+
+def make_grader(rm_type: str, settings: Mapping[str, Any] | None = None) -> Grader:
+    """The grader of a name, with the settings that are its fields. Raises `ConfigError`."""
+    grader = grader_class(rm_type)(**(settings or {}))
+    return Boxed(grader) if rm_type.startswith(BOXED_PREFIX) else grader
+
+
+class Boxed(Grader):
+    """Shows another grader the content of the last `\\boxed{}` alone."""
+
+    def __init__(self, inner: Grader) -> None:
+        self._inner = inner
+
+    def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
+        """As the other one."""
+        from slime.rewards.graders.answers import last_boxed
+
+        boxed = dataclasses.replace(sample, response=last_boxed(sample.response) or "")
+        return self._inner.grade(boxed, limit_s)
+
+    def warm_up(self) -> None:
+        """As the other one."""
+        self._inner.warm_up()

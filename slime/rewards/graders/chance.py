@@ -5,9 +5,13 @@ from __future__ import annotations
 import zlib
 
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns 0.0 or 1.0 by a checksum of the execution's id and response."""
-    return float(zlib.crc32(f"{sample.index}:{sample.response}".encode()) & 1)
+@GRADERS.register("random")
+class Chance(Grader):
+    """A repeatable coin."""
+
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns 0.0 or 1.0 by a checksum of the execution's id and response."""
+        return float(zlib.crc32(f"{sample.index}:{sample.response}".encode()) & 1)

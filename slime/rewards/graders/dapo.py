@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import last_boxed
 from slime.rewards.graders.math_answer import equal_answers
 
@@ -18,12 +18,19 @@ TAIL_CHARS = 300
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
-def grade(sample: Sample, options: GraderOptions) -> dict[str, Any]:
-    """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises `DataError` without a label."""
-    if sample.label is None:
-        raise DataError("the dapo grader needs a label; set --label-key")
-    tail = sample.response[-TAIL_CHARS:]
-    lines = _ANSWER_LINE.findall(tail)
-    answer = lines[-1].strip().strip("$") if lines else last_boxed(tail)
-    correct = bool(answer) and equal_answers(answer or "", str(sample.label), boxed=True)
-    return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": answer or ""}
+@GRADERS.register("dapo")
+class Dapo(Grader):
+    """The answer in the last 300 characters: +1 or -1."""
+
+    finds_box = True
+    score_keys = ("score", "acc")
+
+    def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
+        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises `DataError` without a label."""
+        if sample.label is None:
+            raise DataError("the dapo grader needs a label; set --label-key")
+        tail = sample.response[-TAIL_CHARS:]
+        lines = _ANSWER_LINE.findall(tail)
+        answer = lines[-1].strip().strip("$") if lines else last_boxed(tail)
+        correct = bool(answer) and equal_answers(answer or "", str(sample.label), boxed=True)
+        return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": answer or ""}

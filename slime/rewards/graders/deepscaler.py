@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions, math_answer
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import last_boxed
+from slime.rewards.graders.math_answer import MathAnswer
 
 MARKERS = ("</think>", "###Response")
 
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns 1.0 or 0.0; a response that never ends its thinking or boxes nothing scores 0.0."""
-    for marker in MARKERS:
-        _, found, answer = sample.response.rpartition(marker)
-        if found:
-            if last_boxed(answer) is None:
-                return 0.0
-            return math_answer.grade(dataclasses.replace(sample, response=answer), options)
-    return 0.0
+@GRADERS.register("deepscaler")
+class DeepScaler(Grader):
+    """The box after the thinking holds the right answer."""
+
+    finds_box = True
+
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns 1.0 or 0.0; a response that never ends its thinking or boxes nothing scores 0.0."""
+        for marker in MARKERS:
+            _, found, answer = sample.response.rpartition(marker)
+            if found:
+                if last_boxed(answer) is None:
+                    return 0.0
+                return MathAnswer().grade(dataclasses.replace(sample, response=answer), limit_s)
+        return 0.0

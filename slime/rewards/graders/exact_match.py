@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import final_answer
 
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns 1.0 or 0.0. Raises `DataError` without a label."""
-    if sample.label is None:
-        raise DataError("the exact_match grader needs a label; set --label-key")
-    return float(final_answer(sample.response) == str(sample.label).strip())
+@GRADERS.register("exact_match")
+class ExactMatch(Grader):
+    """The final answer is the label."""
+
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns 1.0 or 0.0. Raises `DataError` without a label."""
+        if sample.label is None:
+            raise DataError("the exact_match grader needs a label; set --label-key")
+        return float(final_answer(sample.response) == str(sample.label).strip())

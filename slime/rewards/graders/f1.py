@@ -8,7 +8,7 @@ from collections import Counter
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import final_answer
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -20,12 +20,16 @@ def words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns the F1 score. Raises `DataError` without a label."""
-    if sample.label is None:
-        raise DataError("the f1 grader needs a label; set --label-key")
-    answer, reference = words(final_answer(sample.response)), words(str(sample.label))
-    if not answer or not reference:
-        return float(answer == reference)
-    common = sum((Counter(answer) & Counter(reference)).values())
-    return 2.0 * common / (len(answer) + len(reference))
+@GRADERS.register("f1")
+class TokenF1(Grader):
+    """Token F1 of the final answer and the label."""
+
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns the F1 score. Raises `DataError` without a label."""
+        if sample.label is None:
+            raise DataError("the f1 grader needs a label; set --label-key")
+        answer, reference = words(final_answer(sample.response)), words(str(sample.label))
+        if not answer or not reference:
+            return float(answer == reference)
+        common = sum((Counter(answer) & Counter(reference)).values())
+        return 2.0 * common / (len(answer) + len(reference))

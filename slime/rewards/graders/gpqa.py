@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import after_thinking, last_answer_element, last_boxed
 
 TAIL_CHARS = 4_000
@@ -111,10 +111,14 @@ def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
     return letter
 
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns 1.0 or 0.0. Raises `DataError` if the label names no choice."""
-    given = sample.metadata.get("choices") or ()
-    choices = [" ".join(plain(str(choice)).split()).casefold().rstrip(".") for choice in given]
-    right = correct_letter(sample, choices)
-    letters = ALPHABET[: len(choices) or max(4, ALPHABET.index(right) + 1)]
-    return float(extract_letter(sample.response, letters, choices) == right)
+@GRADERS.register("gpqa")
+class MultipleChoice(Grader):
+    """The answer commits to the right letter."""
+
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns 1.0 or 0.0. Raises `DataError` if the label names no choice."""
+        given = sample.metadata.get("choices") or ()
+        choices = [" ".join(plain(str(choice)).split()).casefold().rstrip(".") for choice in given]
+        right = correct_letter(sample, choices)
+        letters = ALPHABET[: len(choices) or max(4, ALPHABET.index(right) + 1)]
+        return float(extract_letter(sample.response, letters, choices) == right)

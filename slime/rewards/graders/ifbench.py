@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import after_thinking
 from slime.rewards.graders.instructions import CHECKS
 
@@ -47,15 +47,21 @@ def variants(text: str) -> list[str]:
     return list(dict.fromkeys([*cut, *(part.replace("*", "") for part in cut)]))
 
 
-def grade(sample: Sample, options: GraderOptions) -> dict[str, float]:
-    """Returns `score` and `loose` (1.0 if all are followed, else 0.0), `strict_share` and `loose_share`."""
-    wanted = instructions(sample.metadata)
-    answer = after_thinking(sample.response).strip()
-    strict = [follows(answer, name, arguments) for name, arguments in wanted]
-    loose = [any(follows(v, name, arguments) for v in variants(answer)) for name, arguments in wanted]
-    return {
-        "score": float(all(strict)),
-        "loose": float(all(loose)),
-        "strict_share": sum(strict) / len(strict),
-        "loose_share": sum(loose) / len(loose),
-    }
+@GRADERS.register("ifbench")
+class InstructionFollowing(Grader):
+    """All instructions of the row are followed."""
+
+    score_keys = ("score", "loose", "strict_share", "loose_share")
+
+    def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
+        """Returns `score` and `loose` (1.0 if all are followed, else 0.0), `strict_share` and `loose_share`."""
+        wanted = instructions(sample.metadata)
+        answer = after_thinking(sample.response).strip()
+        strict = [follows(answer, name, arguments) for name, arguments in wanted]
+        loose = [any(follows(v, name, arguments) for v in variants(answer)) for name, arguments in wanted]
+        return {
+            "score": float(all(strict)),
+            "loose": float(all(loose)),
+            "strict_share": sum(strict) / len(strict),
+            "loose_share": sum(loose) / len(loose),
+        }

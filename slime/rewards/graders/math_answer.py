@@ -10,7 +10,7 @@ import logging
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import last_boxed
 
 MAX_ANSWER_CHARS = 2_000
@@ -33,17 +33,20 @@ def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
     return bool(math_verify.verify(gold, predicted, timeout_seconds=None))
 
 
-def warm_up() -> None:
-    """Imports math-verify and its parsers."""
-    equal_answers("\\frac{1}{2}", "0.5", boxed=True)
+@GRADERS.register("math")
+class MathAnswer(Grader):
+    """The final answer equals the label, by math-verify."""
 
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns 1.0 or 0.0. Raises `DataError` on a missing or unreadable label."""
+        if sample.label is None:
+            raise DataError("the math grader needs a label; set --label-key")
+        box = last_boxed(sample.response)
+        answer = sample.response[-TAIL_CHARS:] if box is None else box
+        if not answer.strip() or (box is not None and len(box) > MAX_ANSWER_CHARS):
+            return 0.0
+        return float(equal_answers(answer, str(sample.label), boxed=box is not None))
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns 1.0 or 0.0. Raises `DataError` on a missing or unreadable label."""
-    if sample.label is None:
-        raise DataError("the math grader needs a label; set --label-key")
-    box = last_boxed(sample.response)
-    answer = sample.response[-TAIL_CHARS:] if box is None else box
-    if not answer.strip() or (box is not None and len(box) > MAX_ANSWER_CHARS):
-        return 0.0
-    return float(equal_answers(answer, str(sample.label), boxed=box is not None))
+    def warm_up(self) -> None:
+        """Imports math-verify and its parsers."""
+        equal_answers("\\frac{1}{2}", "0.5", boxed=True)

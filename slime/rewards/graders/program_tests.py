@@ -23,7 +23,7 @@ from typing import Any
 
 from slime.core.errors import DataError, DeadlineExceeded
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import after_thinking
 
 TIME_LIMIT_S, MEMORY_LIMIT_MB = 4.0, 1024
@@ -116,37 +116,43 @@ def same_value(got: Any, expected: Any) -> bool:
     return isinstance(got, bool) == isinstance(expected, bool) and bool(got == expected)
 
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns the share of tests passed, or 0.0 / 1.0; without a complete code block 0.0.
+@GRADERS.register("code")
+class ProgramTests(Grader):
+    """The program passes the tests of its row."""
 
-    Raises `DataError` on a row without tests, `DeadlineExceeded` if the tests together take too long.
-    """
-    from slime.rewards.graders.sandbox import run
+    is_slow = True
 
-    cases, program = cases_of(sample), last_program(sample.response)
-    all_or_nothing = {"all": True, "share": False}.get(sample.metadata.get("code_reward", "share"))
-    if all_or_nothing is None:
-        raise DataError(f"got metadata code_reward {sample.metadata['code_reward']!r}; write 'share' or 'all'")
-    if program is None:
-        return 0.0
-    time_limit_s = float(sample.metadata.get("time_limit_s", TIME_LIMIT_S))
-    memory_bytes = int(sample.metadata.get("memory_limit_mb", MEMORY_LIMIT_MB)) * 2**20
-    budget_s, started, num_passed = BUDGET_SHARE * options.timeout_s, time.monotonic(), 0
-    for number, case in enumerate(cases):
-        if time.monotonic() - started > budget_s:
-            raise DeadlineExceeded.waiting(
-                owner="the code grader",
-                for_what=f"{len(cases)} tests",
-                limit_s=budget_s,
-                last_progress=f"{number} run, {num_passed} passed",
-            )
-        request = {"program": program, **case.request}
-        ended = run(request, stdin=case.stdin, time_limit_s=time_limit_s, memory_bytes=memory_bytes)
-        if case.kind == "stdin":
-            passed = ended.code == 0 and same_output(ended.output, case.expected)
-        else:
-            passed = ended.result is not None and same_value(ended.result[0], case.expected)
-        num_passed += passed
-        if ended.timed_out or (all_or_nothing and not passed):
-            break
-    return float(num_passed == len(cases)) if all_or_nothing else num_passed / len(cases)
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns the share of tests passed, or 0.0 / 1.0; without a complete code block 0.0.
+
+        Raises `DataError` on a row without tests, `DeadlineExceeded` if the tests together take too long.
+        """
+        from slime.rewards.graders.sandbox import run
+
+        cases, program = cases_of(sample), last_program(sample.response)
+        all_or_nothing = {"all": True, "share": False}.get(sample.metadata.get("code_reward", "share"))
+        if all_or_nothing is None:
+            raise DataError(f"got metadata code_reward {sample.metadata['code_reward']!r}; write 'share' or 'all'")
+        if program is None:
+            return 0.0
+        time_limit_s = float(sample.metadata.get("time_limit_s", TIME_LIMIT_S))
+        memory_bytes = int(sample.metadata.get("memory_limit_mb", MEMORY_LIMIT_MB)) * 2**20
+        budget_s, started, num_passed = BUDGET_SHARE * limit_s, time.monotonic(), 0
+        for number, case in enumerate(cases):
+            if time.monotonic() - started > budget_s:
+                raise DeadlineExceeded.waiting(
+                    owner="the code grader",
+                    for_what=f"{len(cases)} tests",
+                    limit_s=budget_s,
+                    last_progress=f"{number} run, {num_passed} passed",
+                )
+            request = {"program": program, **case.request}
+            ended = run(request, stdin=case.stdin, time_limit_s=time_limit_s, memory_bytes=memory_bytes)
+            if case.kind == "stdin":
+                passed = ended.code == 0 and same_output(ended.output, case.expected)
+            else:
+                passed = ended.result is not None and same_value(ended.result[0], case.expected)
+            num_passed += passed
+            if ended.timed_out or (all_or_nothing and not passed):
+                break
+        return float(num_passed == len(cases)) if all_or_nothing else num_passed / len(cases)

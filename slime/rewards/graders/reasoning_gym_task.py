@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import last_answer_element, last_boxed
 
 NUMBER = re.compile(r"[-+]?\d+(?:[.,/]\d+)*")
@@ -63,12 +63,15 @@ def bare_answer(response: str, reference: str) -> str:
     return tail.splitlines()[-1].strip() if tail else ""
 
 
-def warm_up() -> None:
-    """Imports reasoning-gym, which takes seconds."""
-    _score_function("basic_arithmetic")
+@GRADERS.register("reasoning_gym")
+class ReasoningGymTask(Grader):
+    """The score of the task's own verifier."""
 
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns the verifier's score."""
+        source, entry = task_entry(sample)
+        return float(_score_function(source)(bare_answer(sample.response, str(entry["answer"])), entry))
 
-def grade(sample: Sample, options: GraderOptions) -> float:
-    """Returns the verifier's score."""
-    source, entry = task_entry(sample)
-    return float(_score_function(source)(bare_answer(sample.response, str(entry["answer"])), entry))
+    def warm_up(self) -> None:
+        """Imports reasoning-gym, which takes seconds."""
+        _score_function("basic_arithmetic")

@@ -17,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError, EngineError, RequestRejected
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions
+from slime.rewards.graders import GRADERS, Grader
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 GATHER_S = 0.02
@@ -69,20 +69,20 @@ async def post(session: Any, url: str, payload: Any) -> Any:
 class Batcher:
     """Gathers the samples of one event loop and sends them together, through one pool of connections."""
 
-    def __init__(self, options: GraderOptions) -> None:
+    def __init__(self, url: str, *, batch_size: int, limit_s: float) -> None:
         import aiohttp
 
-        self._options = options
+        self._url, self._batch_size, self._limit_s = url, batch_size, limit_s
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0))
         self._open: Batch = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, payload: dict[str, Any]) -> Any:
         """The service's answer for one sample. Raises what `post` raises, `DataError` on a list of another length."""
-        if self._options.rm_batch_size <= 1:
-            return await post(self.session, self._options.rm_url or "", payload)
+        if self._batch_size <= 1:
+            return await post(self.session, self._url, payload)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if not self._open or len(self._open) >= self._options.rm_batch_size:
+        if not self._open or len(self._open) >= self._batch_size:
             self._open = []
             task = asyncio.create_task(self._send(self._open))
             self._tasks.add(task)
@@ -96,7 +96,7 @@ class Batcher:
             self._open = []  # whoever comes now begins another
         waiting = [(payload, future) for payload, future in batch if not future.done()]
         try:
-            async with asyncio.timeout(self._options.timeout_s):
+            async with asyncio.timeout(self._limit_s):
                 rewards = await self._rewards([payload for payload, _ in waiting])
         except Exception as problem:  # whoever waits gets it
             rewards = [problem] * len(waiting)
@@ -110,11 +110,10 @@ class Batcher:
 
     async def _rewards(self, payloads: list[dict[str, Any]]) -> list[Any]:
         """One reward, or exception, for each payload."""
-        url = self._options.rm_url or ""
         try:
-            answer = await post(self.session, url, payloads) if payloads else []
+            answer = await post(self.session, self._url, payloads) if payloads else []
         except RequestRejected:
-            alone = (post(self.session, url, [payload]) for payload in payloads)
+            alone = (post(self.session, self._url, [payload]) for payload in payloads)
             answers = await asyncio.gather(*alone, return_exceptions=True) if len(payloads) > 1 else []
             if not answers:
                 raise
@@ -131,28 +130,31 @@ def _another_shape(answer: Any, num_samples: int) -> BaseException:
     return DataError(f"got {size} from the reward service for {num_samples} samples; it answers a list of rewards")
 
 
-_BATCHERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Batcher] = weakref.WeakKeyDictionary()
+@GRADERS.register("remote_rm")
+@dataclass(kw_only=True)
+class RemoteReward(Grader):
+    """What the service at `--rm-url` answers."""
 
+    waits = True
 
-async def close() -> None:
-    """Closes the connections of this event loop; a worker process just ends."""
-    batcher = _BATCHERS.pop(asyncio.get_running_loop(), None)
-    if batcher is not None:
-        await batcher.session.close()
+    rm_url: str | None = None
+    """Address of the reward service."""
+    rm_batch_size: int = 1
+    """Most samples in one request to it: 1 sends an object for each, more a list of objects."""
 
+    def __post_init__(self) -> None:
+        self.batcher: Batcher | None = None
 
-async def grade(sample: Sample, options: GraderOptions) -> Any:
-    """Returns the service's reward. Raises `RequestRejected` if it refuses; retries end with the pool's time limit."""
-    if not options.rm_url:
-        raise ConfigError("got --rm-type remote_rm without an address; set --rm-url")
-    loop = asyncio.get_running_loop()
-    batcher = _BATCHERS.get(loop)
-    if batcher is None:
-        batcher = _BATCHERS[loop] = Batcher(options)
-    payload = {
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "label": sample.label,
-        "metadata": sample.metadata,
-    }
-    return reward_of(await batcher.ask(payload))
+    async def grade(self, sample: Sample, limit_s: float) -> Any:
+        """Returns the service's reward. Raises `RequestRejected` if it refuses; retries end with the pool's limit."""
+        if not self.rm_url:
+            raise ConfigError("got --rm-type remote_rm without an address; set --rm-url")
+        if self.batcher is None:
+            self.batcher = Batcher(self.rm_url, batch_size=self.rm_batch_size, limit_s=limit_s)
+        payload = {
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": sample.label,
+            "metadata": sample.metadata,
+        }
+        return reward_of(await self.batcher.ask(payload))

@@ -18,9 +18,11 @@ from typing import Any
 from slime.core.sample import Sample
 from slime.rollout.filters import execution_rewards
 from slime.rollout.types import DynamicFilterOutput
+from slime.settings import Args
+from slime.settings.groups import RewardArgs
 
 
-def _rewards(args: Any, samples: list[Sample]) -> dict[int, float]:
+def _rewards(args: RewardArgs, samples: list[Sample]) -> dict[int, float]:
     """Execution -> mean reward of its fan-out siblings, in the order of first appearance."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
@@ -28,14 +30,14 @@ def _rewards(args: Any, samples: list[Sample]) -> dict[int, float]:
     return {index: sum(values) / len(values) for index, values in rewards.items()}
 
 
-def _keep(args: Any, groups: list[list[Sample]], chosen: Callable[[dict[int, float]], set[int]]) -> None:
+def _keep(args: RewardArgs, groups: list[list[Sample]], chosen: Callable[[dict[int, float]], set[int]]) -> None:
     for group in groups:
         kept = chosen(_rewards(args, group))
         for sample in group:
             sample.remove_sample = sample.remove_sample or (sample.index or 0) not in kept
 
 
-def _min_reward(args: Any) -> float:
+def _min_reward(args: Args) -> float:
     return float(args.custom.get("min_reward", 1.0))
 
 

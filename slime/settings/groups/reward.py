@@ -10,7 +10,7 @@ class RewardArgs:
     """Grading. Graders run in processes that can be killed."""
 
     rm_type: str | None = None
-    """Built-in grader; metadata["rm_type"] of a row overrides it."""
+    """Grader: a built-in one, or the import path of a class of yours; metadata["rm_type"] of a row overrides it."""
     rm_url: str | None = None
     """Address of the grader of --rm-type remote_rm."""
     rm_batch_size: int = 1

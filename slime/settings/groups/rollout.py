@@ -54,10 +54,14 @@ class RolloutArgs:
     """Train only the tokens that the newest weights sampled in a continued sample."""
     update_weights_interval: int = 1
     """Steps between weight syncs (train_async.py only)."""
+    rollout_schedule: str = derived(chosen_from="slime.rollout.schedules:SCHEDULES")
+    """When groups are started and which are trained: step, fully_async, function, or an import path of a class of yours
+    (see the documentation of customization). Default: fully_async with fully_async, function where
+    rollout_function_path names one of its own, otherwise step."""
     fully_async: bool = False
-    """Generate without pause, also while weights are published: a worker keeps groups running, and each step trains the
-    oldest finished ones (train_async.py only). Default: whether rollout_function_path is
-    slime.rollout.fully_async.generate_rollout_fully_async."""
+    """Generate without pause, also while weights are synced: a worker keeps groups running, and each step trains the
+    oldest finished ones (train_async.py only). Default: whether rollout_schedule generates all the time, as the one
+    that rollout_function_path slime.rollout.fully_async.generate_rollout_fully_async means."""
     max_groups_in_flight: int | None = derived()
     """Groups that the worker of fully_async has running or finished and waiting, at most. Default: 2 *
     rollout_batch_size, half of that if max_weight_staleness is 0."""

@@ -21,7 +21,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from slime.data.context_split import context_cut
+from slime.data.context_split import split_context
 from slime.models.common.attention import PackedSequences
 
 
@@ -48,7 +48,7 @@ class ContextShard:
         if not mpu.is_initialized() or mpu.get_context_parallel_world_size() == 1:
             return None
         group = mpu.get_context_parallel_group()
-        split = context_cut(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
+        split = split_context(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
         positions, local_index, key_rows = (
             torch.from_numpy(x).to(device, non_blocking=True)
             for x in (split.positions, split.local_index, split.key_rows)

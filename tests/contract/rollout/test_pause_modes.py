@@ -47,7 +47,7 @@ def models(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> M
 
 
 class Updates:
-    """Publishes versions to one engine as `weights.sync` does."""
+    """Syncs versions of the weights to one engine as `weights.sync` does."""
 
     def __init__(self, url: str, models: Models) -> None:
         self._control, self._models = HttpEngineControl(url, 1, 60.0), models
@@ -63,7 +63,7 @@ class Updates:
 
 
 class Streamed:
-    """How many tokens the streams have got: says when to publish, however fast the machine is."""
+    """How many tokens the streams have got: says when to sync weights, however fast the machine is."""
 
     def __init__(self) -> None:
         self.num_tokens = 0

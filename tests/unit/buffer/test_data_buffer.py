@@ -164,7 +164,7 @@ def test_the_ledger_notices_a_loss_and_a_leak() -> None:
     buffer.get_groups(2)
     with pytest.raises(LedgerError, match="in flight"):
         buffer.ledger().check(max_in_flight=1)
-    del buffer._in_flight[0]
+    del buffer._account.in_flight[0]
     with pytest.raises(LedgerError, match="accounted"):
         buffer.ledger().check()
     with pytest.raises(LedgerError):

@@ -14,7 +14,7 @@ from slime.core.errors import WeightSyncError
 from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off
 
-SYNC, HOLD, RELEASE, ADMIT = "trainers sync_weights", "rollout hold", "rollout release", "rollout admit ['http://0']"
+SYNC, PAUSE, RESUME, ADMIT = "trainers sync_weights", "rollout pause", "rollout resume", "rollout admit ['http://0']"
 
 
 def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence, MemoryHandOver, dict[str, float]]:
@@ -80,7 +80,7 @@ def test_requests_end_where_nothing_else_would_keep_their_tokens(
     actors = RecordingActors()
     weight_sync, _, _ = sequence(actors, **given)
     weight_sync.run(for_save=for_save)
-    assert actors.log == ([HOLD, SYNC, RELEASE, ADMIT] if ends else [SYNC, ADMIT])
+    assert actors.log == ([PAUSE, SYNC, RESUME, ADMIT] if ends else [SYNC, ADMIT])
 
 
 def test_after_an_error_nothing_is_served() -> None:
@@ -92,7 +92,7 @@ def test_after_an_error_nothing_is_served() -> None:
     weight_sync, _, _ = sequence(actors, fully_async=True)
     with pytest.raises(WeightSyncError):
         weight_sync.run(for_save=False)
-    assert actors.log == [HOLD]
+    assert actors.log == [PAUSE]
 
 
 def test_without_engines_nothing_happens_and_without_trainers_there_are_no_metrics() -> None:

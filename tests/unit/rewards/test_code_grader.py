@@ -15,7 +15,7 @@ import pytest
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions, load_grader
+from slime.rewards.graders import make_grader
 from slime.rewards.graders.program_tests import last_program, same_output, same_value
 from slime.rewards.graders.sandbox import CLONE_NEWIPC, CLONE_NEWNS, CLONE_NEWPID, Ended, run
 from slime.rewards.pool import GraderPool
@@ -27,7 +27,7 @@ PAIRS = [{"input": "1 2\n", "output": "3"}, {"input": "-1 1", "output": "0\n"}]
 
 def grade(program: str, tests: Any, **metadata: Any) -> Any:
     response = f"I write\n```python\n{program}\n```\nand that is it."
-    return load_grader("code")(Sample(response=response, metadata={"tests": tests, **metadata}), GraderOptions())
+    return make_grader("code").grade(Sample(response=response, metadata={"tests": tests, **metadata}), 30.0)
 
 
 def ended(program: str, time_limit_s: float = 1.0, **request: Any) -> Ended:
@@ -45,7 +45,7 @@ def test_the_last_complete_python_block_is_the_answer() -> None:
     assert last_program("```py\none\n```\n```python\ntwo\n```\n```bash\nthree\n```\n```\nopen") == "two\n"
     assert last_program("<think>```\none\n```</think> none") is None
     assert last_program("```\n" * 100_001) is not None
-    assert load_grader("code")(Sample(response="print(3)", metadata={"tests": PAIRS}), GraderOptions()) == 0.0
+    assert make_grader("code").grade(Sample(response="print(3)", metadata={"tests": PAIRS}), 30.0) == 0.0
 
 
 def test_programs_are_run_on_their_inputs() -> None:

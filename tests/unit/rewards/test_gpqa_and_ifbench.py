@@ -9,15 +9,15 @@ import pytest
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions, load_grader
+from slime.rewards.graders import make_grader
 from slime.rewards.graders.instructions import CHECKS, num_sentences
 
-OPTIONS = GraderOptions()
+LIMIT_S = 30.0
 JOULES = ["3 J", "4 J", "5 J", "6 J"]
 
 
 def letter(response: str, label: Any = "C", **metadata: Any) -> Any:
-    return load_grader("gpqa")(Sample(response=response, label=label, metadata=metadata), OPTIONS)
+    return make_grader("gpqa").grade(Sample(response=response, label=label, metadata=metadata), LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_labels_name_a_choice_by_letter_number_or_text() -> None:
 def test_hostile_text_costs_little_time(attack: str) -> None:
     started = time.process_time()
     assert letter(attack * 20_000) == 0.0
-    assert load_grader("ifbench")(every_instruction(attack * 20_000), OPTIONS)["score"] == 0.0  # type: ignore[index]
+    assert make_grader("ifbench").grade(every_instruction(attack * 20_000), LIMIT_S)["score"] == 0.0  # type: ignore[index]
     assert time.process_time() - started < 5.0
 
 
@@ -145,7 +145,7 @@ def every_instruction(response: str) -> Sample:
 def test_an_instruction_is_followed_or_not(name: str, arguments: dict[str, Any], good: str, bad: str) -> None:
     def score(response: str) -> Any:
         metadata = {"instruction_id_list": [name], "kwargs": [{**arguments, "unused": None}]}
-        result: Any = load_grader("ifbench")(Sample(response=response, metadata=metadata), OPTIONS)
+        result: Any = make_grader("ifbench").grade(Sample(response=response, metadata=metadata), LIMIT_S)
         return result["score"]
 
     assert score(good) == 1.0 and score(f"<think>{bad}</think>{good}") == 1.0
@@ -163,7 +163,7 @@ def test_loose_forgives_what_stands_around_the_answer() -> None:
             "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma", "startend:quotation"],
         },
     )
-    result = load_grader("ifbench")(sample, OPTIONS)
+    result = make_grader("ifbench").grade(sample, LIMIT_S)
     assert result == {"score": 0.0, "loose": 0.0, "strict_share": 0.0, "loose_share": pytest.approx(2 / 3)}
 
 
@@ -194,4 +194,4 @@ def test_sentences_end_with_their_marks() -> None:
 )
 def test_a_row_that_cannot_be_checked_is_an_error_not_a_zero(metadata: dict[str, Any]) -> None:
     with pytest.raises(DataError):
-        load_grader("ifbench")(Sample(response="x", metadata=metadata), OPTIONS)
+        make_grader("ifbench").grade(Sample(response="x", metadata=metadata), LIMIT_S)

@@ -1,32 +1,38 @@
-"""The names that the command line knows are the graders that exist."""
+"""Graders are found by name: the built-in ones, and a user's by the path of its class."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from slime.core.errors import ConfigError
-from slime.rewards.graders import ASYNC_TYPES, REGISTRY, SLOW_TYPES, load_grader
-from slime.settings.graders import GRADERS, base_type
+from slime.core.sample import Sample
+from slime.rewards.graders import GRADERS, grader_class, make_grader
+from slime.rewards.pool import GraderPool
+from slime.rewards.types import Score, Scored
+from slime.settings import parse_args
 from tests.support.command_line import complete, refused
 
 
-def test_the_command_line_and_the_registry_know_the_same_names() -> None:
-    assert set(GRADERS) == set(REGISTRY) and set(GRADERS) >= ASYNC_TYPES | SLOW_TYPES
-    assert all(callable(load_grader(name)) for name in GRADERS)
+def test_every_name_makes_a_grader() -> None:
+    names = "code dapo deepscaler exact_match f1 gpqa ifbench math random reasoning_gym remote_rm"
+    assert GRADERS.names() == tuple(names.split())
+    assert all(make_grader(name).name == name for name in GRADERS.names())
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    assert base_type("boxed_math") == "math"
-    with pytest.raises(ConfigError, match="'reasoning_gym'"):
-        base_type("reasoning-gym")
+    assert grader_class("boxed_math") is GRADERS.get("math")
+    with pytest.raises(ConfigError, match="did you mean reasoning_gym"):
+        grader_class("reasoning-gym")
 
 
 @pytest.mark.parametrize("name", ["boxed_dapo", "boxed_deepscaler"])
 def test_a_grader_that_finds_the_box_has_no_prefix(name: str) -> None:
     with pytest.raises(ConfigError, match="drop the prefix"):
-        base_type(name)
+        grader_class(name)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +46,38 @@ def test_a_grader_that_finds_the_box_has_no_prefix(name: str) -> None:
 )
 def test_a_grader_that_could_not_be_used_is_refused(tmp_path: Path, flags: str, said: str) -> None:
     assert said in refused([*complete(tmp_path), *flags.split()])
+
+
+OWN = "examples.own_grader"
+
+
+@pytest.mark.parametrize("name", [OWN, f"{OWN}:RightLength", f"boxed_{OWN}.RightLength"])
+def test_a_grader_of_the_user_is_found_by_its_path_and_takes_its_settings(name: str) -> None:
+    async def work() -> Score:
+        pool = GraderPool(num_workers=1, timeout_s=20.0, rm_type=name, args=SimpleNamespace(num_words=2))
+        try:
+            return await pool.score(Sample(response="\\boxed{one two}"))
+        finally:
+            await pool.close()
+
+    assert asyncio.run(work()) == Scored(1.0)
+
+
+def test_data_choose_no_code() -> None:
+    """Law: an import path in a row is refused; the command line alone names files of the user's."""
+
+    async def work() -> None:
+        pool = GraderPool(num_workers=1, timeout_s=5.0, rm_type="math", eval_rm_types=["f1"])
+        try:
+            with pytest.raises(ConfigError, match="a row may name"):
+                await pool.score(Sample(response="x", metadata={"rm_type": f"{OWN}.RightLength"}))
+        finally:
+            await pool.close()
+
+    asyncio.run(work())
+
+
+def test_the_command_line_takes_a_grader_of_the_user(tmp_path: Path) -> None:
+    words = complete(tmp_path)
+    assert parse_args([*words, "--rm-type", OWN]).rm_type == OWN
+    assert "derive a class from" in refused([*words, "--rm-type", "json.JSONDecoder"])

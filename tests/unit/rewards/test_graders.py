@@ -8,25 +8,25 @@ import pytest
 
 from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import REGISTRY, GraderOptions, load_grader
+from slime.rewards.graders import GRADERS, make_grader
 from slime.rewards.graders.answers import last_boxed
 from slime.rewards.types import Scored, Unscored, check_reward, reason_kind
 
-OPTIONS = GraderOptions()
+LIMIT_S = 30.0
 
 
 def grade(rm_type: str, response: str, label: Any = None, **metadata: Any) -> Any:
-    return load_grader(rm_type)(Sample(index=1, response=response, label=label, metadata=metadata), OPTIONS)
+    return make_grader(rm_type).grade(Sample(index=1, response=response, label=label, metadata=metadata), LIMIT_S)
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("name", GRADERS.names())
 def test_every_name_loads(name: str) -> None:
-    assert callable(load_grader(name))
+    assert make_grader(name).name == name
 
 
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="exact_match"):
-        load_grader("maths")
+        make_grader("maths")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from aiohttp import web
 
 from slime.core.errors import DataError, EngineError, RequestRejected
 from slime.core.sample import Sample
-from slime.rewards.graders import GraderOptions, load_grader, remote
+from slime.rewards.graders.remote import RemoteReward
 from slime.rewards.pool import GraderPool
 from slime.rewards.types import Scored, Unscored
 from tests.support.loopback import served
@@ -35,16 +37,19 @@ def serve(answer: Answer, work: Callable[[str, list[Any]], Awaitable[Any]]) -> A
         app = web.Application()
         app.router.add_post("/rm", handle)
         async with served(app) as url:
-            try:
-                return await work(f"{url}/rm", seen)
-            finally:
-                await remote.close()
+            return await work(f"{url}/rm", seen)
 
     return asyncio.run(main())
 
 
-def grade(sample: Sample, options: GraderOptions) -> Any:
-    return load_grader("remote_rm")(sample, options)
+@contextlib.asynccontextmanager
+async def grader(**settings: Any) -> AsyncIterator[Callable[[Sample], Any]]:
+    remote = RemoteReward(**settings)
+    try:
+        yield lambda sample: remote.grade(sample, 30.0)
+    finally:
+        if remote.batcher is not None:
+            await remote.batcher.session.close()
 
 
 @pytest.mark.parametrize("status", [0, 429, 500, 503])
@@ -53,7 +58,8 @@ def test_what_can_succeed_is_tried_again(status: int) -> None:
 
     async def work(url: str, seen: list[Any]) -> None:
         sample = Sample(prompt="p", response="r", label="l", metadata={"a": 1})
-        assert await grade(sample, GraderOptions(rm_url=url)) == 0.25
+        async with grader(rm_url=url) as grade:
+            assert await grade(sample) == 0.25
         assert seen == [{"prompt": "p", "response": "r", "label": "l", "metadata": {"a": 1}}] * 2
 
     serve(lambda body: answers.pop(0), work)
@@ -62,8 +68,9 @@ def test_what_can_succeed_is_tried_again(status: int) -> None:
 @pytest.mark.parametrize("status", [307, 400, 401, 404, 408, 422])
 def test_a_refusal_is_final(status: int) -> None:
     async def work(url: str, seen: list[Any]) -> None:
-        with pytest.raises(EngineError, match=str(status)):
-            await grade(Sample(), GraderOptions(rm_url=url))
+        async with grader(rm_url=url) as grade:
+            with pytest.raises(EngineError, match=str(status)):
+                await grade(Sample())
         assert len(seen) == 1
 
     serve(lambda body: (status, "no"), work)
@@ -71,8 +78,8 @@ def test_a_refusal_is_final(status: int) -> None:
 
 def test_samples_that_wait_together_travel_together() -> None:
     async def work(url: str, seen: list[Any]) -> None:
-        options = GraderOptions(rm_url=url, rm_batch_size=4)
-        rewards = await asyncio.gather(*(grade(Sample(response="r" * i), options) for i in range(10)))
+        async with grader(rm_url=url, rm_batch_size=4) as grade:
+            rewards = await asyncio.gather(*(grade(Sample(response="r" * i)) for i in range(10)))
         assert rewards == list(range(10)) and [len(batch) for batch in seen] == [4, 4, 2]
 
     serve(lambda batch: (200, [{"score": len(item["response"])} for item in batch]), work)
@@ -83,9 +90,9 @@ def test_one_refused_sample_costs_no_other_its_reward() -> None:
         return (422, "bad") if any(i["response"] == "bad" for i in batch) else (200, [1.0] * len(batch))
 
     async def work(url: str, seen: list[Any]) -> None:
-        options = GraderOptions(rm_url=url, rm_batch_size=8)
         texts = ["a", "bad", "b"]
-        got = await asyncio.gather(*(grade(Sample(response=t), options) for t in texts), return_exceptions=True)
+        async with grader(rm_url=url, rm_batch_size=8) as grade:
+            got = await asyncio.gather(*(grade(Sample(response=t)) for t in texts), return_exceptions=True)
         assert got[0] == got[2] == 1.0 and isinstance(got[1], RequestRejected)
         assert [len(batch) for batch in seen] == [3, 1, 1, 1]
 
@@ -94,15 +101,16 @@ def test_one_refused_sample_costs_no_other_its_reward() -> None:
 
 def test_a_list_of_another_length_is_no_reward() -> None:
     async def work(url: str, seen: list[Any]) -> None:
-        with pytest.raises(DataError, match="answers a list"):
-            await grade(Sample(), GraderOptions(rm_url=url, rm_batch_size=2))
+        async with grader(rm_url=url, rm_batch_size=2) as grade:
+            with pytest.raises(DataError, match="answers a list"):
+                await grade(Sample())
 
     serve(lambda batch: (200, [1.0] * 5), work)
 
 
 def test_through_the_pool_a_dead_service_is_no_zero() -> None:
     async def work(url: str, seen: list[Any]) -> Any:
-        pool = GraderPool(num_workers=1, timeout_s=4.0, rm_type="remote_rm", rm_url=url)
+        pool = GraderPool(num_workers=1, timeout_s=4.0, rm_type="remote_rm", args=SimpleNamespace(rm_url=url))
         try:
             return await asyncio.gather(*(pool.score(Sample(response=r)) for r in ("fine", "null", "busy")))
         finally:

@@ -132,8 +132,8 @@ def test_aborting_a_scope_returns_partial_tokens_and_sends_no_more() -> None:
     asyncio.run(main(FakeEngine(tick_s=0.01)))
 
 
-def test_held_requests_return_partial_tokens_and_later_ones_wait_for_the_release() -> None:
-    """Law: when `hold` returns no request of the scope runs, and none starts before `release`."""
+def test_paused_requests_return_partial_tokens_and_later_ones_wait_until_they_resume() -> None:
+    """Law: when `pause` returns no request of the scope runs, and none starts before `resume`."""
 
     async def main(engine: FakeEngine) -> None:
         async with serve(engine):
@@ -144,14 +144,14 @@ def test_held_requests_return_partial_tokens_and_later_ones_wait_for_the_release
             tasks = [asyncio.create_task(client.generate([5], long)) for _ in range(4)]
             while len(engine.running) < 4:
                 await asyncio.sleep(0.01)
-            await client.hold(scope)
+            await client.pause(scope)
             assert not engine.running and not scope.aborted, f"{len(engine.running)} requests still run"
             results = await asyncio.gather(*tasks)
             assert [r.finish_reason for r in results] == ["abort"] * 4 and all(r.tokens for r in results)
             later = asyncio.create_task(client.generate([5], PARAMS))
             await asyncio.sleep(0.05)
-            assert len(engine.requests) == 4, "a request was sent while requests were held back"
-            client.release()
+            assert len(engine.requests) == 4, "a request was sent while requests were paused"
+            client.resume()
             assert (await later).finish_reason == "length"
             await client.close()
 

@@ -15,7 +15,7 @@ from slime.core.prompt import Fingerprint, PromptRow
 from slime.core.sample import Group, Sample
 from slime.rewards.types import Score, Scored
 from slime.rollout.context import RolloutContext
-from slime.rollout.fully_async import RolloutWorker
+from slime.rollout.schedules.fully_async import RolloutWorker
 from slime.rollout.types import Progress
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
 from tests.support.rollout import rollout_args
@@ -56,7 +56,7 @@ class Life:
         self.worker = RolloutWorker(self.context, self.buffer)
 
     async def step(self, number: int) -> list[Group]:
-        """Takes a batch, trains it, publishes."""
+        """Takes a batch, trains it, syncs weights."""
         output = await self.worker.step(self.context, number)
         groups = [Group(samples[0].group_index or 0, tuple(samples)) for samples in output.samples]
         self.buffer.mark_trained([g.group_index for g in groups])
@@ -75,7 +75,7 @@ def test_saved_after_a_weight_sync_nothing_that_was_sampled_is_lost(seed: int, t
         for number in range(NUM_STEPS):
             await first.step(number)
         state = first.buffer.state_dict()
-        under_way = {g.group_index: g.to_dict()["samples"] for g in first.worker.running.values()}
+        under_way = {g.group_index: g.to_dict()["samples"] for g in first.worker.running}
         saved = {g["group_index"]: g["group"] for g in state["in_flight"]}
         for index, samples in under_way.items():
             if saved[index] is not None:

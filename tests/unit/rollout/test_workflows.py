@@ -14,8 +14,8 @@ from slime.core.errors import ConfigError, EngineError
 from slime.core.sample import Sample
 from slime.rollout.debug_data import head_and_tail, load_rollout
 from slime.rollout.manager import RolloutManager
+from slime.rollout.teacher import parse_log_probs
 from slime.rollout.workflows.rejection import has_right, keep_best, keep_right
-from slime.rollout.workflows.teacher import parse_log_probs
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 

@@ -1,4 +1,4 @@
-"""What a stock engine reports for cut sampling, and that it samples from the nucleus that the trainer finds.
+"""What a stock engine reports for truncated sampling, and that it samples from the top-p set that the trainer finds.
 
 SGLang 0.5.16: `output_token_logprobs` are those of the whole distribution after temperature, also under top-p and
 top-k. With a finite top_k, `return_sampling_mask` adds `output_token_sampling_logprobs` (renormalised over the kept
@@ -37,7 +37,7 @@ def _scores(model: Any, prompt: list[int], tokens: list[int], **cut: Any) -> Tok
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 0.9, -1), (0.5, 0.8, -1), (0.5, 0.8, 20), (1, 1, 5)])
-def test_the_engine_samples_from_our_nucleus(
+def test_the_engine_samples_from_our_top_p_set(
     engine_server: Any, tiny_model_path: Path, temperature: float, top_p: float, top_k: int
 ) -> None:
     import transformers
@@ -54,7 +54,7 @@ def test_the_engine_samples_from_our_nucleus(
             of_set = torch.tensor(answer["output_token_sampling_logprobs"])
             unlike += int(((scores.log_probs - of_set).abs() > 1e-5).sum())
             sizes += [len(ids) for ids in answer["output_token_sampling_mask"]]
-    assert outside <= 0.001 * NUM_PROMPTS * LENGTH, f"{outside} sampled tokens outside the nucleus"
+    assert outside <= 0.001 * NUM_PROMPTS * LENGTH, f"{outside} sampled tokens outside the top-p set"
     assert full_mismatch <= 1e-5, "the engine's log-probs are those of the whole distribution after temperature"
     assert unlike <= 0.001 * NUM_PROMPTS * LENGTH, f"{unlike} tokens whose kept set is another: more than ties explain"
     assert all(size <= top_k for size in sizes), "the engine keeps at most top_k"

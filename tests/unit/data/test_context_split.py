@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slime.core.batch import TrainSample
 from slime.core.errors import ConfigError, DataError
-from slime.data.context_split import context_cut, context_positions
+from slime.data.context_split import context_positions, split_context
 from slime.data.packing import pack
 
 
@@ -44,7 +44,7 @@ def test_ranks_hold_the_row_once_and_see_exactly_the_past(row: tuple[list[int], 
     sequence = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
     work = set()
     for rank in range(cp_size):
-        cut = context_cut(cu, cp_rank=rank, cp_size=cp_size)
+        cut = split_context(cu, cp_rank=rank, cp_size=cp_size)
         assert np.array_equal(cut.local_index[cut.positions], np.arange(len(cut.positions)))
         assert (cut.local_index >= 0).sum() == len(cut.positions)
         seen = np.split(gathered[cut.key_rows], np.cumsum(cut.key_lengths)[:-1])
@@ -71,7 +71,7 @@ def test_padding_stands_behind_each_sequence_and_trains_nothing(lengths: list[in
     assert padded.loss_mask.sum() == plain.loss_mask.sum()
 
 
-def test_an_uneven_cut_is_refused() -> None:
+def test_an_uneven_split_is_refused() -> None:
     with pytest.raises(DataError, match="pad_each_to=4"):
         context_positions(np.asarray([0, 6]), cp_rank=0, cp_size=2)
     with pytest.raises(ConfigError, match="pad_each_to=0"):

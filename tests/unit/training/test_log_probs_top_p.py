@@ -1,4 +1,4 @@
-"""Log-probs under top-k and top-p equal those of a brute-force nucleus, ties included, and are a distribution."""
+"""Log-probs under top-k and top-p equal those of a brute-force top-p set, ties included, and are a distribution."""
 
 from __future__ import annotations
 

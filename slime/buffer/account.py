@@ -1,0 +1,118 @@
+"""The account of the Data Buffer: the ids that were given, what is in flight, and how each settled group ended.
+
+Invariants
+1. `group_index` and `index` increase over the whole run and are never used twice, resume included.
+2. A group is settled once, and only from in flight; anything else is a `LedgerError` that says in which state it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from slime.buffer.ledger import Ledger
+from slime.buffer.origin import Issued, Origin
+from slime.core.errors import LedgerError
+
+
+class Account:
+    """Counts of groups since the start of the run. What is buffered is the buffer's to say."""
+
+    def __init__(self, is_buffered: Callable[[int], bool]) -> None:
+        """`is_buffered`: whether a group waits in the buffer, for messages."""
+        self._is_buffered = is_buffered
+        self.next_group_index = 0
+        self.next_index = 0
+        self.num_issued = 0
+        self.num_trained = 0
+        self.filtered: Counter[str] = Counter()
+        """Reason -> groups dropped on purpose."""
+        self.failed: Counter[str] = Counter()
+        """Reason -> groups given up."""
+        self.returned: Counter[str] = Counter()
+        """Reason -> times that a group was put back."""
+        self.in_flight: dict[int, Issued] = {}
+        """In the order of issue."""
+        self.origins: dict[int, Origin] = {}
+        """Of groups that are not settled and were made from a prompt."""
+
+    def add_group(self, num_executions: int) -> tuple[int, int]:
+        """A new group; returns its `group_index` and the first `index` of its executions."""
+        ids = self.next_group_index, self.next_index
+        self.next_group_index += 1
+        self.next_index += num_executions
+        self.num_issued += 1
+        return ids
+
+    def add_foreign_group(self, group_index: int, last_index: int) -> None:
+        """A new group that brought its own ids, above all that were given."""
+        self.next_group_index, self.next_index = group_index + 1, last_index + 1
+        self.num_issued += 1
+
+    def drop(self, group_indices: Iterable[int], reason: str) -> None:
+        """Groups that waited were dropped on purpose."""
+        for index in group_indices:
+            self.origins.pop(index, None)
+            self.filtered[reason] += 1
+
+    def settle(self, group_indices: Iterable[int], verb: str) -> int:
+        """Groups in flight are settled; returns how many. Raises `LedgerError` for one that is not in flight."""
+        indices = list(group_indices)
+        self.require_in_flight(indices, verb)
+        for index in indices:
+            del self.in_flight[index]
+            self.origins.pop(index, None)
+        return len(indices)
+
+    def require_in_flight(self, group_indices: Sequence[int], verb: str) -> None:
+        """Raises `LedgerError` unless each of the groups is in flight and named once."""
+        repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
+        if repeated:
+            raise LedgerError(f"got groups {repeated} more than once to be {verb}; each group is settled once")
+        stray = [index for index in group_indices if index not in self.in_flight]
+        if not stray:
+            return
+        states = {index: self._state_of(index) for index in stray[:8]}
+        raise LedgerError(
+            f"got groups {states} to be {verb}, because only groups in flight can be; do: settle each issued group once"
+        )
+
+    def _state_of(self, group_index: int) -> str:
+        if self._is_buffered(group_index):
+            return "buffered"
+        return "settled before" if 0 <= group_index < self.next_group_index else "never issued"
+
+    def ledger(self, *, num_buffered: int) -> Ledger:
+        """The account at this moment."""
+        return Ledger(
+            issued=self.num_issued,
+            trained=self.num_trained,
+            filtered=dict(self.filtered),
+            failed=dict(self.failed),
+            buffered=num_buffered,
+            in_flight=len(self.in_flight),
+            returned=dict(self.returned),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """What a checkpoint holds of the account, JSON-serialisable; the groups in flight are saved by the buffer."""
+        return {
+            "next_group_index": self.next_group_index,
+            "next_index": self.next_index,
+            "issued": self.num_issued,
+            "trained": self.num_trained,
+            "filtered": dict(self.filtered),
+            "failed": dict(self.failed),
+            "returned": dict(self.returned),
+            "origins": [[i, o.row, o.first_index, o.num_executions] for i, o in self.origins.items()],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Replaces the account by saved `figures`; nothing is in flight."""
+        self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
+        self.num_issued, self.num_trained = state["issued"], state["trained"]
+        self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])
+        self.returned = Counter(state["returned"])
+        self.origins = {i: Origin(row, first, count) for i, row, first, count in state["origins"]}
+        self.in_flight = {}

@@ -1,0 +1,62 @@
+"""Whom a rollout asks: the engines, the teacher, the graders, each made as the settings say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slime.rewards.pool import GraderPool
+from slime.rollout.client import EngineClient
+from slime.rollout.teacher import TeacherClient
+from slime.settings import Args
+from slime.settings.eval_config import eval_datasets
+
+
+def engine_client(args: Args, router_url: str | None, *, num_engines: int, api_key: str | None) -> EngineClient | None:
+    """The client of the engines behind the router; None without one. `api_key`: the token that the engines ask for."""
+    if router_url is None:
+        return None
+    return EngineClient(
+        router_url,
+        request_timeout_s=args.request_timeout_s,
+        max_concurrency=args.sglang_server_concurrency * max(num_engines, 1),
+        vocab_size=_vocab_size(args.hf_checkpoint),
+        api_key=api_key,
+        token_versions=args.pause_generation_mode != "abort",
+    )
+
+
+def teacher_client(args: Args) -> TeacherClient | None:
+    """The client of `--opd-teacher-url`; None without one."""
+    if args.opd_teacher_url is None:
+        return None
+    return TeacherClient(
+        args.opd_teacher_url,
+        request_timeout_s=args.request_timeout_s,
+        max_concurrency=args.sglang_server_concurrency,
+        vocab_size=_vocab_size(args.hf_checkpoint),
+        api_key=args.opd_teacher_api_key,
+    )
+
+
+def grader_pool(args: Args) -> GraderPool:
+    """The processes that grade. Raises `ConfigError` on a grader that does not exist."""
+    return GraderPool(
+        num_workers=args.reward_num_workers,
+        timeout_s=args.reward_timeout_s,
+        memory_limit_bytes=args.reward_memory_limit_mb * 2**20 if args.reward_memory_limit_mb else None,
+        rm_type=args.rm_type,
+        eval_rm_types=[one.rm_type for one in eval_datasets(args) if one.rm_type is not None],
+        custom_rm_path=args.custom_rm_path,
+        args=args,
+    )
+
+
+def _vocab_size(hf_checkpoint: str) -> int | None:
+    """Number of token ids that the model knows, from its config; None if it does not say."""
+    path = Path(hf_checkpoint) / "config.json"
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return int(size) if size is not None else None

@@ -1,0 +1,291 @@
+"""The loop that schedules share: starts groups of the Data Buffer, and settles each when it ends.
+
+    loop = GroupLoop(context, hooks, source, policy)
+    while ...:
+        await loop.turn()          # starts what the policy has room for, sleeps until a group ends, settles what ended
+    output = await loop.hand_out(groups)
+
+Consumes: groups of the Data Buffer (`get_groups`). Produces: accepted groups, by `Policy.accept`; all others are put
+back, marked filtered or marked failed. Waits for: the task of a group, one for each that runs. Is woken by: the end of
+such a task, and `wake`. All on the manager's event loop, which alone talks to the buffer; user functions run in
+threads, so that the loop answers while they compute.
+
+Invariants
+1. Every group taken from the buffer is running, accepted, put back, quarantined, marked filtered or marked failed.
+   `abandon` puts all that are not settled back.
+2. A failed, unscored or interrupted execution is tried again, at most `MAX_TRIES` times in the life of the loop, and
+   then its group is dropped as failed: an infrastructure failure never becomes a reward. An interruption that was meant
+   does not count.
+3. Filters and failures of a step are bounded, and the error says which bound was met.
+4. A group whose request found no answer in time is quarantined: it is put back by `end_quarantine`, so that no try of
+   it comes before the next step. The `MAX_TRIES`th time it is dropped as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from slime.buffer.groups import reset_group
+from slime.buffer.origin import note_quarantines, num_quarantines
+from slime.core.errors import DataError, DeadlineExceeded, EngineError
+from slime.core.sample import Group
+from slime.rollout.client import RequestScope
+from slime.rollout.context import RolloutContext, use
+from slime.rollout.counts import StepCounts
+from slime.rollout.execute import GroupResult, Outcome, failure_kind, run_group
+from slime.rollout.hooks import RolloutHooks, in_thread, keep_group
+from slime.rollout.metrics import sample_metrics
+from slime.rollout.sampling import rollout_sampling_params
+from slime.rollout.types import RolloutFnTrainOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES = 3
+"""Tries of a group with failing executions."""
+MAX_FILTERED_FACTOR = 32
+"""Filtered groups per wanted group after which the step gives up."""
+MIN_FAILED_GROUPS = 4
+"""So many groups may fail for good in any step; beyond it, as many as are wanted."""
+
+
+class GroupSource(Protocol):
+    """What the loop needs of the Data Buffer."""
+
+    def get_groups(self, n: int) -> list[Group]: ...
+    def put_back(self, groups: list[Group], reason: str) -> None: ...
+    def start_over(self, group: Group) -> Group: ...
+    def note(self, group: Group) -> None: ...
+    def mark_filtered(self, group_indices: list[int], reason: str) -> None: ...
+    def mark_failed(self, group_indices: list[int], reason: str) -> None: ...
+
+
+class Policy(ABC):
+    """What a schedule decides of a loop. None of the answers waits for anything."""
+
+    round: int = 1
+    """Groups that are taken from the buffer at once."""
+
+    @abstractmethod
+    def has_room(self, loop: GroupLoop) -> bool:
+        """Whether more groups are to be started."""
+
+    def admit(self, loop: GroupLoop, group: Group) -> Group:
+        """The group as it may be worked on; called once when it is started."""
+        return group
+
+    @abstractmethod
+    def was_meant(self, loop: GroupLoop, group: Group) -> bool:
+        """Whether an interruption of the group is no failure."""
+
+    def is_surplus(self, loop: GroupLoop) -> bool:
+        """Whether a group that is finished now goes back to the buffer, because the batch is full."""
+        return False
+
+    def others_fill_the_step(self, loop: GroupLoop) -> bool:
+        """Whether the batch gets full without the group that a filter looks at."""
+        return len(loop.running) >= loop.target
+
+    @abstractmethod
+    def accept(self, loop: GroupLoop, group: Group) -> None:
+        """Takes a finished group."""
+
+
+class GroupLoop:
+    """The state of a loop over groups: what runs, what failed how often, what the step counts."""
+
+    def __init__(self, context: RolloutContext, hooks: RolloutHooks, source: GroupSource, policy: Policy) -> None:
+        self.args, self.context, self.hooks, self.source, self.policy = context.args, context, hooks, source, policy
+        self.target: int = context.args.rollout_batch_size
+        """Groups of a batch."""
+        self.params = rollout_sampling_params(context.args)
+        self.scope = RequestScope()
+        """Of all requests of its groups: the task that takes the turns sets it as `REQUEST_SCOPE`."""
+        self.running: dict[asyncio.Task[GroupResult], Group] = {}
+        self.quarantined: list[Group] = []
+        """Kept from the buffer until `end_quarantine`."""
+        self.tries: Counter[int] = Counter()
+        self.rollout_id = -1
+        self.counts = StepCounts()
+        self._woken = asyncio.Event()
+
+    def begin_step(self, context: RolloutContext, rollout_id: int) -> None:
+        """What runs from now on belongs to this step: its progress, its number in messages."""
+        self.context, self.rollout_id = context, rollout_id
+        context.progress.begin(f"rollout {rollout_id}", self.target)
+
+    async def turn(self, timeout_s: float | None = None) -> None:
+        """Starts what there is room for, sleeps until a group ends, `wake` is called or time is up; settles what ended.
+
+        Raises `DataError` if the filter rejects nearly everything, `EngineError` if too many groups fail, and what user
+        hooks raise on purpose.
+        """
+        self._refill()
+        rests, since = not self.running, time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), timeout_s)
+        self._woken.clear()
+        self.counts.idle_s += (time.monotonic() - since) * rests
+        await self.settle([task for task in self.running if task.done()])
+
+    def wake(self) -> None:
+        """Ends the sleep of a turn: there may be room."""
+        self._woken.set()
+
+    async def settle(self, ended: Sequence[asyncio.Task[GroupResult]]) -> None:
+        """Settles ended groups, in the order of their prompts."""
+        for task in sorted(ended, key=lambda t: self.running[t].group_index):
+            await self._settle(task, self.running.pop(task))
+
+    def end_quarantine(self) -> None:
+        """Groups that found no answer may be tried again."""
+        held, self.quarantined = self.quarantined, []
+        if held:
+            self.source.put_back(held, "quarantined")
+
+    async def abandon(self, *, reason: str = "error", accepted: Sequence[Group] = ()) -> None:
+        """Cancels what runs and puts back what is not settled, and `accepted` groups too; what ran starts over."""
+        self.scope.aborted = True
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+        self.end_quarantine()
+        again = [reset_group(group) for group in self.running.values()]
+        self.counts.num_aborted += len(again)
+        self.running.clear()
+        again += accepted
+        if again:
+            self.source.put_back(again, reason)
+
+    async def hand_out(self, batch: Sequence[Group]) -> RolloutFnTrainOutput:
+        """Shows the groups of a batch, sorted by prompt, to the hooks, and tells the metrics of the step."""
+        groups = [list(group.samples) for group in sorted(batch, key=lambda g: g.group_index)]
+        if self.hooks.sample_filter is not None:
+            await in_thread(self.hooks.sample_filter, self.args, groups)
+        if self.hooks.all_samples is not None:
+            dropped = [list(group.samples) for group in self.counts.dropped]
+            await in_thread(self.hooks.all_samples, self.args, groups + dropped, self.source)
+        return RolloutFnTrainOutput(groups, {**self.counts.metrics(), **sample_metrics(self.args.reward_key, groups)})
+
+    def time_left_s(self, began: float) -> float | None:
+        """Seconds until the limit of a step that began at `began`; None without one. Raises `DeadlineExceeded`."""
+        limit_s = self.args.rollout_global_timeout_s
+        if limit_s is None:
+            return None
+        left = limit_s - (time.monotonic() - began)
+        if left <= 0:
+            raise DeadlineExceeded.waiting(
+                owner=f"rollout of step {self.rollout_id}",
+                for_what=f"{self.target} groups",
+                limit_s=limit_s,
+                last_progress=str(self.context.progress),
+            )
+        return left
+
+    # ---- starting ------------------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        while self.policy.has_room(self):
+            groups = self.source.get_groups(self.policy.round)
+            if not groups:
+                raise DataError("got no group from the data source; it must issue groups as long as the run needs them")
+            for group in groups:
+                self._start(self.policy.admit(self, group))
+
+    def _start(self, group: Group) -> None:
+        with use(self.context):
+            work = run_group(self.context, group, self.params, self.hooks.generate)
+            task = asyncio.create_task(work, name=f"group-{group.group_index}")
+        task.add_done_callback(lambda _: self.wake())
+        self.running[task] = group
+
+    # ---- settling ------------------------------------------------------------------------------------------------
+
+    async def _settle(self, task: asyncio.Task[GroupResult], group: Group) -> None:
+        """Accepts, filters, retries or drops one ended group."""
+        try:
+            result = task.result()
+        except BaseException:
+            self.source.put_back([group], "error")
+            raise
+        if result.outcome is Outcome.FINISHED:
+            await self._take_finished(result.group)
+        elif result.outcome is Outcome.ABORTED and self.policy.was_meant(self, group):
+            self.counts.num_aborted += 1
+            self.source.put_back([result.group], "aborted")
+        else:
+            self._retry_or_drop(result)
+
+    async def _take_finished(self, group: Group) -> None:
+        """A finished group is accepted unless it is surplus or the user's filter drops it."""
+        if self.policy.is_surplus(self):
+            self.counts.num_surplus += 1
+            self.source.put_back([group], "surplus")
+        elif await self._is_kept(group):
+            self.policy.accept(self, group)
+
+    async def _is_kept(self, group: Group) -> bool:
+        """Asks the dynamic filter; a group that it drops is settled."""
+        if self.hooks.dynamic_filter is None:
+            return True
+        try:
+            verdict = await keep_group(self.hooks.dynamic_filter, self.args, list(group.samples))
+        except BaseException:
+            self.source.put_back([group], "error")
+            raise
+        if verdict.keep or (verdict.keep_when_insufficient and not self.policy.others_fill_the_step(self)):
+            return True
+        reason = verdict.reason or "filter"
+        self.counts.filtered[reason] += 1
+        self.source.mark_filtered([group.group_index], reason)
+        if self.hooks.all_samples is not None:
+            self.counts.dropped.append(group)
+        self._check_filtered()
+        return False
+
+    def _check_filtered(self) -> None:
+        filtered = self.counts.filtered
+        if filtered.total() >= MAX_FILTERED_FACTOR * self.target:
+            raise DataError(
+                f"got {filtered.total()} groups dropped by the dynamic filter and {self.context.progress.done} of "
+                f"{self.target} kept in step {self.rollout_id}, because of {dict(filtered.most_common(3))}; the task "
+                "is too easy or too hard, or its grader is broken: look at the rewards, change the data or the filter"
+            )
+
+    def _retry_or_drop(self, result: GroupResult) -> None:
+        """A failure: again, unless it was tried often enough or can never succeed."""
+        index, kind = result.group.group_index, failure_kind(result)
+        self.tries[index] += 1
+        if result.outcome is Outcome.EXPIRED and num_quarantines(result.group) + 1 < MAX_TRIES:
+            self._quarantine(result)
+        elif result.outcome not in (Outcome.REJECTED, Outcome.EXPIRED) and self.tries[index] < MAX_TRIES:
+            self.counts.retried[kind] += 1
+            self.source.put_back([result.group], kind)
+        else:
+            logger.warning("group %d is given up: %s: %s", index, result.outcome.value, result.reason)
+            self.counts.failed[kind] += 1
+            self.source.mark_failed([index], kind)
+            self._check_failed(result.reason)
+
+    def _quarantine(self, result: GroupResult) -> None:
+        """Keeps the group from the buffer until the next step, and says so in its samples, which are saved."""
+        logger.warning("group %d is quarantined until the next step: %s", result.group.group_index, result.reason)
+        group = note_quarantines(result.group, num_quarantines(result.group) + 1)
+        self.quarantined.append(group)
+        self.source.note(group)
+        self.counts.num_quarantined += 1
+        self._check_failed(result.reason)
+
+    def _check_failed(self, reason: str) -> None:
+        lost = self.counts.failed.total() + self.counts.num_quarantined
+        if lost > max(MIN_FAILED_GROUPS, self.target):
+            raise EngineError(
+                f"got {lost} failed groups in step {self.rollout_id} and {self.context.progress.done} of "
+                f"{self.target} finished; the last one failed because: {reason}"
+            )

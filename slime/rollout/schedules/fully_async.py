@@ -1,0 +1,166 @@
+"""The schedule of `--fully-async`: one worker for the whole run, which goes on while the trainer trains.
+
+Consumes: groups of the Data Buffer, one at a time. Produces: finished groups, which wait in the Data Buffer; `step`
+takes a batch of them, those of the oldest weights first. The worker waits for any of its groups to end, or for room,
+and is woken by an ended group and by a taken batch. `step` waits for a full batch, and is woken by the worker, when
+there is one or when it has failed. All on the manager's event loop.
+
+Invariants
+1. At most `--max-groups-in-flight` groups run, or are finished and wait. The worker rests only when finished groups
+   fill that bound.
+2. A group that a weight sync interrupts (any with `--pause-generation-mode abort`, one before a checkpoint with the
+   others) goes back to the buffer and on at once, with its tokens: the client holds its requests back until engines
+   serve the new weights. Interrupted `MAX_TRIES` times in one step it counts as failed. Through other weight syncs
+   requests live.
+3. A batch holds no token older than `--max-weight-staleness`: the buffer looks when a group is issued and when it is
+   taken. No group starves, since a trainer that waits syncs no weights, and what runs then finishes in time.
+4. An error of the worker is raised by the step that waits for it, or by the next; all its groups are then put back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+
+from slime.buffer.data_buffer import DataBuffer
+from slime.core.sample import Group
+from slime.rollout.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.context import RolloutContext
+from slime.rollout.counts import StepCounts
+from slime.rollout.group_loop import MAX_TRIES, GroupLoop, Policy
+from slime.rollout.hooks import RolloutHooks
+from slime.rollout.schedules import SCHEDULES, RolloutSchedule
+from slime.rollout.types import RolloutFnTrainOutput
+
+
+@SCHEDULES.register("fully_async")
+class FullyAsync(RolloutSchedule):
+    """Generates all the time; a step trains the oldest finished groups."""
+
+    continuous = True
+
+    def __init__(self) -> None:
+        self._worker: RolloutWorker | None = None
+
+    async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
+        """A batch of finished groups; the first step starts the worker."""
+        self._worker = self._worker or RolloutWorker(context, source)
+        return await self._worker.step(context, rollout_id)
+
+    async def pause(self) -> None:
+        """Ends the requests of the worker."""
+        if self._worker is not None:
+            await self._worker.pause()
+
+    def resume(self) -> None:
+        """The worker's requests go again."""
+        if self._worker is not None:
+            self._worker.resume()
+
+    async def close(self) -> None:
+        """Ends the worker."""
+        if self._worker is not None:
+            await self._worker.close()
+
+
+class BoundedPolicy(Policy):
+    """Keeps a bounded number of groups under way; finished ones wait in the buffer."""
+
+    def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
+        most = context.args.max_groups_in_flight
+        assert most is not None, "--fully-async derives a bound of groups in flight"
+        self.interrupted: Counter[int] = Counter()
+        """Group -> interruptions in this step."""
+        self._max_groups_in_flight, self._buffer = most, buffer
+
+    def has_room(self, loop: GroupLoop) -> bool:
+        """While running and finished groups are fewer than the bound."""
+        return len(loop.running) + self._buffer.num_finished < self._max_groups_in_flight
+
+    def was_meant(self, loop: GroupLoop, group: Group) -> bool:
+        """Weight syncs interrupt, but not the same group again and again."""
+        self.interrupted[group.group_index] += 1
+        return self.interrupted[group.group_index] < MAX_TRIES
+
+    def accept(self, loop: GroupLoop, group: Group) -> None:
+        """Leaves the group in the buffer, for the step that trains it."""
+        self._buffer.put_finished(group)
+        loop.context.progress.done = self._buffer.num_finished
+
+
+class RolloutWorker:
+    """Starts to work when it is made, on the running event loop; `close` ends it."""
+
+    def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
+        """Raises `HookError`."""
+        self._buffer, self._policy = buffer, BoundedPolicy(context, buffer)
+        self._loop = GroupLoop(context, RolloutHooks.load(context.args), buffer, self._policy)
+        self._news = asyncio.Event()
+        self._task = asyncio.create_task(self._work(), name="rollout-worker")
+        self._task.add_done_callback(lambda _: self._news.set())
+
+    @property
+    def scope(self) -> RequestScope:
+        """Of all its requests."""
+        return self._loop.scope
+
+    @property
+    def running(self) -> list[Group]:
+        """The groups under way."""
+        return list(self._loop.running.values())
+
+    async def step(self, context: RolloutContext, rollout_id: int) -> RolloutFnTrainOutput:
+        """Exactly `rollout_batch_size` groups, finished in this step or before. Raises as `GroupLoop.turn` does,
+        and `DeadlineExceeded` beyond `--rollout-global-timeout-s`.
+        """
+        loop = self._loop
+        loop.begin_step(context, rollout_id)
+        loop.end_quarantine()
+        began = time.monotonic()
+        while not (batch := self._take()):
+            if self._task.done():
+                self._task.result()
+            self._news.clear()
+            left_s = loop.time_left_s(began)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), left_s)
+        output = await loop.hand_out(batch)
+        output.metrics["perf/rollout_idle_time"] = loop.counts.idle_s
+        output.metrics["rollout/num_running_groups"] = float(len(loop.running))
+        loop.counts, loop.rollout_id = StepCounts(), rollout_id + 1  # what happens until then is the next step's
+        self._policy.interrupted.clear()
+        return output
+
+    async def pause(self) -> None:
+        """Ends all requests; the groups go on at `resume`, with the tokens they have."""
+        if self._loop.context.client is not None:
+            await self._loop.context.client.pause(self.scope)
+
+    def resume(self) -> None:
+        """Requests go again."""
+        if self._loop.context.client is not None:
+            self._loop.context.client.resume()
+
+    async def close(self) -> None:
+        """Ends all requests and puts the groups back."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _take(self) -> list[Group]:
+        """A batch, if there is one; what is taken, or was stale, leaves room."""
+        self._loop.wake()
+        return self._buffer.take_finished(self._loop.target)
+
+    async def _work(self) -> None:
+        REQUEST_SCOPE.set(self.scope)
+        try:
+            while True:
+                await self._loop.turn()
+                if self._buffer.num_finished >= self._loop.target:
+                    self._news.set()
+        finally:
+            await self._loop.abandon()
+            if self._loop.context.client is not None:
+                await self._loop.context.client.drain()

@@ -1,0 +1,126 @@
+"""The step schedule: a step issues groups until enough of them are finished, and ends what is then still running.
+
+Consumes: groups of the Data Buffer, in rounds of `--over-sampling-batch-size`. Produces: a batch of exactly
+`--rollout-batch-size` groups. Waits for: any of its groups to end. Is woken by: the loop (`group_loop`), or the limit
+`--rollout-global-timeout-s`.
+
+Invariants
+1. When a step returns or raises, nothing of it runs: each group that it took is in the batch, put back, filtered or
+   failed, and no request is left in an engine.
+2. Without `--partial-rollout` a group holds work of this step only: what an earlier step left in it, finished or not,
+   was sampled by weights that may be older, and is dropped when the group is issued. `--max-weight-staleness` keeps
+   what is finished and not older than it says (the buffer looks).
+3. What the step itself ends does not count as a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from slime.buffer.data_buffer import DataBuffer
+from slime.core.sample import Group
+from slime.rollout.client import REQUEST_SCOPE
+from slime.rollout.context import RolloutContext
+from slime.rollout.execute import is_finished
+from slime.rollout.group_loop import GroupLoop, GroupSource, Policy
+from slime.rollout.hooks import RolloutHooks
+from slime.rollout.schedules import SCHEDULES, RolloutSchedule
+from slime.rollout.types import RolloutFnTrainOutput
+
+ABORT_REPEAT_S = 0.5
+"""An abort can overtake its request on the way to the engine, so it is repeated until all have ended."""
+ABORT_LIMIT_S = 30.0
+"""After this, tasks that still run (tools, sandboxes) are cancelled."""
+
+
+@SCHEDULES.register("step")
+class StepSchedule(RolloutSchedule):
+    """Generates a batch in the step that trains it."""
+
+    async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
+        """As `generate_step`."""
+        return await generate_step(context, rollout_id, source)
+
+
+async def generate_step(context: RolloutContext, rollout_id: int, source: GroupSource) -> RolloutFnTrainOutput:
+    """Generates one batch.
+
+    Raises `DataError` if the filter rejects nearly everything, `EngineError` if too many groups fail,
+    `DeadlineExceeded` beyond `--rollout-global-timeout-s`, and what user hooks raise on purpose.
+    """
+    batch = BatchPolicy(context, source)
+    loop = GroupLoop(context, RolloutHooks.load(context.args), source, batch)
+    loop.begin_step(context, rollout_id)
+    token, began = REQUEST_SCOPE.set(loop.scope), time.monotonic()
+    try:
+        while not batch.is_full():
+            await loop.turn(loop.time_left_s(began))
+        await _stop_surplus(loop)
+    except BaseException:
+        await loop.abandon(accepted=batch.accepted)
+        raise
+    finally:
+        REQUEST_SCOPE.reset(token)
+        if context.client is not None:
+            await context.client.drain()
+    return await loop.hand_out(batch.accepted)
+
+
+class BatchPolicy(Policy):
+    """Collects one batch."""
+
+    def __init__(self, context: RolloutContext, source: GroupSource) -> None:
+        self.accepted: list[Group] = []
+        self.target = context.args.rollout_batch_size
+        self.round = max(context.args.over_sampling_batch_size or self.target, 1)
+        self._context, self._source = context, source
+        self._issued: set[int] = set()
+
+    def is_full(self) -> bool:
+        """Whether the batch is complete."""
+        return len(self.accepted) >= self.target
+
+    def has_room(self, loop: GroupLoop) -> bool:
+        """While those under way cannot fill the batch."""
+        return not self.others_fill_the_step(loop)
+
+    def admit(self, loop: GroupLoop, group: Group) -> Group:
+        """Without the work of an earlier step, unless that may be trained."""
+        args, first = self._context.args, group.group_index not in self._issued
+        self._issued.add(group.group_index)
+        worked_on = group.attempts > 0 and any(s.response_length for s in group.samples)
+        may_be_older = args.max_weight_staleness is not None and is_finished(group.samples, scored=True)
+        if not first or args.partial_rollout or may_be_older or not worked_on:
+            return group
+        loop.counts.num_reset += 1
+        return self._source.start_over(group)
+
+    def was_meant(self, loop: GroupLoop, group: Group) -> bool:
+        """The step itself ends what is surplus; whatever else interrupts a group is a failure."""
+        return loop.scope.aborted
+
+    def is_surplus(self, loop: GroupLoop) -> bool:
+        """The batch is full."""
+        return self.is_full()
+
+    def others_fill_the_step(self, loop: GroupLoop) -> bool:
+        """Accepted and running groups are a batch."""
+        return len(self.accepted) + len(loop.running) >= self.target
+
+    def accept(self, loop: GroupLoop, group: Group) -> None:
+        """Keeps the group for the batch."""
+        self.accepted.append(group)
+        self._context.progress.done = len(self.accepted)
+
+
+async def _stop_surplus(loop: GroupLoop) -> None:
+    """Aborts what still runs and puts it back; a partial execution keeps its tokens with `--partial-rollout`."""
+    deadline = time.monotonic() + ABORT_LIMIT_S
+    while loop.running and time.monotonic() < deadline:
+        loop.scope.aborted = True
+        if loop.context.client is not None:
+            await loop.context.client.abort_scope(loop.scope)
+        done, _ = await asyncio.wait(loop.running, timeout=ABORT_REPEAT_S)
+        await loop.settle(list(done))
+    await loop.abandon(reason="aborted")
