@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 
+GRADERS = "slime.rewards.graders:GRADERS"
+"""The registry of graders, which stands above the settings."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
-    rm_type: str | None = None
+    rm_type: str | None = opt(None, chosen_from=GRADERS)
     """Grader: a built-in one, or the import path of a class of yours; metadata["rm_type"] of a row overrides it."""
     rm_url: str | None = None
     """Address of the grader of --rm-type remote_rm."""
@@ -39,7 +43,7 @@ class RewardSettings:
 
 def grader_of(rm_type: str) -> Any:
     """The entry of the graders' registry. Raises `ConfigError`."""
-    return load_object("slime.rewards.graders:grader_class")(rm_type)
+    return load_object(GRADERS).get(rm_type)
 
 
 def grader_is_known(args: Args) -> str | None:
