@@ -182,7 +182,7 @@ def test_same_state_and_batch_give_the_same_bits(tiny_llama: Path, make_backend:
     assert _same(results[0][1], results[1][1])
 
 
-def test_the_gap_alarm_names_the_token_and_spares_the_weights(
+def test_the_mismatch_alarm_names_the_token_and_spares_the_weights(
     tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
     for steps in (8, 4):  # one optimizer step, and two
@@ -191,7 +191,7 @@ def test_the_gap_alarm_names_the_token_and_spares_the_weights(
         wrong = np.array(batch.samples[5].rollout_log_probs)
         wrong[0] -= 0.5
         before = _weights(backend)
-        with pytest.raises(NumericsError, match=r"gap of 0\.5.*sample 5 of group 2.*response token 0 "):
+        with pytest.raises(NumericsError, match=r"mismatch of 0\.5.*sample 5 of group 2.*response token 0 "):
             backend.train(_change(batch, 5, rollout_log_probs=wrong))
         assert _same(_weights(backend), before)
         metrics = backend.train(batch)
