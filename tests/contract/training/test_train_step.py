@@ -157,7 +157,10 @@ def test_ranks_meet_on_loopback_only(tiny_qwen3: Path, make_backend: Callable[..
     assert listening_addresses(os.getpid()) == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("flags", [{"bf16": True}, {"fp16": True, "initial_loss_scale": 1024.0}])
+FLOAT16 = {"fp16": True, "initial_loss_scale": 1024.0}
+
+
+@pytest.mark.parametrize("flags", [{"bf16": True}, pytest.param(FLOAT16, marks=pytest.mark.slow)])
 def test_half_precision_trains_and_resumes(
     flags: dict[str, Any], tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:
@@ -271,7 +274,9 @@ def test_settings_that_cannot_work_are_refused(tiny_qwen3: Path, make_backend: C
     "recompute",
     [
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        pytest.param(
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, marks=pytest.mark.slow
+        ),
     ],
     ids=["full", "selective"],
 )
