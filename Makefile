@@ -50,11 +50,12 @@ test: $(STAMP) ## everything but the slow tests, real engines included
 test-all: $(STAMP) ## every test, and new examples for the properties
 	$(PYTEST) --hypothesis-profile=explore tests
 
-check: $(STAMP) ## lint, format, types, import contracts
+check: $(STAMP) ## lint, format, types, import contracts; how much code each room has
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+	$(PY) tests/project/tokens_per_room.py
 
 format: $(STAMP) ## rewrite the sources in the house format
 	$(PY) -m ruff check --fix .

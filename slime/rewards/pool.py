@@ -24,7 +24,7 @@ from typing import Any
 
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import PER_TOKEN, Sample
-from slime.rewards.graders import grader_class, settings_of
+from slime.rewards.graders import GRADERS, settings_of
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom
@@ -118,7 +118,7 @@ class GraderPool:
         the settings of graders. Raises `ConfigError` on an unknown `rm_type`.
         """
         named = {rm_type, *eval_rm_types}
-        self._graders = {name: grader_class(name) for name in named if name}
+        self._graders = {name: GRADERS.get(name) for name in named if name}
         """Name -> grader; those of rows come when they are met, and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
         self._settings = ProcessSettings(limit_s=timeout_s, memory_limit_bytes=memory_limit_bytes, args=args)
@@ -175,7 +175,7 @@ class GraderPool:
     def _grader(self, name: str) -> _Choice:
         """A grader of the registry. Raises `ConfigError`."""
         if name not in self._graders:
-            self._graders[name] = grader_class(name, paths=False)
+            self._graders[name] = GRADERS.get_registered(name)
         kind = self._graders[name]
         settings = settings_of(kind, self._settings.args)
         if kind.waits:

@@ -76,7 +76,6 @@ class EngineClient:
         `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each token.
         """
         self.base_url = base_url.rstrip("/")
-        self.max_concurrency = max_concurrency
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
         self._token_versions = token_versions
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

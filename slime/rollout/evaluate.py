@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slime.core.errors import DataError, EngineError, HookError
+from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
 from slime.rollout.filters import rewards_by_execution
-from slime.rollout.hooks import RolloutHooks, call_step_function
+from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import spread
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.types import RolloutFnEvalOutput
@@ -175,15 +175,3 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     if versions:
         metrics["eval/weight_version"] = float(versions[0])
     return RolloutFnEvalOutput(data, metrics)
-
-
-async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:
-    """Evaluates by the user's `--eval-function-path`. Raises `HookError`, and what the function raises."""
-    path = context.args.eval_function_path
-    assert path is not None, "an evaluation by a function that nobody named"
-    output = await call_step_function(path, "eval", context.args, rollout_id, source, evaluation=True)
-    if not isinstance(output, RolloutFnEvalOutput):
-        raise HookError(
-            f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput"
-        )
-    return output

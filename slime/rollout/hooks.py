@@ -117,16 +117,6 @@ async def keep_group(hook: Hook, args: HookArgs, samples: list[Sample]) -> Dynam
     )
 
 
-async def call_step_function(
-    path: str, kind: str, args: HookArgs, rollout_id: int, source: object, *, evaluation: bool = False
-) -> Any:
-    """A user's rollout or evaluation function: awaited if async, otherwise in a thread. Raises `HookError`."""
-    function = _load(path, kind)
-    if is_async(function):
-        return await function(args, rollout_id, source, evaluation=evaluation)
-    return await in_thread(function, args, rollout_id, source, evaluation=evaluation)
-
-
 async def is_logged_by_user(path: str | None, kind: str, *given: Any) -> bool:
     """Calls the user's log function, if there is one, and says whether it stands for the default logging."""
     log = load(path, kind)

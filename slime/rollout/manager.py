@@ -24,7 +24,7 @@ from slime.rollout.batch_account import BatchAccount
 from slime.rollout.clients import engine_client, grader_pool, teacher_client
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.convert import to_train_batch
-from slime.rollout.evaluate import evaluate, evaluate_by_function
+from slime.rollout.evaluate import evaluate
 from slime.rollout.hooks import in_thread, is_logged_by_user
 from slime.rollout.metrics import speed
 from slime.rollout.mismatch_probe import MismatchProbe
@@ -32,6 +32,7 @@ from slime.rollout.recorder import Recorder
 from slime.rollout.schedules import SCHEDULES
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.staleness import staleness
+from slime.rollout.step_functions import evaluate_by_function
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
 

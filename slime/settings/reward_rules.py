@@ -14,7 +14,7 @@ from slime.settings.rules import RULE_DEFAULT_ROLLOUT, Rule
 
 def grader_of(rm_type: str) -> Any:
     """The entry of the graders' registry. Raises `ConfigError`."""
-    return load_object("slime.rewards.graders:grader_class")(rm_type)
+    return load_object("slime.rewards.graders:GRADERS").get(rm_type)
 
 
 def grader_is_known(args: Args) -> str | None:

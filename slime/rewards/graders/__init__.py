@@ -55,26 +55,30 @@ class Grader:
         return
 
 
-GRADERS: Registry[Grader] = Registry("grader", flag="--rm-type", package="slime.rewards.graders", contract=Grader)
+class GraderRegistry(Registry[Grader]):
+    """The graders by name, with or without the prefix."""
+
+    def get(self, name: str) -> type[Grader]:
+        """The grader that `--rm-type` names. Raises `ConfigError` if there is none, or it cannot have the prefix."""
+        base = name.removeprefix(BOXED_PREFIX)
+        grader = super().get(base)
+        if grader.finds_box and base != name:
+            raise ConfigError(
+                f"got --rm-type {name!r} (or metadata rm_type), but {base} finds the box itself; drop the prefix"
+            )
+        return grader
+
+    def get_registered(self, name: str) -> type[Grader]:
+        """The same for a name that stands in the data, which choose no code: an import path is refused."""
+        if name.removeprefix(BOXED_PREFIX) not in self:
+            raise ConfigError(
+                f"got metadata rm_type {name!r}, which names no grader; a row may name {', '.join(self.names())} or "
+                "what --rm-type names"
+            )
+        return self.get(name)
 
 
-def grader_class(rm_type: str, *, paths: bool = True) -> type[Grader]:
-    """The grader that `--rm-type`, or metadata `rm_type`, names. Raises `ConfigError` if there is none.
-
-    `paths`: an import path will do. Not for a name that stands in the data: data choose no code.
-    """
-    name = rm_type.removeprefix(BOXED_PREFIX)
-    if not paths and name not in GRADERS:
-        raise ConfigError(
-            f"got metadata rm_type {rm_type!r}, which names no grader; a row may name {', '.join(GRADERS.names())} "
-            "or what --rm-type names"
-        )
-    grader = GRADERS.get(name)
-    if grader.finds_box and name != rm_type:
-        raise ConfigError(
-            f"got --rm-type {rm_type!r} (or metadata rm_type), but {name} finds the box itself; drop the prefix"
-        )
-    return grader
+GRADERS = GraderRegistry("grader", flag="--rm-type", package="slime.rewards.graders", contract=Grader)
 
 
 def settings_of(grader: type[Grader], args: object) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def settings_of(grader: type[Grader], args: object) -> dict[str, Any]:
 
 def make_grader(rm_type: str, settings: Mapping[str, Any] | None = None) -> Grader:
     """The grader of a name, with the settings that are its fields. Raises `ConfigError`."""
-    grader = grader_class(rm_type)(**(settings or {}))
+    grader = GRADERS.get(rm_type)(**(settings or {}))
     return Boxed(grader) if rm_type.startswith(BOXED_PREFIX) else grader
 
 

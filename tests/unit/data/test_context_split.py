@@ -36,7 +36,7 @@ rows = st.tuples(st.lists(st.integers(1, 20), max_size=4), st.integers(1, 4), st
 def test_ranks_hold_the_row_once_and_see_exactly_the_past(row: tuple[list[int], int, int]) -> None:
     lengths, cp_size, tp_size = row
     packed = pack(samples_of(lengths), pad_to_multiple=2 * cp_size * tp_size, pad_each_to=2 * cp_size)
-    cu, num_tokens = packed.cu_seqlens, packed.num_tokens
+    cu, num_tokens = packed.cu_seqlens, len(packed.tokens)
     held = [context_positions(cu, cp_rank=r, cp_size=cp_size) for r in range(cp_size)]
     assert {len(h) for h in held} == {num_tokens // cp_size} and num_tokens % (cp_size * tp_size) == 0
     gathered = np.concatenate(held)

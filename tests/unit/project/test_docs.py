@@ -84,12 +84,17 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
     own = dict(zip(base[::2], base[1::2], strict=True))
     chats = folder / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n' * 40)
+    checkpoints = folder / "checkpoints"
+    for step in (*words, "0") if "--load" in words else ():
+        if step.isdecimal():
+            (checkpoints / f"step_{int(step):06d}").mkdir(parents=True, exist_ok=True)
+            (checkpoints / f"step_{int(step):06d}" / "manifest.json").touch()
     made: dict[str, Callable[[], str]] = {
         "--hf-checkpoint": lambda: own["--hf-checkpoint"],
         "--prompt-data": lambda: str(chats) if "sft_loss" in words else own["--prompt-data"],
         "--run-dir": lambda: own["--run-dir"],
         "--save": lambda: str(folder / "save"),
-        "--load": lambda: str(folder),
+        "--load": lambda: str(checkpoints),
     }
     out: list[str] = []
     for word in words:

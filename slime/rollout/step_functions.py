@@ -1,0 +1,51 @@
+"""User functions of a whole step: `--rollout-function-path` and `--eval-function-path`, called and checked.
+
+Waits for: the function, which is awaited if it is async and otherwise runs in a thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.buffer.groups import flatten
+from slime.core.errors import HookError
+from slime.rollout.context import RolloutContext
+from slime.rollout.hooks import in_thread, load
+from slime.rollout.metrics import sample_metrics
+from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.settings.hooks import is_async
+
+
+async def rollout_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnTrainOutput:
+    """The groups that the function returns, with metrics of their samples. Raises `HookError`, and what it raises."""
+    path = context.args.rollout_function_path
+    output = await _call(path, "rollout", context, rollout_id, source, evaluation=False)
+    if isinstance(output, list):
+        output = RolloutFnTrainOutput(output)
+    if not hasattr(output, "samples"):
+        raise HookError(f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput")
+    groups = [flatten(group) for group in output.samples]
+    metrics = sample_metrics(context.args.reward_key, groups)
+    return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
+
+
+async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:
+    """What the function returns. Raises `HookError`, and what it raises."""
+    path = context.args.eval_function_path
+    assert path is not None, "an evaluation by a function that nobody named"
+    output = await _call(path, "eval", context, rollout_id, source, evaluation=True)
+    if not isinstance(output, RolloutFnEvalOutput):
+        raise HookError(
+            f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput"
+        )
+    return output
+
+
+async def _call(
+    path: str, kind: str, context: RolloutContext, rollout_id: int, source: object, *, evaluation: bool
+) -> Any:
+    function = load(path, kind)
+    assert function is not None, f"no function behind {path}"
+    if is_async(function):
+        return await function(context.args, rollout_id, source, evaluation=evaluation)
+    return await in_thread(function, context.args, rollout_id, source, evaluation=evaluation)
