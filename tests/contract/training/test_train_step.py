@@ -185,7 +185,7 @@ def test_same_state_and_batch_give_the_same_bits(tiny_llama: Path, make_backend:
     assert _same(results[0][1], results[1][1])
 
 
-def test_the_gap_alarm_names_the_token_and_spares_the_weights(
+def test_the_mismatch_alarm_names_the_token_and_spares_the_weights(
     tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
     for steps in (8, 4):  # one optimizer step, and two
