@@ -27,7 +27,7 @@ OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-de
 """Placeholders, what argparse brings, and flags of pip."""
 OF_ENTRIES = {"--temper", "--num-words"}
 """Flags of entries that documents show as a user's own: known once the entry is named."""
-NOT_HERE = re.compile(r"^(my_|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)")
+NOT_HERE = re.compile(r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)")
 """Names of what a run or a user makes; and of metrics, which test_glossary.py looks after."""
 
 
@@ -86,7 +86,8 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
     own = dict(zip(base[::2], base[1::2], strict=True))
     chats = folder / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n' * 40)
-    checkpoints = folder / "checkpoints"
+    checkpoints, config = folder / "checkpoints", folder / "config.yaml"
+    config.write_text("rollout_temperature: 0.8\n")
     for step in (*words, "0") if "--load" in words else ():
         if step.isdecimal():
             (checkpoints / f"step_{int(step):06d}").mkdir(parents=True, exist_ok=True)
@@ -97,6 +98,7 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
         "--run-dir": lambda: own["--run-dir"],
         "--save": lambda: str(folder / "save"),
         "--load": lambda: str(checkpoints),
+        "--custom-config-path": lambda: str(config),
     }
     out: list[str] = []
     for word in words:
