@@ -27,7 +27,9 @@ OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-de
 """Placeholders, what argparse brings, and flags of pip."""
 OF_ENTRIES = {"--temper", "--num-words"}
 """Flags of entries that documents show as a user's own: known once the entry is named."""
-NOT_HERE = re.compile(r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)")
+NOT_HERE = re.compile(
+    r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)"
+)
 """Names of what a run or a user makes; and of metrics, which test_glossary.py looks after."""
 
 
