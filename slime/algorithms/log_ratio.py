@@ -6,8 +6,10 @@ means that trainer and engine disagree about the model.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -17,6 +19,8 @@ def unmasked(values: Tensor, mask: Tensor) -> Tensor:
 
     Applied to inputs, not to results: a NaN that only the result discards comes back as 0 * NaN in the backward pass.
     """
+    import torch
+
     return torch.where(mask > 0, values, torch.zeros_like(values))
 
 
@@ -33,6 +37,8 @@ def clamped_log_ratio(
 
 def clamp_counted(raw: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """(raw clamped to +-`limit`, where it was clamped [bool]); a limit of 0 is no limit."""
+    import torch
+
     if not limit:
         return raw, torch.zeros_like(raw, dtype=torch.bool)
     return raw.clamp(-limit, limit), raw.abs() > limit

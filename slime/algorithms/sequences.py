@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from slime.algorithms.log_ratio import unmasked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Sequences:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over each sample's tokens: [R] -> [S]; accumulated in float64. Masked values must be zero already."""
+        import torch
+
         total = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         return total.index_add(0, self.ids, values.double()).to(values.dtype)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def negative_log_likelihood(log_probs: Tensor, mask: Tensor) -> Tensor:
     """-log_probs [T], zero (with zero gradient) where masked, whatever stands there."""
+    import torch
+
     return torch.where(mask > 0, -log_probs, torch.zeros_like(log_probs))

@@ -5,16 +5,20 @@ The larger of the squared errors of the value and of the value held within `valu
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from slime.algorithms.log_ratio import unmasked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:
     """(loss [R], differentiable in `values`; 1.0 where the clip decided it [R]); both zero where masked."""
+    import torch
+
     value, old, target = unmasked(values, mask), unmasked(old_values.detach(), mask), unmasked(returns.detach(), mask)
     plain = (value - target).square()
     bounded = (old + (value - old).clamp(-value_clip, value_clip) - target).square()

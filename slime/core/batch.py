@@ -1,11 +1,12 @@
 """`TrainBatch`: what the trainer receives, frozen, as arrays with documented shapes.
 
 The driver passes it by reference; every training rank reads the same whole batch (shared memory on one host) and
-computes the same schedule from it, so no rank can see another cut of the data.
+computes the same schedule from it, so no rank can see another split of the data.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ class TrainSample:
     tokens: npt.NDArray[np.int64]
     """[T]"""
     loss_mask: npt.NDArray[np.float32]
-    """[R] 1.0 where trained."""
+    """[R] 1.0 where trained: the one mask of everything that follows. All zero in an unscored sample."""
     rollout_log_probs: npt.NDArray[np.float32] | None
     """[R] nats; None for data that no engine sampled (SFT)."""
     token_versions: npt.NDArray[np.int32]
@@ -36,6 +37,16 @@ class TrainSample:
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] nats, for on-policy distillation."""
+
+    def __post_init__(self) -> None:
+        """An unscored sample trains nothing, so none of its tokens is a trained one."""
+        if not self.is_scored and self.loss_mask.any():
+            object.__setattr__(self, "loss_mask", np.zeros_like(self.loss_mask))
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it has a reward."""
+        return not math.isnan(self.reward)
 
     @property
     def response_length(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 WeightVersion = int
-"""Names one published set of weights. Version 1 is the first weight sync of a run; a resume continues the count."""
+"""Names one synced set of weights. Version 1 is the first weight sync of a run; a resume continues the count."""
 
 TOKEN_VERSIONS_KEY = "token_weight_version"
 """In the `meta_info` of an answer: the weight version of each token, where engines tell it."""

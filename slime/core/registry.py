@@ -42,7 +42,7 @@ C = TypeVar("C", bound=type)
 class Registry(Generic[T]):
     """The entries of one extension point. Processes do not share it: each resolves names on its own."""
 
-    def __init__(self, what: str, *, flag: str, package: str, contract: type[T]) -> None:
+    def __init__(self, what: str, *, flag: str, package: str, contract: type[Any]) -> None:
         """`what`: the noun for messages; `flag`: the setting that names an entry; `package`: the built-in entries;
         `contract`: the class that entries derive from."""
         self.what, self.flag, self.package, self.contract = what, flag, package, contract

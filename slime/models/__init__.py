@@ -27,7 +27,7 @@ FAMILIES: Registry[Family] = Registry(
     "model family",
     flag="--model-family",
     package="slime.models",
-    contract=Family,  # type: ignore[type-abstract]
+    contract=Family,
 )
 """By `model_type`."""
 

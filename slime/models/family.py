@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Family(ABC):
-    """One family of models. `departures` and `weight_map` are its own; the rest has a default."""
+    """One family of models. Its weight map is its own; the rest has a default."""
 
     name: ClassVar[str]
     """The first `model_type` that it is registered for."""
@@ -30,8 +30,9 @@ class Family(ABC):
     """Rotary scalings that it trains."""
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
     """Entries of `layer_types` that it trains."""
-    refused_biases: ClassVar[tuple[str, ...]] = ()
-    """Keys of the config that must not ask for a bias."""
+    refused_biases: ClassVar[tuple[str, ...]] = ("mlp_bias", "attention_bias")
+    """Keys of the config that must not ask for a bias; a family with biases, or with words of its own for them, has
+    none."""
     per_layer: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types")
     """Keys of the config that hold one entry per layer."""
     rotates_itself: ClassVar[bool] = False
@@ -49,9 +50,9 @@ class Family(ABC):
                 f"the checkpoint's config.json lacks {missing}; it does not describe a {hf_config.get('model_type')}"
             ) from missing
 
-    @abstractmethod
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """The Megatron settings in which it departs from `decoder_architecture`. Raises `ConfigError`."""
+        return {}
 
     # --- its tensors --------------------------------------------------------------------------------------------------
 

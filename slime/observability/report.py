@@ -22,7 +22,7 @@ REWARD_KEY = "rollout/raw_reward"
 MISMATCH_KEYS = {
     "train/train_rollout_logprob_abs_diff_max": "worst token",
     "train/train_rollout_logprob_abs_diff_p99": "99 % of tokens",
-    "train/train_rollout_logprob_abs_diff": "mean",
+    "train/train_rollout_logprob_abs_diff_current": "mean",
 }
 STEP_PARTS = {
     "rollout": ("perf/rollout_time", "perf/generation_wait_time"),

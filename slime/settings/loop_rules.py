@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from slime.settings.args import Args
-from slime.settings.derive import FULLY_ASYNC
-from slime.settings.rules import Rule, was_given
+from typing import TYPE_CHECKING
+
+from slime.core.loading import load_object
+from slime.settings.group import Rule
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
+from slime.settings.groups.rollout import SCHEDULES
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 
 def sync_rules() -> tuple[Rule, ...]:
@@ -16,8 +22,8 @@ def _sync_trainer_syncs_every_step(args: Args) -> str | None:
     if args.update_weights_interval == 1:
         return None
     return (
-        f"got update_weights_interval {args.update_weights_interval} with train.py, which publishes after every step; "
-        "drop it or use train_async.py"
+        f"got update_weights_interval {args.update_weights_interval} with train.py, which syncs weights after every "
+        "step; drop it or use train_async.py"
     )
 
 
@@ -66,16 +72,14 @@ def _worker_is_not_refused(args: Args) -> str | None:
 
 
 def _one_schedule(args: Args) -> str | None:
-    if not was_given(args, "rollout_schedule"):
-        return None
-    if was_given(args, "fully_async") and args.fully_async != (args.rollout_schedule == "fully_async"):
+    name = args.rollout_schedule
+    if load_object(SCHEDULES).get(name).continuous != args.fully_async:
+        switch = "--fully-async" if args.fully_async else "--no-fully-async"
+        return f"got --rollout-schedule {name} and {switch} (or the function that means it); drop one of the two"
+    if name != "function" and args.rollout_function_path != DEFAULT_ROLLOUT:
         return (
-            f"got --rollout-schedule {args.rollout_schedule} and --fully-async {args.fully_async}; drop one of the two"
-        )
-    if args.rollout_schedule != "function" and was_given(args, "rollout_function_path"):
-        return (
-            f"got --rollout-schedule {args.rollout_schedule} with --rollout-function-path, which only the schedule "
-            "function calls; drop one of the two"
+            f"got --rollout-schedule {name} with --rollout-function-path {args.rollout_function_path}, which only the "
+            "schedule function calls; drop one of the two"
         )
     return None
 
@@ -83,7 +87,7 @@ def _one_schedule(args: Args) -> str | None:
 def _worker_has_its_own_ways(args: Args) -> str | None:
     if not args.fully_async:
         return None
-    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if was_given(args, n)]
+    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if args.was_given(n)]
     if not wrong and args.loss_type != "sft_loss":
         return None
     return (

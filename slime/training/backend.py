@@ -1,7 +1,7 @@
 """`MegatronBackend`: one rank of the trainer. Every method that says "collective" is called on all ranks in one order.
 
 Invariants
-1. The whole batch goes to every rank; nothing a rank computes from it depends on how it is cut.
+1. The whole batch goes to every rank; nothing a rank computes from it depends on how it is split.
 2. `weight_version` names the weights that this rank holds; the weight sync increases it, a checkpoint carries it.
 3. On a CPU the same state and the same batch give the same bits.
 """
@@ -12,20 +12,20 @@ import dataclasses
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms.advantages import ESTIMATORS, Arrays, CriticEstimator
+from slime.algorithms.batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
 from slime.core.hf_config import read_hf_config
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
 from slime.models.common.table import FamilyTable
+from slime.settings import Args
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
 from slime.training.model.frozen import freeze_others, trained_names
@@ -44,19 +44,17 @@ from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_files import begin_export, commit_export, require_replaceable, write_hf
 from slime.training.state.memory import HostStash
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
-from slime.training.step.copies import REFERENCE, TEACHER, Copies
 from slime.training.step.critic import Critic
-from slime.training.step.non_finite import check_signals
+from slime.training.step.loss import LogProbs, objective_of
+from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
+from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
-from slime.training.step.pipeline import micro_batch_multiple
-from slime.training.step.prepare import PreparedBatch, prepare, with_signals
-from slime.training.step.targets import Arrays, Signals
-from slime.training.step.task import PolicyTask
+from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
 from slime.training.step.train import (
     StepContext,
-    first_step_gradients,
-    forward_signals,
+    forward_batch,
     measure_mismatch,
+    micro_batch_multiple,
     train_on,
 )
 
@@ -68,7 +66,7 @@ class MegatronBackend:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         *,
         rank: int,
         world_size: int,
@@ -77,9 +75,8 @@ class MegatronBackend:
         master_port: int,
         listener: socket.socket | None = None,
     ) -> None:
-        """Joins the process group, builds the model and loads `args.hf_checkpoint`. Collective.
+        """Joins the process group, builds the models and loads their checkpoints. Collective.
 
-        `args`: the resolved settings (`args.megatron`, `args.device` "cpu" or "cuda", groups training and algorithm).
         Ranks meet at `master_address`, where rank 0 listens: on `listener` (`slime.weights.rendezvous.listen_on`) if
         it holds `master_port` already.
         Raises `ConfigError` for what cannot be trained, `CheckpointError` for a checkpoint that does not fit.
@@ -90,14 +87,14 @@ class MegatronBackend:
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        megatron, sizes = args.megatron, ParallelSizes.of(args.megatron)
+        megatron = args.megatron
         self.parallel_info: ParallelInfo = init_process_groups(
             self.device,
             rank=rank,
             world_size=world_size,
             master_address=master_address,
             master_port=master_port,
-            sizes=sizes,
+            sizes=ParallelSizes.of(megatron),
             timeout_s=60.0 * args.distributed_timeout_minutes,
             listener=listener,
         )
@@ -112,18 +109,9 @@ class MegatronBackend:
         hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))
         self._choose_trained(chunks)
         self._trainable = build_trainable(chunks, megatron)
-        self._context = StepContext(
-            args=args,
-            device=self.device,
-            dtype=training_dtype(megatron),
-            task=PolicyTask(args),
-            dp_rank=self.parallel_info.dp_rank,
-            reports=self.parallel_info.reports,
-            pad_to_multiple=sizes.cp * (sizes.tp if chunks[0].config.sequence_parallel else 1),
-            pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
-        )
         self._stash = HostStash()
-        self._build_company()
+        self._others = OtherPolicies(args, self._trainable.ddps, self._parameters, self.table, self._holders)
+        self._critic = self._build_critic()
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -135,14 +123,15 @@ class MegatronBackend:
         does not fit.
         """
         self._require_awake("train")
-        prepared = self._with_signals(self._prepare(batch))
-        metrics = dict(prepared.targets.metrics) if prepared.targets is not None else {}
+        context, version = self._context, self.weight_version
+        prepared = self._with_advantages(self._prepare(batch))
+        metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         # The policy goes first: what its checks refuse leaves the critic alone, too.
-        if self._critic is None or batch.rollout_id >= int(self.args.num_critic_only_steps):
-            metrics |= train_on(self._context, self._trainable, prepared, version=self.weight_version)
+        if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
+            metrics |= train_on(context, objective_of(self.args), self._trainable, prepared, version=version)
         if self._critic is not None:
-            metrics |= self._critic.train(prepared, version=self.weight_version)
-        self._copies.note_trained(batch.rollout_id)
+            metrics |= self._critic.train(context, prepared, version=version)
+        self._others.note_trained(batch.rollout_id)
         return metrics
 
     def tflops(self, batch: TrainBatch, time_s: float) -> float:
@@ -150,11 +139,16 @@ class MegatronBackend:
         flops = sum(self._flops.forward(s.num_tokens, num_logits=s.response_length) for s in batch.samples)
         return tflops_per_gpu(flops, time_s=time_s, num_gpus=self.parallel_info.world_size)
 
-    def log_probs(self, batch: TrainBatch) -> list[npt.NDArray[np.float32]]:
-        """Log-prob of every response token [R] under the current weights, one array per sample. Collective."""
-        self._require_awake("log_probs")
-        prepared = self._prepare(batch, one_step=True)
-        return list(self._forward(prepared)[0])
+    def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
+        """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
+
+        The metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError` over the
+        limit. Collective.
+        """
+        self._require_awake("measure_mismatch")
+        prepared, evaluation = self._prepare(batch, one_step=True), LogProbs(self.args)
+        chunks, version = self._trainable.ddps, self.weight_version
+        return measure_mismatch(self._context, evaluation, chunks, prepared, version=version)
 
     def _prepare(self, batch: TrainBatch, *, one_step: bool = False) -> PreparedBatch:
         return prepare(
@@ -167,55 +161,34 @@ class MegatronBackend:
             one_step=one_step,
         )
 
-    def _forward(self, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """Log-probs under the weights that the model holds, of all samples, on every rank; see `PolicyTask`."""
-        return forward_signals(self._context, self._trainable.ddps, prepared)
-
-    def _with_signals(self, prepared: PreparedBatch) -> PreparedBatch:
+    def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:
         """Adds what the loss needs of forward passes before the update, and the advantages made from it."""
-        args = self.args
+        args, context = self.args, self._context
         if args.loss_type == "sft_loss":
-            return with_signals(prepared, args, Signals())
-        # With one step its own forward pass gives the old log-probs, unless an advantage is made from them.
+            return with_advantages(prepared, args, BatchLogProbs())
+        old = self._old_log_probs(context, prepared)
+        log_probs = BatchLogProbs(
+            old=old[0] if old else None,
+            old_full=old[1] if len(old) > 1 else None,
+            ref=self._others.log_probs(REFERENCE, context, prepared),
+            teacher=self._others.log_probs(TEACHER, context, prepared),
+        )
+        values = self._critic.values(context, prepared) if self._critic is not None else None
+        check_log_probs(prepared, log_probs, values, run_dir=args.run_dir)
+        return with_advantages(prepared, args, log_probs, values)
+
+    def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
+        """Those of the policy before the update (see `LogProbs`); none where the pass that is trained gives them."""
+        args = self.args
+        if args.keep_old_actor:
+            return self._others.old_log_probs(context, prepared)
+        # With one step its own forward pass gives them, unless an advantage is made from them.
         several = len(prepared.schedule.steps) > 1
         hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path
-        judged = args.kl_coef or args.use_opd or hooks
-        old: tuple[Arrays | None, ...] = (None,)
-        if args.keep_old_actor:
-            old = self._copies.as_sampled(prepared)
-        elif several or judged:
-            old = self._forward(prepared)
-        signals = Signals(
-            old=old[0],
-            old_full=old[1] if len(old) > 1 else None,
-            ref=self._copies.log_probs(REFERENCE, prepared),
-            teacher=self._copies.log_probs(TEACHER, prepared),
-            values=self._critic.values(prepared) if self._critic is not None else None,
-        )
-        check_signals(prepared, signals, run_dir=args.run_dir)
-        return with_signals(prepared, args, signals)
-
-    def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
-        """How far this trainer's log-probs are from the engines' on samples of the current version; trains nothing.
-
-        The metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError` over the
-        limit. Collective.
-        """
-        self._require_awake("measure_mismatch")
-        prepared = self._prepare(batch, one_step=True)
-        return measure_mismatch(self._context, self._trainable.ddps, prepared, version=self.weight_version)
-
-    def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:
-        """HF name (of an adapter, its global name) -> full float32 gradient of a batch's first optimizer step.
-
-        Nothing changes. What is frozen has none. Collective.
-        """
-        self._require_awake("gradients")
-        prepared = self._with_signals(self._prepare(batch))
-        local = first_step_gradients(self._context, self._trainable, prepared)
-        trained = {name for e in self.full_table.entries if e.megatron in self._trained for name in e.hf}
-        tensors = hf_weights.iter_hf_tensors(local, self.full_table, self._holders, dtype=torch.float32)
-        return {name: tensor for name, tensor in tensors if name in trained}
+        read = args.kl_coef or args.use_opd or hooks or ESTIMATORS.get(args.advantage_estimator).reads_log_probs
+        if several or read:
+            return forward_batch(context, LogProbs(args), self._trainable.ddps, prepared)
+        return ()
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +204,7 @@ class MegatronBackend:
 
     def note_synced(self) -> None:
         """The engines serve the weights as they are now."""
-        self._copies.note_synced(self.weight_version)
+        self._others.note_synced(self.weight_version)
 
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
@@ -316,12 +289,29 @@ class MegatronBackend:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _build_company(self) -> None:
-        """Copies of the policy and the critic, where the settings need them."""
+    @property
+    def _context(self) -> StepContext:
+        args, sizes = self.args, self.parallel_info.sizes
+        sequence_parallel = self._trainable.chunks[0].config.sequence_parallel
+        return StepContext(
+            device=self.device,
+            dtype=training_dtype(args.megatron),
+            dp_rank=self.parallel_info.dp_rank,
+            reports=self.parallel_info.reports,
+            pad_to_multiple=sizes.cp * (sizes.tp if sequence_parallel else 1),
+            pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
+            mismatch_limit=args.mismatch_limit,
+            keeps_old_keys=args.pause_generation_mode == "in_place",
+            run_dir=args.run_dir,
+        )
+
+    def _build_critic(self) -> Critic | None:
+        """A critic if the estimator needs one."""
         args = self.args
-        self._copies = Copies(args, self._context, self._trainable, self._parameters, self.table, self._holders)
-        needs_critic = args.loss_type != "sft_loss" and args.advantage_estimator == "ppo"
-        self._critic = Critic(args, self._context) if needs_critic else None
+        estimator = ESTIMATORS.build(args.advantage_estimator, args)
+        if args.loss_type == "sft_loss" or not isinstance(estimator, CriticEstimator):
+            return None
+        return Critic(args, estimator, self.device)
 
     def _choose_trained(self, chunks: list[PolicyModel]) -> None:
         """Adds adapters, freezes, and finds out which rank holds what. Collective."""
@@ -352,9 +342,9 @@ class MegatronBackend:
         args, info = self.args, self.parallel_info
         scale = self._adapters.scale if self._adapters is not None else None
         policy = Path(args.hf_checkpoint)
-        kept = {"": Kept(self._trainable, info, self.full_table, policy, self._copies.lasting, scale)}
+        kept = {"": Kept(self._trainable, info, self.full_table, policy, self._others.lasting, scale)}
         if self._critic is not None:
-            kept["critic"] = Kept(self._critic.trainable, info, self._critic.table, Path(args.critic_load))
+            kept["critic"] = Kept(self._critic.trainable, info, self._critic.table, Path(str(args.critic_load)))
         return kept
 
     def _require_awake(self, what: str) -> None:

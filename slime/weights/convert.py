@@ -94,9 +94,9 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
             )
 
 
-def unit_count(shape: ModelSizes, unit: Unit, size: int) -> int:
+def unit_count(sizes: ModelSizes, unit: Unit, size: int) -> int:
     """How many units a segment of `size` has."""
-    return {Unit.HEADS: shape.num_heads, Unit.KV_HEADS: shape.num_kv_heads}.get(unit, size)
+    return {Unit.HEADS: sizes.num_heads, Unit.KV_HEADS: sizes.num_kv_heads}.get(unit, size)
 
 
 def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:

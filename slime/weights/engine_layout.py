@@ -60,7 +60,7 @@ def engine_shards(
 
 
 def _split(
-    shape: ModelSizes, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
+    sizes: ModelSizes, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> tuple[int, int, int]:
     """(padded length over all ranks, rank, number of ranks that differ) of a segment."""
     if unit is Unit.VOCAB:
@@ -69,9 +69,9 @@ def _split(
         return _up(size, CPU_MLP_PADDING * tp_size), tp_rank, tp_size
     num_ranks = tp_size
     if unit in (Unit.HEADS, Unit.KV_HEADS):
-        kv_heads = _up(shape.num_kv_heads, tp_size) if on_cpu else shape.num_kv_heads
-        count = kv_heads * (shape.heads_per_group if unit is Unit.HEADS else 1)
-        size = size // unit_count(shape, unit, size) * count
+        kv_heads = _up(sizes.num_kv_heads, tp_size) if on_cpu else sizes.num_kv_heads
+        count = kv_heads * (sizes.heads_per_group if unit is Unit.HEADS else 1)
+        size = size // unit_count(sizes, unit, size) * count
         if unit is Unit.KV_HEADS:
             num_ranks = min(kv_heads, tp_size)  # fewer than ranks: neighbours hold the same head
         uneven = count % num_ranks or tp_size % num_ranks

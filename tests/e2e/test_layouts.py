@@ -68,7 +68,7 @@ def test_engines_get_the_weights_of_a_model_that_is_cut(
     if case == "stages":
         losses = run.series("train", "train/value_loss")
         assert min(losses) < 0.5 * losses[0], f"the critic learns, until the policy moves on: {losses}"
-        assert max(run.series("train", "train/top_p_outside")) == 0.0, "the engine samples from our nucleus"
+        assert max(run.series("train", "train/top_p_outside")) == 0.0, "the engine samples from our top-p set"
     else:
         assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert run.left() == []

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def _backend(checkpoint: Path, **settings: Any) -> Any:
-    from slime.training.backend import MegatronBackend
+    from tests.support.measured_backend import MeasuredBackend
 
     args = training_args(checkpoint, **settings)
-    return MegatronBackend(
+    return MeasuredBackend(
         args, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
     )
 

@@ -43,7 +43,7 @@ ALGORITHMS: dict[str, Mutation] = {
         "    for group in np.unique(groups[scored]):",
     ),
     "std of the population": Mutation(
-        "algorithms", "algorithms/advantages/groups.py", "np.std(own, ddof=1)", "np.std(own)"
+        "algorithms", "algorithms/advantages/grpo.py", "np.std(own, ddof=1)", "np.std(own)"
     ),
     "siblings counted twice": Mutation(
         "algorithms",
@@ -64,7 +64,7 @@ ALGORITHMS: dict[str, Mutation] = {
         "return len(own) < 2",
     ),
     "leave-one-out leaves none out": Mutation(
-        "algorithms", "algorithms/advantages/groups.py", "(own.sum() - own[which]) / (len(own) - 1)", "own.mean()"
+        "algorithms", "algorithms/advantages/rloo.py", "(own.sum() - own[which]) / (len(own) - 1)", "own.mean()"
     ),
     "masked tokens in whitening": Mutation(
         "algorithms",
@@ -81,16 +81,16 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "GAE through masked tokens": Mutation(
         "algorithms",
-        "algorithms/advantages/gae.py",
+        "algorithms/advantages/ppo.py",
         "        steps = trained\n",
         "        steps = np.ones_like(trained)\n",
     ),
     "GAE bootstraps the last token": Mutation(
-        "algorithms", "algorithms/advantages/gae.py", "np.append(value[1:], 0.0)", "np.append(value[1:], value[-1:])"
+        "algorithms", "algorithms/advantages/ppo.py", "np.append(value[1:], 0.0)", "np.append(value[1:], value[-1:])"
     ),
     "returns discounted through observations": Mutation(
         "algorithms",
-        "algorithms/advantages/returns.py",
+        "algorithms/advantages/reinforce_plus_plus.py",
         "        out[trained] = reverse_scan(rewards[trained], gamma)",
         "        out = np.where(trained, reverse_scan(rewards, gamma), 0.0)",
     ),
@@ -101,32 +101,32 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms", "algorithms/advantages/returns.py", "values = values - kl_coef", "values = values + kl_coef"
     ),
     "distillation away from the teacher": Mutation(
-        "algorithms", "algorithms/advantages/distillation.py", "- coef * gap", "+ coef * gap"
+        "algorithms", "algorithms/advantages/distillation.py", "- coef * excess", "+ coef * excess"
     ),
     "siblings with a mean each": Mutation(
         "algorithms",
-        "algorithms/aggregation.py",
+        "algorithms/aggregation/__init__.py",
         "per_execution[execution] = per_execution.get(execution, 0.0) + total",
         "per_execution[execution] = total",
     ),
     "masked executions leave the denominator": Mutation(
-        "algorithms", "algorithms/aggregation.py", "sum(count_masked or total > 0 for", "sum(total > 0 for"
+        "algorithms", "algorithms/aggregation/__init__.py", "sum(count_masked or total > 0 for", "sum(total > 0 for"
     ),
     "token mean over padding": Mutation(
         "algorithms",
-        "algorithms/aggregation.py",
-        "denominator = math.fsum(totals)",
+        "algorithms/aggregation/token_mean.py",
+        "denominator = math.fsum(trained_tokens(mask_S))",
         "denominator = float(sum(len(m) for m in mask_S))",
     ),
     "KL in the other direction": Mutation(
         "algorithms",
-        "algorithms/kl.py",
+        "algorithms/kl/__init__.py",
         "d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)",
         "d, _ = clamped_log_ratio(ref_log_probs.detach(), log_probs, mask, log_ratio_limit)",
     ),
-    "KL sign": Mutation("algorithms", "algorithms/kl.py", "        estimate = d\n", "        estimate = -d\n"),
+    "KL sign": Mutation("algorithms", "algorithms/kl/k1.py", "        return d\n", "        return -d\n"),
     "unbiased KL without gradient of the ratio": Mutation(
-        "algorithms", "algorithms/kl.py", "estimate * log_ratio.exp()", "estimate * log_ratio.exp().detach()"
+        "algorithms", "algorithms/kl/__init__.py", "estimate * log_ratio.exp()", "estimate * log_ratio.exp().detach()"
     ),
     "clip bounds swapped": Mutation(
         "algorithms",
@@ -184,7 +184,7 @@ ALGORITHMS: dict[str, Mutation] = {
     ),
     "masking that truncates": Mutation(
         "algorithms",
-        "algorithms/off_policy/importance.py",
+        "algorithms/off_policy/tis.py",
         "weight = torch.where(outside, torch.zeros_like(raw), raw)",
         "weight = torch.where(outside, raw.clamp(low, high), raw)",
     ),
@@ -241,46 +241,38 @@ DATA: dict[str, Mutation] = {
     ),
 }
 
-_STEP_WEIGHTS = """        members = [p for p in step.positions if _is_scored(samples[p])]
-        parts = token_weights(
-            [masks[p] for p in members],
-            [executions[p] for p in members],
-            kind=args.loss_aggregation,
-            constant_length=args.loss_constant_length,
-            count_masked=not args.drop_masked_executions,
-        )
-        for position, part in zip(members, parts, strict=True):
-            weights[position] = np.asarray(part, np.float32)
+_STEP_WEIGHTS = """        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
+        for position, part in own.weights.items():
+            weights[position], shares[position], units[position] = part, own.token_share, own.unit
 """
 
 
 def _weights_by_part(parts: str) -> str:
     """The same with the denominators of each of `parts`, and the mean over parts."""
     body = "".join(f"    {line}\n" for line in _STEP_WEIGHTS.splitlines())
-    body = body.replace("step.positions", "part_positions").replace(
-        "(part, np.float32)", "(part, np.float32) / len(cut)"
-    )
-    return f"        cut = [part for part in {parts} if part]\n        for part_positions in cut:\n{body}"
+    body = body.replace("step.positions", "part_positions").replace("= part, own", "= part / len(split), own")
+    scored = "any(samples[p].is_scored for p in part)"
+    return f"        split = [part for part in {parts} if {scored}]\n        for part_positions in split:\n{body}"
 
 
 TRAINING: dict[str, Mutation] = {
     "mean of means over micro-batches": Mutation(
         "training",
-        "training/step/prepare.py",
+        "training/step/micro_batch.py",
         _STEP_WEIGHTS,
         _weights_by_part("[mb for rank in step.micro_batches for mb in rank]"),
     ),
     "denominators of each rank": Mutation(
         "training",
-        "training/step/prepare.py",
+        "training/step/micro_batch.py",
         _STEP_WEIGHTS,
         _weights_by_part("[[p for mb in rank for p in mb] for rank in step.micro_batches]"),
     ),
     "unscored samples in the denominator": Mutation(
         "training",
-        "training/step/prepare.py",
-        "members = [p for p in step.positions if _is_scored(samples[p])]",
-        "members = list(step.positions)",
+        "algorithms/batch.py",
+        "members = [p for p in positions if samples[p].is_scored]",
+        "members = list(positions)",
     ),
     "advantages of other samples": Mutation(
         "training",
@@ -318,12 +310,12 @@ TRAINING: dict[str, Mutation] = {
     "importance weight of the current policy": Mutation(
         "training",
         "training/step/loss.py",
-        "log_probs.detach(), recomputed, whole)",
-        "log_probs.detach(), recomputed, log_probs.detach())",
+        "log_probs.detach(), old, whole)",
+        "log_probs.detach(), old, log_probs.detach())",
     ),
     "teacher term not whitened": Mutation(
         "training",
-        "training/step/targets.py",
+        "algorithms/batch.py",
         "    if args.normalize_advantages:\n",
         "    if args.normalize_advantages and not args.use_opd:\n",
     ),

@@ -18,11 +18,11 @@ from tests.support.training import free_port, training_args
 @contextlib.contextmanager
 def one_rank(checkpoint: Path, **settings: Any) -> Iterator[Any]:
     """A `MegatronBackend` of one rank, at version 1; one at a time, because Megatron's groups are global."""
-    from slime.training.backend import MegatronBackend
     from slime.training.parallel import destroy_process_groups
+    from tests.support.measured_backend import MeasuredBackend
 
-    def made() -> MegatronBackend:
-        return MegatronBackend(
+    def made() -> MeasuredBackend:
+        return MeasuredBackend(
             training_args(checkpoint, **settings),
             rank=0,
             world_size=1,

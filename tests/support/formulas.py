@@ -1,8 +1,8 @@
 """Training steps on the level of formulas: a toy decoder, and what a rank does with it.
 
 A toy decoder in float64 (an embedding, a decaying causal sum, an output layer) stands for the model. Everything else is
-the trainer's own: targets, token weights, schedule, packing, context cut, vocabulary shards, losses. For every layout
-and case there are loss, gradient norm, gradients and metric sums of the first step.
+the trainer's own: advantages, token weights, schedule, packing, context split, vocabulary shards, losses. For every
+layout and case there are loss, gradient norm, gradients and metric sums of the first step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms.advantages import ESTIMATORS, Arrays
+from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.data.context_split import split_context
 from slime.training.model.context import ContextShard
 from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
-from slime.training.step.loss import micro_batch_loss, micro_batch_value_loss
-from slime.training.step.micro_batch import MicroBatch, to_device
-from slime.training.step.prepare import PreparedBatch, prepare, with_signals
-from slime.training.step.targets import Signals
+from slime.training.step.loss import ValueObjective, objective_of
+from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device, with_advantages
 from tests.support.ranks import Seat
 from tests.support.training import random_batch, training_args
 
@@ -80,18 +80,27 @@ def make_batch() -> TrainBatch:
     return TrainBatch(0, tuple(samples))
 
 
-def make_signals(batch: TrainBatch) -> Signals:
+def make_log_probs(batch: TrainBatch) -> BatchLogProbs:
     """Log-probs around those of a uniform policy, so that clips and bounds bind for some tokens."""
+    return _before_the_update(batch)[0]
+
+
+def make_values(batch: TrainBatch) -> Arrays:
+    """Values of a critic."""
+    return _before_the_update(batch)[1]
+
+
+def _before_the_update(batch: TrainBatch) -> tuple[BatchLogProbs, Arrays]:
     rng = np.random.default_rng(7)
 
-    def around(center: float, spread: float) -> tuple[Any, ...]:
+    def around(center: float, spread: float) -> Arrays:
         return tuple(rng.normal(center, spread, s.response_length).astype(np.float32) for s in batch.samples)
 
-    return Signals(around(UNIFORM, 0.3), around(UNIFORM, 0.4), around(UNIFORM, 0.4), around(0.0, 0.5))
+    return BatchLogProbs(around(UNIFORM, 0.3), around(UNIFORM, 0.4), around(UNIFORM, 0.4)), around(0.0, 0.5)
 
 
 def whole_scores(log_probs: Tensor, entropy: Tensor | None) -> TokenScores:
-    """Of a model whose sampling is not cut by top-k or top-p."""
+    """Of a model that samples from the whole vocabulary."""
     return TokenScores(log_probs, entropy, log_probs.detach(), torch.zeros_like(log_probs, dtype=torch.bool))
 
 
@@ -159,15 +168,14 @@ def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple
 def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dict[str, Any]:
     """One optimizer step's loss and gradients, summed over the world."""
     toy = Toy(layout)
+    by_values = what == "values"
+    objective: Any = ValueObjective(ESTIMATORS.build("ppo", args)) if by_values else objective_of(args)
     total = torch.zeros((), dtype=torch.float64)
     sums: dict[str, Any] = {}
     for positions in prepared.schedule.steps[0].micro_batches[layout.dp_rank]:
         batch = to_device(prepared, positions, torch.device("cpu"), pad_each_to=2 * layout.cp_size)
         scores, entropy = evaluate(toy, layout, batch, what=what)
-        if what == "values":
-            parts = micro_batch_value_loss(args, batch, scores)
-        else:
-            parts = micro_batch_loss(args, batch, whole_scores(scores, entropy))
+        parts = objective.loss(batch, scores if by_values else whole_scores(scores, entropy))
         parts.loss.backward()
         total += parts.loss.detach()
         for name, value in parts.sums.items():
@@ -198,7 +206,7 @@ def run_layouts(seat: Seat, layouts: dict[str, Any], cases: dict[str, Any]) -> d
 
 def _run_layouts(layouts: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
     batch = make_batch()
-    signals = make_signals(batch)
+    log_probs, values = make_log_probs(batch), make_values(batch)
     results: dict[str, Any] = {}
     for name, cut in layouts.items():
         layout = Layout.build(*cut["sizes"])
@@ -208,5 +216,6 @@ def _run_layouts(layouts: dict[str, Any], cases: dict[str, Any]) -> dict[str, An
             args = training_args(Path("unused"), **{**cases[case], **cut["args"]})
             prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
             what = "values" if args.advantage_estimator == "ppo" else "log_probs"
-            results[f"{name}/{case}"] = run(layout, with_signals(prepared, args, signals), args, what=what)
+            prepared = with_advantages(prepared, args, log_probs, values)
+            results[f"{name}/{case}"] = run(layout, prepared, args, what=what)
     return results

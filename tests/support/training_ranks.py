@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from slime.core.errors import HookError, NumericsError
-from slime.training.backend import MegatronBackend
 from tests.support.adapters import fill_b
+from tests.support.measured_backend import MeasuredBackend
 from tests.support.ranks import Ranks, Seat
 from tests.support.training import random_batch, training_args, with_samples
 
@@ -57,7 +57,7 @@ def train_layout(seat: Seat, spec: dict[str, Any]) -> Outcome:
     out = Path(spec["out"])
     settings = spec.get("args", {})
     args = training_args(Path(spec["checkpoint"]), megatron=spec["megatron"], **settings)
-    backend = MegatronBackend(args, **seat.place)
+    backend = MeasuredBackend(args, **seat.place)
     backend.weight_version = 1
     if args.lora_rank:
         fill_b(backend)

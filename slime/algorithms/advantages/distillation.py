@@ -21,6 +21,6 @@ def distilled(
     """A - coef * (log student - log teacher) at trained tokens, zero where masked; all [R]. Whiten afterwards."""
     trained = np.asarray(mask) > 0
     out = np.zeros(trained.shape)
-    gap = np.asarray(student_log_probs, np.float64)[trained] - np.asarray(teacher_log_probs, np.float64)[trained]
-    out[trained] = np.asarray(advantages, np.float64)[trained] - coef * gap
+    excess = np.asarray(student_log_probs, np.float64)[trained] - np.asarray(teacher_log_probs, np.float64)[trained]
+    out[trained] = np.asarray(advantages, np.float64)[trained] - coef * excess
     return out

@@ -1,8 +1,4 @@
-"""Advantages from the rewards of a whole batch, compared within the samples of one prompt.
-
-GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300); without the division by the standard deviation it is the form
-of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), and what the REINFORCE++ baseline (Hu 2025, arXiv:2501.03262) whitens.
-RLOO (Ahmadian et al. 2024, arXiv:2402.14740) compares with the mean of the others.
+"""Rewards of a whole batch, compared within the samples of one prompt: what those estimators share.
 
 Invariants
 1. Groups are formed by `group_index`, never by position.
@@ -13,66 +9,58 @@ Invariants
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from slime.core.errors import ConfigError
+from slime.algorithms.advantages import AdvantageEstimator, Array, Estimate, RewardedBatch
+from slime.algorithms.advantages.returns import spread_advantage
+from slime.settings.fields import derived
 
-STD_EPSILON = 1e-6
-"""Added to the (unbiased) standard deviation."""
 EQUAL_TOLERANCE = 1e-12
 """Rewards this close, relative to the largest, are equal: the mean of siblings rounds, and 1e-17 / 1e-6 is noise."""
-SCALES = ("group", "batch", "none")
-
-Array = npt.NDArray[np.float64]
 
 
-def group_advantages(
-    rewards_S: Sequence[float] | Array,
-    group_index_S: Sequence[int],
-    execution_S: Sequence[int],
-    *,
-    scale: str = "group",
-    epsilon: float = STD_EPSILON,
-) -> Array:
-    """Reward minus the mean of its group, for each sample [S], divided as `scale` says.
+@dataclass(frozen=True, kw_only=True)
+class GroupEstimator(AdvantageEstimator):
+    """One advantage per sample, from the rewards of its group; the KL to the reference is subtracted at each token."""
 
-    group: by the group's standard deviation + epsilon; batch: by that of all executions of the batch; none: not.
-    Raises `ConfigError` on an unknown scale.
-    """
-    if scale not in SCALES:
-        raise ConfigError(f"got --advantage-scale {scale!r}; choose one of {', '.join(SCALES)}")
-    rewards = np.asarray(rewards_S, np.float64)
-    out = np.zeros_like(rewards)
-    everyone: list[float] = []
-    for members, _, own in _groups(rewards, group_index_S, execution_S):
-        everyone.extend(own)
-        if _no_comparison(own):
-            continue
-        out[members] = rewards[members] - np.mean(own)
-        if scale == "group":
-            out[members] /= np.std(own, ddof=1) + epsilon
-    if scale == "batch" and len(everyone) > 1:
-        out /= np.std(everyone, ddof=1) + epsilon
-    return out
+    compares_within_group: ClassVar[bool] = True
 
+    rewards_normalization: bool = derived(
+        lambda s: s.custom_reward_post_process_path is None,
+        lambda s: (
+            "--custom-reward-post-process-path returns the rewards to train on"
+            if s.custom_reward_post_process_path
+            else "rewards are compared within a group"
+        ),
+        off_names=("--disable-rewards-normalization",),
+    )
+    """Subtract the group's mean reward. Off with --custom-reward-post-process-path, whose rewards are trained as they
+    are."""
 
-def leave_one_out(
-    rewards_S: Sequence[float] | Array, group_index_S: Sequence[int], execution_S: Sequence[int]
-) -> Array:
-    """Reward minus the mean of the other executions of its group, for each sample [S]; 0 if there are none."""
-    rewards = np.asarray(rewards_S, np.float64)
-    out = np.zeros_like(rewards)
-    for members, which, own in _groups(rewards, group_index_S, execution_S):
-        if not _no_comparison(own):
-            out[members] = rewards[members] - (own.sum() - own[which]) / (len(own) - 1)
-    return out
+    @abstractmethod
+    def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
+        """Rewards [S] less what they are compared with; 0 where there is nothing to compare."""
+
+    def estimate(self, batch: RewardedBatch) -> Estimate:
+        """See `AdvantageEstimator`."""
+        if self.rewards_normalization:
+            scores = self.compared(batch.rewards, batch.groups, batch.executions)
+        else:
+            scores = np.nan_to_num(batch.rewards, nan=0.0)
+        parts = zip(scores, batch.masks, batch.kl_S, strict=True)
+        return Estimate(tuple(spread_advantage(score, mask, kl, batch.kl_coef) for score, mask, kl in parts))
 
 
-def _groups(
-    rewards: Array, group_index_S: Sequence[int], execution_S: Sequence[int]
+def iter_groups(
+    rewards: Array,
+    group_index_S: Sequence[int] | npt.NDArray[np.int64],
+    execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Array]]:
     """For each group: its scored samples, the execution of each (position in the next), reward of each execution."""
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
@@ -84,5 +72,6 @@ def _groups(
         yield members, which, np.bincount(which, weights=rewards[members]) / np.bincount(which)
 
 
-def _no_comparison(own: Array) -> bool:
+def nothing_to_compare(own: Array) -> bool:
+    """Whether a group is of one execution, or all of its executions have the same reward."""
     return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())

@@ -1,24 +1,43 @@
-"""Rewards of tokens, and their discounted sums (REINFORCE++, Hu 2025, arXiv:2501.03262).
+"""Rewards of tokens, and what those estimators share that sum them.
 
-Observation tokens (masked, inside a response) take no step of the policy. `observations` says what a return does there:
-skip: they take no time, the next trained token counts as the next step (default); through: they discount like any
-token; reset: nothing flows back across them.
+Observation tokens (masked, inside a response) take no step of the policy. `observation_returns` says what a return does
+there: skip: they take no time, the next trained token counts as the next step (default); through: they discount like
+any token; reset: nothing flows back across them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages.scan import reverse_scan
-from slime.core.errors import ConfigError, DataError
+from slime.algorithms.advantages import Array, RewardedBatch
+from slime.core.errors import DataError
+from slime.settings.fields import opt
 
 OBSERVATIONS = ("skip", "through", "reset")
 
-Array = npt.NDArray[np.float64]
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnSettings:
+    """How the rewards of later tokens count."""
+
+    gamma: float = opt(1.0, ge=0, le=1)
+    """Discount of later tokens' rewards (ppo, reinforce_plus_plus)."""
+    observation_returns: Literal["skip", "through", "reset"] = "skip"
+    """What tokens that the policy did not write (tool results) do to returns: they are skipped, count as time steps, or
+    end the discounted sum (reinforce_plus_plus only)."""
+
+
+def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
+    """Token rewards [R] of each sample, the KL to the reference in them; an unscored sample has none."""
+    return [
+        token_rewards(0.0 if np.isnan(reward) else float(reward), mask, kl, batch.kl_coef)
+        for reward, mask, kl in zip(batch.rewards, batch.masks, batch.kl_S, strict=True)
+    ]
 
 
 def token_rewards(
@@ -48,24 +67,3 @@ def spread_advantage(
     if kl is not None and kl_coef:
         values = values - kl_coef * np.asarray(kl, np.float64)
     return np.where(np.asarray(mask) > 0, values, 0.0)
-
-
-def discounted_returns(
-    token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: str = "skip"
-) -> Array:
-    """R_t = r_t + gamma * R_{t+1} over the tokens of one sample [R]; what stands at masked positions is not trained.
-
-    Raises `ConfigError` on an unknown value of `observations`.
-    """
-    trained = np.asarray(mask) > 0
-    rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
-    if observations == "through":
-        return reverse_scan(rewards, gamma)
-    if observations == "skip":
-        out = np.zeros_like(rewards)
-        out[trained] = reverse_scan(rewards[trained], gamma)
-        return out
-    if observations == "reset":
-        parts = np.split(rewards, np.flatnonzero(~trained))
-        return np.concatenate([reverse_scan(part, gamma) for part in parts])
-    raise ConfigError(f"got --observation-returns {observations!r}; choose one of {', '.join(OBSERVATIONS)}")

@@ -6,13 +6,18 @@ variance grows with the length). geometric: the geometric mean of the same token
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from slime.algorithms.log_ratio import clamp_counted, clamped_log_ratio, unmasked
-from slime.algorithms.sequences import Sequences
 from slime.core.errors import ConfigError
 
-LEVELS = ("token", "sequence", "geometric")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algorithms.sequences import Sequences
+
+Level = Literal["token", "sequence", "geometric"]
+LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 
 
 def mismatch_log_ratio(

@@ -6,10 +6,41 @@ out: pushing its tokens down further would be learning from what the policy no l
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
-from slime.algorithms.sequences import Sequences
+from slime.algorithms.off_policy import CORRECTIONS, Correction, OffPolicyTokens
+from slime.settings.fields import opt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algorithms.sequences import Sequences
+
+
+@CORRECTIONS.register("opsm")
+@dataclass(frozen=True, kw_only=True)
+class OffPolicySequenceMasking(Correction):
+    """Leaves out drifted sequences with a negative advantage (`--use-opsm`)."""
+
+    needs_rollout_log_probs: ClassVar[bool] = False
+
+    opsm_delta: float = opt(1e-4, ge=0)
+    """Largest mean of old minus current log-prob of such a sequence."""
+
+    def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Correction`."""
+        keep = opsm_mask(
+            tokens.log_probs,
+            tokens.old_log_probs,
+            tokens.advantages,
+            tokens.mask,
+            tokens.sequences,
+            delta=self.opsm_delta,
+            log_ratio_limit=tokens.log_ratio_limit,
+        )
+        return loss * keep, {"opsm_clipfrac": 1.0 - keep}
 
 
 def opsm_mask(

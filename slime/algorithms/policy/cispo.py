@@ -6,10 +6,50 @@ log-prob.
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
-from slime.algorithms.policy.outcome import PolicyLoss
+from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
+from slime.algorithms.policy.clip import ClipRange
+from slime.core.errors import ConfigError
+from slime.settings.fields import derived
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.settings import Args
+
+
+@POLICY_LOSSES.register("cispo")
+@dataclass(frozen=True, kw_only=True)
+class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
+    """The weight of each token is bounded; its gradient stays. The range of PPO gives the default of the bounds."""
+
+    cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip")
+    """Lower bound of the CISPO weight itself; 0 is none. Default: 1 - eps_clip."""
+    cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high")
+    """Upper bound of the CISPO weight itself. Default: 1 + eps_clip_high."""
+
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """See `PolicyLoss`."""
+        return cispo_loss(
+            tokens.log_probs,
+            tokens.old_log_probs,
+            tokens.advantages,
+            tokens.mask,
+            clip_low=self.cispo_clip_low,
+            clip_high=self.cispo_clip_high,
+            log_ratio_limit=tokens.log_ratio_limit,
+        )
+
+    def check(self, args: Args) -> None:
+        """See `PolicyLoss`."""
+        if not 0 <= self.cispo_clip_low <= self.cispo_clip_high:
+            raise ConfigError(
+                f"got cispo_clip_low {self.cispo_clip_low} and cispo_clip_high {self.cispo_clip_high}, because no "
+                "weight lies between them; give 0 <= low <= high"
+            )
 
 
 def cispo_loss(
@@ -21,11 +61,11 @@ def cispo_loss(
     clip_low: float | None,
     clip_high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
-) -> PolicyLoss:
+) -> TokenLosses:
     """Loss [R]. `clip_low` (None: no floor) and `clip_high` bound the ratio itself, they are no distances from 1."""
     log_ratio, limited = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     ratio = log_ratio.exp()
     weight = ratio.clamp(clip_low, clip_high)
     loss = -weight * unmasked(advantages.detach(), mask) * unmasked(log_probs, mask)
     clipped = (weight != ratio) & (mask > 0)
-    return PolicyLoss(loss, clipped.to(loss.dtype), -log_ratio, limited.to(loss.dtype))
+    return TokenLosses(loss, clipped.to(loss.dtype), -log_ratio, limited.to(loss.dtype))

@@ -1,4 +1,4 @@
-"""The clipped policy loss (Schulman et al. 2017, PPO, arXiv:1707.06347), with two refinements.
+"""Clipping of a ratio, as PPO and GSPO share it, with two refinements.
 
 Clip-higher (Yu et al. 2025, DAPO, arXiv:2503.14476): separate bounds below and above 1. Dual clip (Ye et al. 2020,
 arXiv:1912.09729): for negative advantages the loss is at most -c * A, so a large ratio cannot dominate.
@@ -6,39 +6,39 @@ arXiv:1912.09729): for negative advantages the loss is at most -c * A, so a larg
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
-from slime.algorithms.policy.outcome import PolicyLoss
+from slime.settings.fields import derived, opt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def clipped_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    eps_clip: float,
-    eps_clip_high: float | None = None,
-    eps_clip_c: float | None = None,
-    log_ratio_limit: float = LOG_RATIO_LIMIT,
-) -> PolicyLoss:
-    """max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), then the dual clip if `eps_clip_c` (> 1) is given.
+@dataclass(frozen=True, kw_only=True)
+class ClipRange:
+    """The range of a ratio."""
 
-    log_probs, old_log_probs, advantages, mask: [R]. Only `log_probs` gets a gradient.
-    """
-    log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
-    loss, clipped = clipped_surrogate(
-        log_ratio.exp(), unmasked(advantages.detach(), mask), eps_clip, eps_clip_high, eps_clip_c
-    )
-    return PolicyLoss(loss, clipped, -log_ratio.detach(), limited.to(loss.dtype))
+    eps_clip: float = opt(0.2, gt=0, le=1)
+    """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""
+    eps_clip_high: float = derived(lambda s: s.eps_clip, "eps_clip", gt=0)
+    """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSettings(ClipRange):
+    """The range of a ratio, and the bound of the dual clip."""
+
+    eps_clip_c: float | None = opt(None, gt=1)
+    """Dual clip bound for negative advantages, > 1 (arXiv:1912.09729)."""
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None, eps_clip_c: float | None
 ) -> tuple[Tensor, Tensor]:
     """(loss [R], 1.0 where a clip decided it [R]) of ratios and advantages that are finite at every position."""
+    import torch
+
     high = eps_clip if eps_clip_high is None else eps_clip_high
     plain = -ratio * advantages
     bounded = -ratio.clamp(1.0 - eps_clip, 1.0 + high) * advantages
@@ -46,7 +46,7 @@ def clipped_surrogate(
     clipped = bounded > plain
     if eps_clip_c is not None:
         ceiling = -eps_clip_c * advantages
-        cut = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(cut, ceiling, loss)
-        clipped = clipped | cut
+        above = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(above, ceiling, loss)
+        clipped = clipped | above
     return loss, clipped.to(loss.dtype)

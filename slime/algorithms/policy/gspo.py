@@ -7,12 +7,37 @@ a token's ratio: the paper's bounds are about 3e-4 and 4e-4.
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
-from slime.algorithms.policy.clip import clipped_surrogate
-from slime.algorithms.policy.outcome import PolicyLoss
-from slime.algorithms.sequences import Sequences
+from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
+from slime.algorithms.policy.clip import ClipSettings, clipped_surrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algorithms.sequences import Sequences
+
+
+@POLICY_LOSSES.register("gspo")
+@dataclass(frozen=True, kw_only=True)
+class GroupSequencePolicyLoss(ClipSettings, PolicyLoss):
+    """The ratio of each sequence is held near 1."""
+
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """See `PolicyLoss`."""
+        return gspo_loss(
+            tokens.log_probs,
+            tokens.old_log_probs,
+            tokens.advantages,
+            tokens.mask,
+            sequences=tokens.sequences,
+            eps_clip=self.eps_clip,
+            eps_clip_high=self.eps_clip_high,
+            eps_clip_c=self.eps_clip_c,
+            log_ratio_limit=tokens.log_ratio_limit,
+        )
 
 
 def gspo_loss(
@@ -26,7 +51,7 @@ def gspo_loss(
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
-) -> PolicyLoss:
+) -> TokenLosses:
     """max(-s A, -clip(s) A) [R], s the ratio of the token's sequence; arguments as in `clipped_policy_loss`.
 
     Advantages are per token; where they differ in sign inside a sequence (distillation), the clip follows the token's.
@@ -34,4 +59,4 @@ def gspo_loss(
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     ratio = sequences.spread(sequences.mean(log_ratio, mask)).exp()
     loss, clipped = clipped_surrogate(ratio, unmasked(advantages.detach(), mask), eps_clip, eps_clip_high, eps_clip_c)
-    return PolicyLoss(loss, clipped, -log_ratio.detach(), limited.to(loss.dtype))
+    return TokenLosses(loss, clipped, -log_ratio.detach(), limited.to(loss.dtype))

@@ -7,11 +7,38 @@ advantages, lets go faster, because raising all other tokens of a large vocabula
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
-from slime.algorithms.policy.outcome import PolicyLoss
+from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
+from slime.settings.fields import opt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@POLICY_LOSSES.register("sapo")
+@dataclass(frozen=True, kw_only=True)
+class SoftAdaptivePolicyLoss(PolicyLoss):
+    """A gate that closes smoothly."""
+
+    sapo_tau_positive: float = opt(1.0, gt=0)
+    """Steepness of SAPO's gate for advantages > 0."""
+    sapo_tau_negative: float = opt(1.05, gt=0)
+    """Steepness of SAPO's gate for the others."""
+
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """See `PolicyLoss`."""
+        return sapo_loss(
+            tokens.log_probs,
+            tokens.old_log_probs,
+            tokens.advantages,
+            tokens.mask,
+            tau_positive=self.sapo_tau_positive,
+            tau_negative=self.sapo_tau_negative,
+            log_ratio_limit=tokens.log_ratio_limit,
+        )
 
 
 def sapo_loss(
@@ -23,10 +50,12 @@ def sapo_loss(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
-) -> PolicyLoss:
+) -> TokenLosses:
     """Loss [R]; `tau_negative` holds for A <= 0."""
+    import torch
+
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     advantage = unmasked(advantages.detach(), mask)
     tau = torch.where(advantage > 0, torch.full_like(advantage, tau_positive), torch.full_like(advantage, tau_negative))
     loss = -torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau * advantage
-    return PolicyLoss(loss, torch.zeros_like(loss), -log_ratio.detach(), limited.to(loss.dtype))
+    return TokenLosses(loss, torch.zeros_like(loss), -log_ratio.detach(), limited.to(loss.dtype))

@@ -282,10 +282,6 @@ class FamilyTable:
         """Whether a HF tensor is copied along and not held by the trainer."""
         return any(re.match(pattern, hf_name) for pattern in self.carried)
 
-    def is_wide(self, hf_name: str) -> bool:
-        """Whether a HF tensor stays float32 whatever the others are converted to."""
-        return self.entry_of_hf(hf_name).row.wide
-
     def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:
         """Refuses a model or checkpoint that the table misses or doubles a tensor of.
 

@@ -25,6 +25,7 @@ class DeepSeek(Family):
     """Latent attention; the first layers are dense, the others have experts."""
 
     rope_kinds = ("default", "linear", "llama3", "yarn")
+    refused_biases = ()
     layer_kinds = ("full_attention", "deepseek_sparse_attention")
     per_layer = ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
     rotates_itself = True

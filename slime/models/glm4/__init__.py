@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class Glm4(Family):
     """Biases on q, k and v; gate and up are one HF tensor."""
 
+    refused_biases = ()
+
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Half of each head is rotated, in interleaved pairs."""
         return {

@@ -16,7 +16,9 @@ from slime.models.family import Family
 
 @FAMILIES.register("glm4_moe")
 class Glm4Moe(Family):
-    """Norms of q and k where the config asks for them."""
+    """Norms of q and k, and biases, where the config asks for them."""
+
+    refused_biases = ()
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Half of each head is rotated; experts. Raises `ConfigError` for what the engine serves otherwise."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
@@ -14,12 +12,6 @@ from slime.models.family import Family
 @FAMILIES.register("llama")
 class Llama(Family):
     """The plain decoder. Its table knows biases, which are not trained yet."""
-
-    refused_biases = ("mlp_bias", "attention_bias")
-
-    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """None."""
-        return {}
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """Rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""

@@ -15,6 +15,8 @@ from slime.models.family import Family
 class Qwen2(Family):
     """The biases are part of the architecture, not of the config."""
 
+    refused_biases = ()
+
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Biases on q, k and v."""
         return {"add_qkv_bias": True}

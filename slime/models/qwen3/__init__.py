@@ -17,8 +17,6 @@ from slime.models.family import Family
 class Qwen3(Family):
     """The dense one. Its table knows biases, which are not trained yet."""
 
-    refused_biases = ("mlp_bias", "attention_bias")
-
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Norms of q and k per head."""
         return {"qk_layernorm": True}

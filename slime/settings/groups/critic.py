@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from slime.settings.fields import derived
+from slime.settings.conditions import ADVANTAGES, PPO
+from slime.settings.fields import derived, is_not_zero, opt
+
+_NEEDS = (ADVANTAGES, PPO)
+
+
+def _initial(s: Any) -> str | None:
+    return s.hf_checkpoint if s.advantage_estimator == "ppo" else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticArgs:
-    """A second model of the policy's shape with a scalar head; it has the same parallel layout."""
+class CriticSettings:
+    """A second model of the policy's architecture with a scalar head; it has the same parallel layout."""
 
-    critic_load: str | None = None
+    critic_load: str | None = derived(_initial, "the critic starts from the policy's weights", needs=_NEEDS)
     """HF folder that the critic starts from. Default: --hf-checkpoint. Its value head starts at zero."""
-    critic_lr: float = derived()
+    critic_lr: float = derived(lambda s: s.megatron["lr"], "lr", gt=0, needs=_NEEDS)
     """Learning rate of the critic. Default: --lr."""
-    num_critic_only_steps: int = 0
+    num_critic_only_steps: int = opt(0, ge=0, needs=_NEEDS, asks=is_not_zero)
     """First steps that train the critic alone."""
-    value_clip: float = 0.2
+    value_clip: float = opt(0.2, gt=0, needs=_NEEDS)
     """Range of a value's change per update (PPO)."""

@@ -1,4 +1,4 @@
-"""The critic of ppo: a value model and its optimizer on the policy's ranks, cut as the policy is.
+"""The critic of an estimator that needs one: a value model and its optimizer, split over ranks as the policy is.
 
 It starts from the weights of `--critic-load` with a value head of zeros, so its first values are zero.
 """
@@ -7,23 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
+import torch
+
+from slime.algorithms.advantages import Arrays, CriticEstimator
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import FamilyTable, Row
+from slime.settings import Args
 from slime.training.model.build import build_model
 from slime.training.model.names import parameters_of
 from slime.training.model.policy import ValueModel
 from slime.training.state import hf_weights
+from slime.training.step.loss import ValueObjective
+from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable, build_trainable
-from slime.training.step.prepare import PreparedBatch
-from slime.training.step.targets import Arrays
-from slime.training.step.task import ValueTask
-from slime.training.step.train import StepContext, forward_signals, train_on
+from slime.training.step.train import StepContext, forward_batch, train_on
 
 HEAD = "value_head."
-_RENAMED = {"train/grad_norm": "train/critic_grad_norm", "train/lr-pg_0": "train/critic_lr"}
+_METRICS = {
+    "train/value_loss": "train/critic-value_loss",
+    "train/value_clipfrac": "train/critic-value_clipfrac",
+    "train/values": "train/critic-values",
+    "train/grad_norm": "train/critic-grad_norm",
+    "train/lr-pg_0": "train/critic-lr-pg_0",
+    "train/skipped_updates": "train/critic-skipped_updates",
+}
+"""The critic's metrics under the names that tell them from the policy's."""
 
 
 class Critic:
@@ -33,11 +43,12 @@ class Critic:
     table: FamilyTable
     """The rows of its parameters, the head's among them."""
 
-    def __init__(self, args: Any, context: StepContext) -> None:
+    def __init__(self, args: Args, estimator: CriticEstimator, device: torch.device) -> None:
         """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as the policy's do."""
+        assert args.critic_load is not None, "the settings say what the critic starts from"
         directory = Path(args.critic_load)
         hf_config = read_hf_config(args.critic_load)
-        chunks = build_model(args, hf_config, context.device, kind=ValueModel)
+        chunks = build_model(args, hf_config, device, kind=ValueModel)
         # The output layer has given way to the head: the checkpoint's, if any, is left alone, as a tied one is.
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))
@@ -50,15 +61,14 @@ class Critic:
         rate = float(args.critic_lr)
         lowest = min(float(args.megatron["min_lr"]), rate)
         self.trainable = build_trainable(chunks, {**args.megatron, "lr": rate, "min_lr": lowest})
-        self._context = dataclasses.replace(context, task=ValueTask(args))
+        self._objective = ValueObjective(estimator)
 
-    def values(self, prepared: PreparedBatch) -> Arrays:
+    def values(self, context: StepContext, prepared: PreparedBatch) -> Arrays:
         """Values [R] under the current weights of all samples, on every rank."""
-        return forward_signals(self._context, self.trainable.ddps, prepared)[0]
+        return forward_batch(context, self._objective, self.trainable.ddps, prepared)[0]
 
-    def train(self, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
+    def train(self, context: StepContext, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
         """Every optimizer step of the batch, whose returns are known. Raises `NumericsError` as the policy's does."""
-        metrics = train_on(self._context, self.trainable, prepared, version=version)
-        kept = {_RENAMED.get(name, name): value for name, value in metrics.items()}
-        kept.pop("train/num_updates")
-        return kept
+        metrics = train_on(context, self._objective, self.trainable, prepared, version=version)
+        metrics.pop("train/num_updates")
+        return {_METRICS.get(name, name): value for name, value in metrics.items()}

@@ -1,30 +1,28 @@
-"""The loss of one micro-batch, put together from `algorithms`, and the sums that become metrics.
+"""What a model answers for a micro-batch and what is minimised: one objective per kind of loss.
 
 Loss and metrics are sums of weight * value over tokens; the weights carry the denominators of the whole step, so the
-numbers of a step are the sums over its micro-batches and ranks.
+numbers of a step are the sums over its micro-batches and ranks. What acts on a token's loss is in `slime.algorithms`;
+here it is put together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.kl import kl_estimate
+from slime.algorithms.advantages import CriticEstimator
+from slime.algorithms.algorithm import Algorithm, samples_top_p_set
 from slime.algorithms.log_ratio import unmasked
-from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.clip import clipped_policy_loss
-from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.outcome import PolicyLoss
-from slime.algorithms.policy.sapo import sapo_loss
+from slime.algorithms.off_policy import OffPolicyTokens
+from slime.algorithms.policy import PolicyTokens, TokenLosses
 from slime.algorithms.sft_loss import negative_log_likelihood
-from slime.algorithms.value_loss import value_loss
 from slime.core.errors import HookError
+from slime.settings import Args
 from slime.settings.hooks import load_hook
 from slime.training.model.log_probs import TokenScores
-from slime.training.step.correction import corrected
 from slime.training.step.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
@@ -42,131 +40,278 @@ class LossParts:
     sums: Sums
 
 
-def is_cut(args: Any) -> bool:
-    """Whether tokens are sampled from a part of the vocabulary only (`--rollout-top-p`, `--rollout-top-k`)."""
-    return bool(args.loss_type != "sft_loss" and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0))
+class Evaluation(Protocol):
+    """How one model is asked about the tokens of a micro-batch."""
+
+    def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
+        """The output of one model chunk; `trains`: a loss will be made of it."""
+
+    def results(self, output: Any) -> tuple[Tensor, ...]:
+        """The last chunk's answers, each [R] float32; the last of them is what engines report, if anything is."""
+
+    @property
+    def num_results(self) -> int:
+        """How many `results` gives."""
 
 
-def micro_batch_loss(args: Any, batch: MicroBatch, scores: TokenScores) -> LossParts:
-    """Loss of the policy. Raises `HookError` if a user's function breaks its contract."""
-    log_probs = scores.log_probs
-    if args.loss_type == "sft_loss":
-        token_loss = negative_log_likelihood(log_probs, batch.mask)
+class Objective(Evaluation, Protocol):
+    """One model's side of a training step."""
+
+    @property
+    def compares_with_engines(self) -> bool:
+        """Whether what the model answers can be compared with what engines reported."""
+
+    def loss(self, batch: MicroBatch, output: Any) -> LossParts:
+        """Of the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
+
+
+def objective_of(args: Args) -> Objective:
+    """What the policy minimises, by `--loss-type`."""
+    match args.loss_type:
+        case "policy_loss":
+            return PolicyObjective(args, algorithm=Algorithm.of(args))
+        case "custom_loss":
+            return CustomObjective(args)
+        case "sft_loss":
+            return SupervisedObjective(args)
+        case _ as never:
+            assert_never(never)
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Log-probs under the distribution that was sampled from, temperature, top-k and top-p (fine-tuning: the plain
+    one), and entropy where a loss needs it.
+
+    Engines report log-probs of the whole distribution at that temperature, whatever top-k and top-p left out; so with a
+    top-p set there is a second result, of the whole distribution.
+    """
+
+    args: Args
+    whole: bool = False
+    """Only the whole distribution: all that is asked of a reference or a teacher."""
+
+    @property
+    def with_entropy(self) -> bool:
+        """Whether the loss reports, or uses, the entropy."""
+        return False
+
+    def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
+        """See `Evaluation`."""
+        args, samples = self.args, self.args.loss_type != "sft_loss"
+        with_entropy = trains and self.with_entropy
+        return chunk(
+            batch.tokens,
+            batch.position_ids,
+            batch.packed,
+            batch.predicting,
+            batch.targets,
+            temperature=float(args.rollout_temperature) if samples else 1.0,
+            with_entropy=with_entropy,
+            entropy_grad=with_entropy and bool(args.entropy_coef),
+            chunk_tokens=int(args.log_probs_chunk_size),
+            top_p=float(args.rollout_top_p) if samples and not self.whole else 1.0,
+            top_k=int(args.rollout_top_k) if samples and not self.whole else -1,
+        )
+
+    @property
+    def num_results(self) -> int:
+        """See `Evaluation`."""
+        return 2 if samples_top_p_set(self.args) and not self.whole else 1
+
+    def results(self, output: Any) -> tuple[Tensor, ...]:
+        """See `Evaluation`."""
+        return (output.log_probs, output.full_log_probs)[: self.num_results]
+
+
+class SupervisedObjective(LogProbs):
+    """Fine-tuning: the negative log-prob of each trained token."""
+
+    compares_with_engines = False
+
+    def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
+        """See `Objective`."""
+        token_loss = negative_log_likelihood(output.log_probs, batch.mask)
         return LossParts(weighted(token_loss, batch), token_loss.detach(), {"loss": weighted_sum(token_loss, batch)})
-    if args.loss_type == "custom_loss":
-        return _custom(args, batch, log_probs)
-    return _policy(args, batch, scores)
 
 
-def micro_batch_value_loss(args: Any, batch: MicroBatch, values: Tensor) -> LossParts:
-    """Loss of the critic. values: [R]."""
-    assert batch.old_values is not None and batch.returns is not None, "the critic needs old values and returns"
-    loss, clipped = value_loss(values, batch.old_values, batch.returns, batch.mask, value_clip=args.value_clip)
-    sums = {
-        "value_loss": weighted_sum(loss, batch),
-        "value_clipfrac": token_mean(clipped, batch),
-        "values": token_mean(values, batch),
-    }
-    return LossParts(weighted(loss, batch), loss.detach(), sums)
+class CustomObjective(LogProbs):
+    """`--custom-loss-function-path`: the batch as a dict, and a sum that carries the denominators of the step."""
+
+    compares_with_engines = False
+
+    def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
+        """See `Objective`."""
+        args: Any = self.args
+        log_probs, flag = output.log_probs, "--custom-loss-function-path"
+        data = {f.name: getattr(batch, f.name) for f in fields(batch)}
+        data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
+
+        def sum_of_sample_mean(values: Tensor) -> Tensor:
+            return weighted(unmasked(values, batch.mask), batch)
+
+        loss, metrics = load_hook(args.custom_loss_function_path, "loss")(args, data, log_probs, sum_of_sample_mean)
+        loss = _scalar(loss, batch, log_probs, flag)
+        if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
+            raise HookError(f"{flag}: got metrics that are no dict of scalar tensors")
+        device = log_probs.device
+        sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
+        sums["loss"] = loss.detach().double()
+        # A non-finite loss of the user's function cannot be traced to a token: all of the micro-batch is suspect.
+        return LossParts(loss, loss.detach().expand_as(log_probs), sums)
 
 
-def policy_outcome(args: Any, batch: MicroBatch, log_probs: Tensor, old: Tensor) -> PolicyLoss:
+@dataclass(frozen=True, slots=True)
+class PolicyObjective(LogProbs):
+    """The policy loss after its corrections, entropy and the KL to the reference."""
+
+    algorithm: Algorithm = field(kw_only=True)
+
+    compares_with_engines = True
+
+    @property
+    def with_entropy(self) -> bool:
+        """It is reported always."""
+        return True
+
+    def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
+        """See `Objective`."""
+        args, algorithm, log_probs = self.args, self.algorithm, output.log_probs
+        recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
+        made = policy_losses(args, algorithm, batch, log_probs, old)
+        # Engines report the whole distribution: what is compared with them is, too.
+        whole = recomputed
+        if samples_top_p_set(args):
+            whole = output.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
+        policy_loss, sums = _corrected(args, algorithm, batch, made.loss, log_probs.detach(), old, whole)
+        sums |= _diagnostics(batch, made, log_probs)
+        if samples_top_p_set(args):
+            sums["top_p_outside"] = token_mean(output.outside.to(log_probs.dtype), batch)
+        sums["pg_loss"] = weighted_sum(policy_loss, batch)
+        extra = torch.zeros_like(policy_loss)
+        if output.entropy is not None:
+            sums["entropy_loss"] = token_mean(output.entropy, batch)
+            if args.entropy_coef:
+                extra = extra - args.entropy_coef * unmasked(output.entropy, batch.mask)
+        if args.use_kl_loss:
+            assert batch.ref_log_probs is not None, "a KL loss needs reference log-probs"
+            kl = algorithm.kl.estimate(
+                log_probs,
+                batch.ref_log_probs,
+                batch.mask,
+                old_log_probs=old if args.use_unbiased_kl else None,
+                log_ratio_limit=float(args.log_ratio_limit),
+            )
+            extra = extra + args.kl_loss_coef * kl
+            sums["ref_log_probs"] = token_mean(batch.ref_log_probs, batch)
+            sums["kl_loss"] = weighted_sum(kl, batch)
+        token_loss = policy_loss + extra
+        sums["loss"] = weighted_sum(token_loss, batch)
+        if not args.custom_pg_loss_reducer_function_path:
+            return LossParts(weighted(token_loss, batch), token_loss.detach(), sums)
+        reduced = _reduced(args, algorithm, batch, policy_loss)
+        loss = reduced + weighted(extra, batch)
+        sums.update(loss=loss.detach().double(), pg_loss=reduced.detach().double())
+        return LossParts(loss, token_loss.detach(), sums)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """The critic's: the expected return before each response token."""
+
+    estimator: CriticEstimator
+    compares_with_engines = False
+    num_results = 1
+
+    def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
+        """See `Evaluation`."""
+        return chunk(batch.tokens, batch.position_ids, batch.packed, batch.predicting)
+
+    def results(self, output: Any) -> tuple[Tensor, ...]:
+        """See `Evaluation`."""
+        return (output,)
+
+    def loss(self, batch: MicroBatch, output: Tensor) -> LossParts:
+        """See `Objective`. output [R]: the values."""
+        assert batch.old_values is not None and batch.returns is not None, "the critic needs old values and returns"
+        loss, clipped = self.estimator.value_loss(output, batch.old_values, batch.returns, batch.mask)
+        sums = {
+            "value_loss": weighted_sum(loss, batch),
+            "value_clipfrac": token_mean(clipped, batch),
+            "values": token_mean(output, batch),
+        }
+        return LossParts(weighted(loss, batch), loss.detach(), sums)
+
+
+def policy_losses(args: Args, algorithm: Algorithm, batch: MicroBatch, log_probs: Tensor, old: Tensor) -> TokenLosses:
     """The loss of `--policy-loss` per token."""
-    given = (log_probs, old, batch.advantages, batch.mask)
-    limit = float(args.log_ratio_limit)
-    clip = {
-        "eps_clip": args.eps_clip,
-        "eps_clip_high": args.eps_clip_high,
-        "log_ratio_limit": limit,
-        "eps_clip_c": args.eps_clip_c,
-    }
-    if args.policy_loss == "gspo":
-        return gspo_loss(*given, sequences=batch.sequences, **clip)
-    if args.policy_loss == "cispo":
-        bounds = {"clip_low": args.cispo_clip_low, "clip_high": args.cispo_clip_high}
-        return cispo_loss(*given, log_ratio_limit=limit, **bounds)
-    if args.policy_loss == "sapo":
-        taus = {"tau_positive": args.sapo_tau_positive, "tau_negative": args.sapo_tau_negative}
-        return sapo_loss(*given, log_ratio_limit=limit, **taus)
-    assert args.policy_loss == "ppo_clip", f"no policy loss {args.policy_loss}"
-    return clipped_policy_loss(*given, **clip)
-
-
-def _policy(args: Any, batch: MicroBatch, scores: TokenScores) -> LossParts:
-    log_probs, entropy = scores.log_probs, scores.entropy
-    recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
-    result = policy_outcome(args, batch, log_probs, old)
-    # Engines report the whole distribution: what is compared with them is, too.
-    whole = recomputed
-    if is_cut(args):
-        whole = scores.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
-    policy_loss, sums = corrected(args, batch, result.loss, log_probs.detach(), recomputed, whole)
-    if is_cut(args):
-        sums["top_p_outside"] = scores.outside.to(log_probs.dtype)
-    counts = {name: sums.pop(name).double().sum() for name in tuple(sums) if name.endswith("_clamped")}
-    sums = {name: token_mean(value, batch) for name, value in sums.items()} | counts
-    sums["log_ratio_clamped"] = result.ratio_limited.double().sum()
-    sums["pg_clipfrac"] = token_mean(result.clipped, batch)
-    sums["ppo_kl"] = token_mean(result.old_minus_new, batch)
-    sums["ois"] = token_mean((-result.old_minus_new).exp(), batch)
-    sums["log_probs"] = token_mean(log_probs, batch)
-    sums["rollout_log_probs"] = token_mean(batch.rollout_log_probs * batch.sampled, batch)
-    sums["pg_loss"] = weighted_sum(policy_loss, batch)
-    extra = torch.zeros_like(policy_loss)
-    if entropy is not None:
-        sums["entropy_loss"] = token_mean(entropy, batch)
-        if args.entropy_coef:
-            extra = extra - args.entropy_coef * unmasked(entropy, batch.mask)
-    if args.use_kl_loss:
-        assert batch.ref_log_probs is not None, "a KL loss needs reference log-probs"
-        kl = kl_estimate(
-            log_probs,
-            batch.ref_log_probs,
-            batch.mask,
-            args.kl_loss_type,
-            old_log_probs=old if args.use_unbiased_kl else None,
+    return algorithm.policy_loss.token_losses(
+        PolicyTokens(
+            log_probs=log_probs,
+            old_log_probs=old,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            sequences=batch.sequences,
             log_ratio_limit=float(args.log_ratio_limit),
         )
-        extra = extra + args.kl_loss_coef * kl
-        sums["ref_log_probs"] = token_mean(batch.ref_log_probs, batch)
-        sums["kl_loss"] = weighted_sum(kl, batch)
-    token_loss = policy_loss + extra
-    sums["loss"] = weighted_sum(token_loss, batch)
-    if not args.custom_pg_loss_reducer_function_path:
-        return LossParts(weighted(token_loss, batch), token_loss.detach(), sums)
-    reduced = _reduced(args, batch, policy_loss)
-    loss = reduced + weighted(extra, batch)
-    sums.update(loss=loss.detach().double(), pg_loss=reduced.detach().double())
-    return LossParts(loss, token_loss.detach(), sums)
+    )
 
 
-def _reduced(args: Any, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
+def _corrected(
+    args: Args,
+    algorithm: Algorithm,
+    batch: MicroBatch,
+    policy_loss: Tensor,
+    log_probs: Tensor,
+    old: Tensor,
+    whole: Tensor,
+) -> tuple[Tensor, Sums]:
+    """(policy loss [R] after every correction, their metrics). Tokens that no engine sampled keep weight 1.
+
+    log_probs [R]: the current ones, detached; old [R]: those of the old policy; whole [R]: the trainer's before the
+    update, of the whole distribution, which engines report.
+    """
+    tokens = OffPolicyTokens(
+        log_probs=log_probs,
+        old_log_probs=old,
+        trainer_log_probs=whole,
+        rollout_log_probs=batch.rollout_log_probs,
+        sampled=batch.sampled,
+        mask=batch.mask,
+        advantages=batch.advantages,
+        sequences=batch.sequences,
+        lengths=batch.lengths,
+        total_lengths=batch.total_lengths,
+        log_ratio_limit=float(args.log_ratio_limit),
+        args=args,
+    )
+    sums: Sums = {}
+    for correction in algorithm.corrections:
+        policy_loss, metrics = correction.apply(policy_loss, tokens)
+        for name, value in metrics.items():
+            sums[name] = value.double().sum() if name.endswith("_clamped") else token_mean(value, batch)
+    return policy_loss, sums
+
+
+def _diagnostics(batch: MicroBatch, made: TokenLosses, log_probs: Tensor) -> Sums:
+    return {
+        "log_ratio_clamped": made.ratio_limited.double().sum(),
+        "pg_clipfrac": token_mean(made.clipped, batch),
+        "ppo_kl": token_mean(made.old_minus_new, batch),
+        "ois": token_mean((-made.old_minus_new).exp(), batch),
+        "log_probs": token_mean(log_probs, batch),
+        "rollout_log_probs": token_mean(batch.rollout_log_probs * batch.sampled, batch),
+    }
+
+
+def _reduced(args: Any, algorithm: Algorithm, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
     """The policy loss by `--custom-pg-loss-reducer-function-path`, a sum over samples, over the step's executions."""
+    flag, masks = "--custom-pg-loss-reducer-function-path", list(batch.mask.split(batch.lengths))
     build = load_hook(args.custom_pg_loss_reducer_function_path, "pg_loss_reducer")
-    masks = list(batch.mask.split(batch.lengths))
-    reduce = build(list(batch.total_lengths), list(batch.lengths), masks, args.loss_aggregation == "token_mean")
-    return _scalar(reduce(policy_loss), batch, policy_loss, "--custom-pg-loss-reducer-function-path") * batch.unit
-
-
-def _custom(args: Any, batch: MicroBatch, log_probs: Tensor) -> LossParts:
-    """`--custom-loss-function-path`: the batch as a dict, and a sum that carries the denominators of the step."""
-    loss_of = load_hook(args.custom_loss_function_path, "loss")
-    data = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
-
-    def sum_of_sample_mean(values: Tensor) -> Tensor:
-        return weighted(unmasked(values, batch.mask), batch)
-
-    loss, metrics = loss_of(args, data, log_probs, sum_of_sample_mean)
-    loss = _scalar(loss, batch, log_probs, "--custom-loss-function-path")
-    if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
-        raise HookError("--custom-loss-function-path: got metrics that are no dict of scalar tensors")
-    device = log_probs.device
-    sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
-    sums["loss"] = loss.detach().double()
-    # A non-finite loss of the user's function cannot be traced to a token: all of the micro-batch is suspect.
-    return LossParts(loss, loss.detach().expand_as(log_probs), sums)
+    counts_tokens = not algorithm.aggregation.counts_executions
+    reduce = build(list(batch.total_lengths), list(batch.lengths), masks, counts_tokens)
+    return _scalar(reduce(policy_loss), batch, policy_loss, flag) * batch.unit
 
 
 def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
@@ -190,4 +335,4 @@ def weighted_sum(values: Tensor, batch: MicroBatch) -> Tensor:
 
 def token_mean(values: Tensor, batch: MicroBatch) -> Tensor:
     """This micro-batch's part of a mean over the trained tokens of the step: detached, float64."""
-    return (unmasked(values.detach(), batch.mask).double() * batch.shares).sum()
+    return (unmasked(values.detach(), batch.mask).double() * batch.token_share).sum()

@@ -1,9 +1,15 @@
-"""From the prepared batch to the tensors of one forward pass and its loss."""
+"""From the train batch to the tensors of one forward pass and its loss.
+
+`prepare` makes the schedule and the weight of every token in the loss of its step, on the host, on every rank alike.
+Forward passes then give log-probs, made whole on every rank; `with_advantages` adds advantages and returns
+(`slime.algorithms.batch`). `to_device` only picks, packs and copies, so no result can depend on the partition.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,13 +17,93 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slime.algorithms.advantages import Arrays
+from slime.algorithms.algorithm import Algorithm
+from slime.algorithms.batch import (
+    AdvantagesAndReturns,
+    BatchLogProbs,
+    advantages_and_returns,
+    check_samples,
+    step_weights,
+)
 from slime.algorithms.sequences import Sequences
+from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import pack
+from slime.data.schedule import Schedule, build_schedule
 from slime.models.common.attention import PackedSequences
+from slime.models.common.flops import FlopsModel
+from slime.settings import Args
 from slime.training.model.context import packed_sequences
-from slime.training.step.prepare import PreparedBatch
-from slime.training.step.targets import Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch with all quantities that need all of it. Sequences are by sample position, each entry [R]."""
+
+    batch: TrainBatch
+    schedule: Schedule
+    weights: Arrays
+    """Weight of each response token in the loss of its own step; zero where masked."""
+    token_shares: tuple[float, ...]
+    """See `StepWeights.token_share`, of the sample's step."""
+    units: tuple[float, ...]
+    """See `StepWeights.unit`, of the sample's step; 0 for an unscored sample."""
+    log_probs: BatchLogProbs = field(default_factory=BatchLogProbs)
+    values: Arrays | None = None
+    """The critic's, before its update; None without one."""
+    aims: AdvantagesAndReturns | None = None
+    """None until `with_advantages`."""
+
+
+def prepare(
+    batch: TrainBatch,
+    args: Args,
+    *,
+    dp_size: int,
+    cp_size: int = 1,
+    micro_batch_multiple: int = 1,
+    flops: FlopsModel | None = None,
+    one_step: bool = False,
+) -> PreparedBatch:
+    """Schedule and token weights of a batch. Deterministic; every rank computes the same.
+
+    `one_step` is for measuring: a batch of any size is one step, whatever the settings say. `flops` prices samples for
+    `--balance-data`; a micro-batch may hold `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
+    """
+    samples, algorithm = batch.samples, Algorithm.of(args)
+    check_samples(samples, args, algorithm)
+    room = args.max_tokens_per_gpu if args.use_dynamic_batch_size else None
+    assert room is not None or not args.use_dynamic_batch_size, "the settings demand --max-tokens-per-gpu"
+    num_steps = 1 if one_step else args.num_steps_per_rollout if args.use_dynamic_global_batch_size else None
+    schedule = build_schedule(
+        [s.num_tokens for s in samples],
+        [s.index for s in samples],
+        dp_size=dp_size,
+        global_batch_size=None if num_steps is not None else args.global_batch_size,
+        num_steps=num_steps,
+        micro_batch_size=args.micro_batch_size if room is None else None,
+        max_tokens_per_gpu=None if room is None else room * cp_size,
+        balance=args.balance_data,
+        cost_S=None if flops is None else [flops.forward(s.num_tokens, num_logits=s.response_length) for s in samples],
+        micro_batch_multiple=micro_batch_multiple,
+    )
+    weights: list[npt.NDArray[Any]] = [np.zeros_like(s.loss_mask) for s in samples]
+    shares, units = [0.0] * len(samples), [0.0] * len(samples)
+    count_masked = not args.drop_masked_executions
+    for step in schedule.steps:
+        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
+        for position, part in own.weights.items():
+            weights[position], shares[position], units[position] = part, own.token_share, own.unit
+    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units))
+
+
+def with_advantages(
+    prepared: PreparedBatch, args: Args, log_probs: BatchLogProbs, values: Arrays | None = None
+) -> PreparedBatch:
+    """The same batch with advantages and returns. Raises as `advantages_and_returns` does."""
+    aims = advantages_and_returns(prepared.batch, args, Algorithm.of(args), log_probs, values)
+    return dataclasses.replace(prepared, log_probs=log_probs, values=values, aims=aims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +128,13 @@ class MicroBatch:
     sequences: Sequences
     """Which sample each response token belongs to."""
     mask: Tensor
-    """[R] float32"""
+    """[R] float32, 1 where trained."""
     weights: Tensor
-    """[R] float32, zero where masked."""
-    shares: Tensor
-    """[R] float32, zero where masked: weights of a mean over the trained tokens of the step."""
+    """[R] float32 weight in the loss of the step; zero where masked."""
+    token_share: float
+    """Weight of a trained token in a mean over those of the step."""
     unit: float
-    """See `PreparedBatch.units`."""
+    """What the sum of a user's reducer lacks; see `StepWeights.unit`."""
     rollout_log_probs: Tensor
     """[R] float32; meaningless where `sampled` is 0."""
     sampled: Tensor
@@ -56,11 +142,11 @@ class MicroBatch:
     versions: Tensor
     """[R] int32 weight version of each token."""
     advantages: Tensor
-    """[R] float32; zero before targets are known."""
+    """[R] float32; zero before they are known."""
     old_log_probs: Tensor | None
     """[R] float32, of the policy before the update; None if the pass that is trained gives them."""
     old_full_log_probs: Tensor | None
-    """[R] float32, of the whole distribution, where sampling was cut by top-k or top-p."""
+    """[R] float32, of the whole distribution, where tokens were sampled from a top-p set."""
     ref_log_probs: Tensor | None
     """[R] float32"""
     old_values: Tensor | None
@@ -81,7 +167,7 @@ def to_device(
     samples = [prepared.batch.samples[p] for p in positions]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to)
     lengths = tuple(s.response_length for s in samples)
-    mask = _join([prepared.masks[p] for p in positions], np.float32)
+    mask = _join([s.loss_mask for s in samples], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)
     rollout = [
         np.zeros(n, np.float32) if s.rollout_log_probs is None else s.rollout_log_probs
@@ -96,9 +182,9 @@ def to_device(
     def of(arrays: Arrays | None) -> Tensor | None:
         return None if arrays is None else tensor(_join([arrays[p] for p in positions], np.float32))
 
-    signals, aims = prepared.signals, prepared.targets
+    log_probs, aims = prepared.log_probs, prepared.aims
     advantages = of(aims.advantages) if aims is not None else torch.zeros(sum(lengths), device=device)
-    assert advantages is not None, "targets always hold advantages"
+    assert advantages is not None, "advantages were made"
     return MicroBatch(
         positions=tuple(positions),
         lengths=lengths,
@@ -111,16 +197,16 @@ def to_device(
         sequences=Sequences(tensor(np.repeat(np.arange(len(samples)), lengths)), len(samples)),
         mask=tensor(mask),
         weights=tensor(_join([prepared.weights[p] for p in positions], np.float32)),
-        shares=tensor(_join([prepared.shares[p] for p in positions], np.float32)),
+        token_share=max((prepared.token_shares[p] for p in positions), default=0.0),
         unit=max((prepared.units[p] for p in positions), default=0.0),
         rollout_log_probs=tensor(_join(rollout, np.float32)),
         sampled=tensor(sampled.astype(np.float32)),
         versions=tensor(versions),
         advantages=advantages,
-        old_log_probs=of(signals.old),
-        old_full_log_probs=of(signals.old_full),
-        ref_log_probs=of(signals.ref),
-        old_values=of(signals.values),
+        old_log_probs=of(log_probs.old),
+        old_full_log_probs=of(log_probs.old_full),
+        ref_log_probs=of(log_probs.ref),
+        old_values=of(prepared.values),
         returns=of(aims.returns) if aims is not None else None,
     )
 

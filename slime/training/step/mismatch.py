@@ -1,4 +1,4 @@
-"""The gap between the trainer's and the engine's log-probs of the same sampled tokens: the alarm for silent wrongness.
+"""How far the trainer's log-probs are from the engine's for the same sampled tokens: the alarm for silent wrongness.
 
 A wrong weight, a wrong template, another temperature or a stale engine all show here first. Tokens sampled by the
 version that the trainer holds must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of
@@ -28,18 +28,19 @@ LIMITS: dict[torch.dtype, tuple[str, float]] = {
 }
 """Training dtype -> which figure is limited, and the default limit in nats. `--mismatch-limit` replaces the number.
 
-float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 and more. Half precision has single tokens with
-gaps of 1 and more on real models, so its limit is on the mean."""
+float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 and more. Half precision has single tokens
+that differ by 1 and more on real models, so its limit is on the mean."""
 
 _LOW, _HIGH, _BINS = -9.0, 3.0, 1200
-"""Histogram of log10(gap): 2.3 % wide bins, the same on every rank, so that a percentile needs one small all-reduce."""
+"""Histogram of log10(difference): bins 2.3 % wide, the same on every rank, so a percentile needs one all-reduce."""
 
 
 @dataclass(slots=True)
 class WorstToken:
-    """The token with the largest gap seen on one rank."""
+    """The token with the largest difference seen on one rank."""
 
-    gap: float = -1.0
+    diff: float = -1.0
+    """Absolute difference of the log-probs, nats."""
     position: int = -1
     """Of its sample in the batch."""
     offset: int = -1
@@ -49,7 +50,7 @@ class WorstToken:
 
 
 class MismatchMeter:
-    """Collects gaps over micro-batches; `finish` reduces over the data-parallel group and raises if over the limit."""
+    """Collects differences over micro-batches; `finish` reduces over the group and raises if over the limit."""
 
     def __init__(self, version: int, device: torch.device, *, keeps_old_keys: bool = False) -> None:
         """`keeps_old_keys`: a sample of several versions was sampled with keys and values of several."""
@@ -69,16 +70,16 @@ class MismatchMeter:
             older = (batch.versions != self._version) & (batch.versions != NOT_SAMPLED)
             current &= batch.sequences.spread(batch.sequences.sum(older.float())) == 0
         zero = torch.zeros_like(log_probs)
-        gap = torch.where(sampled, (log_probs - torch.where(sampled, batch.rollout_log_probs, zero)).abs(), zero)
+        diff = torch.where(sampled, (log_probs - torch.where(sampled, batch.rollout_log_probs, zero)).abs(), zero)
         stale = sampled & ~current
-        own = torch.where(current, gap, zero)
-        self._sums += torch.stack([own.double().sum(), current.sum(), gap.double().sum(), sampled.sum(), stale.sum()])
+        own = torch.where(current, diff, zero)
+        self._sums += torch.stack([own.double().sum(), current.sum(), diff.double().sum(), sampled.sum(), stale.sum()])
         bins = torch.clamp(
             ((own.clamp_min(1e-9).log10() - _LOW) / (_HIGH - _LOW) * _BINS).nan_to_num(_BINS - 1.0), 0, _BINS - 1
         )
         self._histogram.scatter_add_(0, bins.long(), current.double())
-        # A NaN is the worst gap of all; argmax treats it so.
-        ranked = torch.where(current, gap, zero - 1)
+        # A NaN is the worst of all; argmax treats it so.
+        ranked = torch.where(current, diff, zero - 1)
         worst = ranked.argmax()
         self._pending.append((batch, log_probs, ranked[worst], worst))
 
@@ -94,7 +95,7 @@ class MismatchMeter:
         dist.all_reduce(numbers, group=group)
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, worst, group=group)
-        top: WorstToken = max(gathered, key=lambda w: math.inf if math.isnan(w.gap) else w.gap)
+        top: WorstToken = max(gathered, key=lambda w: math.inf if math.isnan(w.diff) else w.diff)
         own_sum, num_current, mismatch_sum, num_sampled, num_stale = numbers[:5].tolist()
         metrics = {"train/stale_tokens": num_stale}
         if num_sampled:
@@ -102,17 +103,17 @@ class MismatchMeter:
         if num_stale:
             metrics["train/train_rollout_logprob_abs_diff_stale"] = (mismatch_sum - own_sum) / num_stale
         if num_current:
-            metrics["train/train_rollout_logprob_abs_diff_max"] = top.gap
-            metrics["train/train_rollout_logprob_abs_diff"] = own_sum / num_current
-            metrics["train/train_rollout_logprob_abs_diff_p99"] = min(_percentile(numbers[5:], 0.99), top.gap)
+            metrics["train/train_rollout_logprob_abs_diff_max"] = top.diff
+            metrics["train/train_rollout_logprob_abs_diff_current"] = own_sum / num_current
+            metrics["train/train_rollout_logprob_abs_diff_p99"] = min(_percentile(numbers[5:], 0.99), top.diff)
             _check_limit(batch, top, own_sum / num_current, dtype=dtype, limit=limit, version=self._version)
         return metrics
 
     def _worst(self) -> WorstToken:
         best = WorstToken()
-        for micro_batch, log_probs, gap, index in self._pending:
-            value = float(gap)
-            if value > best.gap or math.isnan(value):
+        for micro_batch, log_probs, diff, index in self._pending:
+            value = float(diff)
+            if value > best.diff or math.isnan(value):
                 position, offset = locate(micro_batch, int(index))
                 engine = float(micro_batch.rollout_log_probs[index])
                 best = WorstToken(value, position, offset, float(log_probs[index]), engine)
@@ -139,7 +140,7 @@ def _check_limit(
 ) -> None:
     figure, default = LIMITS[dtype]
     bound = default if limit is None else limit
-    value = worst.gap if figure == "max" else mean
+    value = worst.diff if figure == "max" else mean
     if value <= bound:  # false for NaN, too
         return
     sample = batch.samples[worst.position]

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms.advantages import Arrays
+from slime.algorithms.batch import BatchLogProbs
 from slime.core.errors import NumericsError
-from slime.training.step.micro_batch import MicroBatch
+from slime.training.step.micro_batch import MicroBatch, PreparedBatch
 from slime.training.step.mismatch import locate
 from slime.training.step.non_finite_dump import dump_non_finite
-from slime.training.step.prepare import PreparedBatch
-from slime.training.step.targets import Signals
 
 Offsets = Mapping[int, list[int]]
 """Sample position -> response tokens."""
@@ -60,19 +60,24 @@ class Suspects:
         }
 
 
-def check_signals(prepared: PreparedBatch, signals: Signals, *, run_dir: str | None) -> None:
-    """Raises `NumericsError` for a signal that is not finite at a trained token. Same on every rank; rank 0 dumps."""
+def check_log_probs(
+    prepared: PreparedBatch, log_probs: BatchLogProbs, values: Arrays | None, *, run_dir: str | None
+) -> None:
+    """Raises `NumericsError` for a log-prob, or a value, that is not finite at a trained token.
+
+    The same on every rank; rank 0 dumps.
+    """
     named = {
-        "old": signals.old,
-        "old_full": signals.old_full,
-        "ref": signals.ref,
-        "teacher": signals.teacher,
-        "values": signals.values,
+        "old": log_probs.old,
+        "old_full": log_probs.old_full,
+        "ref": log_probs.ref,
+        "teacher": log_probs.teacher,
+        "values": values,
     }
     bad: dict[int, list[int]] = {}
-    for position, mask in enumerate(prepared.masks):
+    for position, sample in enumerate(prepared.batch.samples):
         parts = [np.isfinite(x[position]) for x in named.values() if x is not None]
-        if parts and not (whole := np.all(parts, axis=0) | (mask == 0)).all():
+        if parts and not (whole := np.all(parts, axis=0) | (sample.loss_mask == 0)).all():
             bad[position] = np.flatnonzero(~whole).tolist()
     if not bad:
         return
@@ -81,15 +86,15 @@ def check_signals(prepared: PreparedBatch, signals: Signals, *, run_dir: str | N
 
 
 def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: str | None) -> str | None:
-    """Keeps this rank's poisoned samples; returns the folder, or None."""
+    """Keeps this rank's samples with a non-finite loss; returns the folder, or None."""
     if not bad or not run_dir:
         return None
-    signals, targets = prepared.signals, prepared.targets
+    log_probs, aims = prepared.log_probs, prepared.aims
     numbers: dict[str, Any] = {
         "scores": suspects.scores(),
-        "old_log_probs": signals.old,
-        "ref_log_probs": signals.ref,
-        "advantages": targets.advantages if targets is not None else None,
+        "old_log_probs": log_probs.old,
+        "ref_log_probs": log_probs.ref,
+        "advantages": aims.advantages if aims is not None else None,
         "weights": prepared.weights,
     }
     folder = dump_non_finite(run_dir, prepared.batch, bad, numbers, rank=dist.get_rank())

@@ -48,7 +48,7 @@ def dump_non_finite(
     *,
     rank: int,
 ) -> Path | None:
-    """Writes the poisoned samples of one rank; returns their folder, or None if it could not be written.
+    """Writes one rank's samples with a non-finite loss; returns their folder, or None if it could not be written.
 
     `offsets`: sample position in `batch` -> response tokens whose loss is not finite. `numbers`: name -> [R] of each
     sample, of any float dtype (log-probs, advantages, weights, ...); None or a missing position is left out.
@@ -114,7 +114,7 @@ def _write(folder: Path, report: dict[str, Any], tensors: dict[str, Array]) -> P
     partial.mkdir(exist_ok=True)
     save_file(tensors, partial / "tensors.safetensors")
     (partial / "samples.json").write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-    # A resumed run meets the same poison again: what the first one wrote stays.
+    # A resumed run meets the same samples again: what the first one wrote stays.
     free, again = folder, 1
     while free.exists():
         again += 1

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
@@ -114,16 +113,6 @@ def reduce_grads(trainable: Trainable) -> None:
     Each data-parallel rank ends with its own shard of the sum; what stands elsewhere in the buffers is partial.
     """
     finalize_model_grads(list(trainable.ddps))
-
-
-def gather_grads(trainable: Trainable) -> None:
-    """After `reduce_grads`: gives every data-parallel rank all shards, for checks. Collective."""
-    for ddp in trainable.ddps:
-        dense, experts = (ddp.buffers, ddp.intra_dp_cp_group), (ddp.expert_parallel_buffers, ddp.intra_expt_dp_group)
-        for buffers, group in (dense, experts):
-            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 @torch.no_grad()

@@ -1,75 +1,95 @@
-"""Training on one batch: forward passes for signals (log-probs), then the optimizer steps.
+"""Training on one batch: forward passes for log-probs, then the optimizer steps.
 
-All layouts take one path: Megatron's schedules run the micro-batches (`pipeline`). Only the last pipeline stage has
-results, and tensor- and context-parallel ranks have the same ones; a rank that `reports` speaks for these. What it has
-is shared with the whole world, so that metrics, signals and errors are the same on every rank.
+All layouts take one path: Megatron's own schedules run the micro-batches, plain, 1F1B or interleaved. Every rank of a
+pipeline builds the same micro-batches in the same order; a stage waits for the hidden states of the one before it. Only
+the last pipeline stage has results, and tensor- and context-parallel ranks have the same ones; a rank that `reports`
+speaks for these. What it has is shared with the whole world, so that metrics, log-probs and errors are the same on
+every rank.
+
+Invariants
+1. The loss is not scaled by the number of micro-batches, tokens or ranks: it carries its denominators already.
+2. All ranks run the same number of micro-batches, so that sends and collectives match.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from slime.algorithms.advantages import Arrays
 from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
-from slime.training.model.names import parameters_of
-from slime.training.step.loss import LossParts, Sums
-from slime.training.step.micro_batch import MicroBatch, to_device
+from slime.training.step.loss import Evaluation, LossParts, Objective, Sums
+from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
-from slime.training.step.optimizer import Trainable, apply_update, gather_grads, reduce_grads, zero_grad
-from slime.training.step.pipeline import run_micro_batches
-from slime.training.step.prepare import PreparedBatch
-from slime.training.step.targets import Arrays
-from slime.training.step.task import Task
+from slime.training.step.optimizer import Trainable, apply_update, reduce_grads, zero_grad
+
+Finish = Callable[[MicroBatch, Any], Tensor]
+"""From a micro-batch and the last chunk's output to the scalar loss; called once for each, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What the steps of one run have in common."""
 
-    args: Any
     device: torch.device
     dtype: torch.dtype
-    task: Task
     dp_rank: int
     reports: bool
     """Whether this rank speaks for those that compute the same loss; see `ParallelInfo.reports`."""
     pad_to_multiple: int
     """Rows are padded to it, so that every rank that shares a row has as many tokens."""
     pad_each_to: int
-    """Sequences are padded to it: context-parallel ranks cut each one into two chunks."""
+    """Sequences are padded to it: context-parallel ranks split each one into two chunks."""
+    mismatch_limit: float | None
+    """`--mismatch-limit`; None is the default of the dtype."""
+    keeps_old_keys: bool
+    """Whether a request goes on with keys and values of older weights (`--pause-generation-mode in_place`)."""
+    run_dir: str | None
+    """Where samples with a non-finite loss are kept."""
 
 
-def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch) -> tuple[Arrays, ...]:
-    """What the model answers [R] float32 of every sample, on every rank, for each signal of the task. No gradients.
+def micro_batch_multiple(chunks: Sequence[Any]) -> int:
+    """Every rank's number of micro-batches must be a multiple of this: interleaving works in rounds."""
+    if len(chunks) == 1:
+        return 1
+    return int(chunks[0].config.microbatch_group_size_per_vp_stage)
+
+
+def forward_batch(
+    context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch
+) -> tuple[Arrays, ...]:
+    """What the model answers [R] float32 of every sample, on every rank, for each of its results. No gradients.
 
     Collective. Each position of flat rows is written by one rank and added to zeros of the others: no bit is lost.
     """
     lengths = [s.response_length for s in prepared.batch.samples]
     ends = np.cumsum(lengths)
-    flat = torch.zeros(context.task.num_signals, int(ends[-1]), dtype=torch.float32, device=context.device)
+    flat = torch.zeros(evaluation.num_results, int(ends[-1]), dtype=torch.float32, device=context.device)
 
     def keep(batch: MicroBatch, output: Any) -> Tensor:
         if context.reports:
-            for row, signal in zip(flat, context.task.scores(output), strict=True):
-                for position, part in zip(batch.positions, signal.split(batch.lengths), strict=True):
+            for row, result in zip(flat, evaluation.results(output), strict=True):
+                for position, part in zip(batch.positions, result.split(batch.lengths), strict=True):
                     row[int(ends[position]) - len(part) : int(ends[position])] = part
         return torch.zeros((), device=context.device)
 
     for step in prepared.schedule.steps:
-        run_micro_batches(
+        _run_micro_batches(
             chunks,
             _batches(context, prepared, step),
             step.num_micro_batches,
-            evaluate=lambda chunk, batch: context.task.evaluate(chunk, batch, trains=False),
+            evaluate=lambda chunk, batch: evaluation.evaluate(chunk, batch, trains=False),
             finish=keep,
             forward_only=True,
         )
@@ -78,14 +98,14 @@ def forward_signals(context: StepContext, chunks: Sequence[Any], prepared: Prepa
 
 
 def measure_mismatch(
-    context: StepContext, chunks: Sequence[Any], prepared: PreparedBatch, *, version: int
+    context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
     """The train-inference mismatch of a batch under the current weights; nothing is trained. See `MismatchMeter`."""
-    return _mismatch_of(context, prepared, forward_signals(context, chunks, prepared)[-1], version)
+    return _mismatch_of(context, prepared, forward_batch(context, evaluation, chunks, prepared)[-1], version)
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    return MismatchMeter(version, context.device, keeps_old_keys=context.args.pause_generation_mode == "in_place")
+    return MismatchMeter(version, context.device, keeps_old_keys=context.keeps_old_keys)
 
 
 def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
@@ -99,6 +119,7 @@ def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Array
 
 def train_on(
     context: StepContext,
+    objective: Objective,
     trainable: Trainable,
     prepared: PreparedBatch,
     *,
@@ -106,42 +127,25 @@ def train_on(
 ) -> dict[str, float]:
     """Runs every optimizer step of the batch; returns metrics averaged over them.
 
-    Without old log-probs among its signals the batch has one step, whose own forward pass gives them. Raises
+    Without old log-probs the batch has one step, whose own forward pass gives them. Raises
     `NumericsError` on all ranks, before the weights change, for a non-finite loss or gradient and for a train-inference
     mismatch over its limit.
     """
     results = []
     first_mismatch = {}
-    compares, old = context.task.meets_engines, prepared.signals.student
+    compares, old = objective.compares_with_engines, prepared.log_probs.student
     meter = _meter(context, version) if compares and old is None else None
     if compares and old is not None:
         first_mismatch = _mismatch_of(context, prepared, old, version)
     for step in prepared.schedule.steps:
         zero_grad(trainable)
-        metrics = _run_step(context, trainable, prepared, step, meter)
+        metrics = run_step(context, objective, trainable, prepared, step, meter)
         if meter is not None:
             first_mismatch = _finish_mismatch(context, meter, prepared)
         metrics.update(apply_update(trainable))
         results.append(metrics)
     zero_grad(trainable)
     return {**_average(results), **first_mismatch, "train/num_updates": float(len(results))}
-
-
-def first_step_gradients(context: StepContext, trainable: Trainable, prepared: PreparedBatch) -> dict[str, Tensor]:
-    """Global Megatron name -> gradient [shard shape] float32 of the first optimizer step, summed over all ranks.
-
-    Zeros for what is frozen. Nothing changes.
-    For checks: a training step leaves each data-parallel rank with its own shard of the gradients only.
-    """
-    zero_grad(trainable)
-    _run_step(context, trainable, prepared, prepared.schedule.steps[0], None)
-    gather_grads(trainable)
-    out = {
-        name: getattr(p, "main_grad", torch.zeros_like(p, dtype=torch.float32)).detach().clone()
-        for name, p in parameters_of(trainable.chunks).items()
-    }
-    zero_grad(trainable)
-    return out
 
 
 @dataclass(slots=True)
@@ -159,34 +163,75 @@ class _Collected:
             self.sums[name] = self.sums[name] + value if name in self.sums else value.double()
 
 
-def _run_step(
-    context: StepContext, trainable: Trainable, prepared: PreparedBatch, step: StepSchedule, meter: MismatchMeter | None
+def run_step(
+    context: StepContext,
+    objective: Objective,
+    trainable: Trainable,
+    prepared: PreparedBatch,
+    step: StepSchedule,
+    meter: MismatchMeter | None,
 ) -> dict[str, float]:
     """Forward and backward passes of one optimizer step, gradients summed; its metrics, the same on every rank."""
     seen = _Collected()
 
     def finish(batch: MicroBatch, output: Any) -> Tensor:
         try:
-            parts = context.task.loss(batch, output)
+            parts = objective.loss(batch, output)
         except Exception as error:
             seen.failure = seen.failure or error
-            return context.task.scores(output)[0].sum() * 0.0
+            return objective.results(output)[0].sum() * 0.0
         if context.reports:
-            scores = [x.detach() for x in context.task.scores(output)]
+            scores = [x.detach() for x in objective.results(output)]
             seen.add(batch, scores[0], parts)
             if meter is not None:
                 meter.add(batch, scores[-1])
         return parts.loss
 
-    run_micro_batches(
+    _run_micro_batches(
         trainable.ddps,
         _batches(context, prepared, step),
         step.num_micro_batches,
-        evaluate=lambda chunk, batch: context.task.evaluate(chunk, batch, trains=True),
+        evaluate=lambda chunk, batch: objective.evaluate(chunk, batch, trains=True),
         finish=finish,
     )
     reduce_grads(trainable)  # before an error, too: reductions that overlap the backward pass are under way
     return _share(context, prepared, seen)
+
+
+def _run_micro_batches(
+    chunks: Sequence[Any],
+    batches: Iterator[MicroBatch],
+    num_micro_batches: int,
+    *,
+    evaluate: Callable[[Any, MicroBatch], Any],
+    finish: Finish,
+    forward_only: bool = False,
+) -> None:
+    """Forward passes, and backward passes unless `forward_only`, of `num_micro_batches` micro-batches. Collective.
+
+    `chunks`: this rank's model chunks in Megatron's data-parallel wrapper. `evaluate(chunk, micro_batch)`: the output
+    of one chunk. Gradients are summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
+    """
+
+    def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
+        batch = next(iterator)
+
+        def loss_of(output: Any) -> tuple[Tensor, Tensor, None]:
+            # Of the three ways to return a loss, this one is not divided under `calculate_per_token_loss`.
+            return finish(batch, output), torch.zeros((), dtype=torch.int), None
+
+        return evaluate(chunk, batch), loss_of
+
+    with torch.set_grad_enabled(not forward_only):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=list(itertools.tee(batches, len(chunks))),
+            model=list(chunks),
+            num_microbatches=num_micro_batches,
+            seq_length=1,  # shapes are exchanged: rows differ in length
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
 
 def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Iterator[MicroBatch]:
@@ -203,7 +248,7 @@ def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) 
 
 def _finish_mismatch(context: StepContext, meter: MismatchMeter, prepared: PreparedBatch) -> dict[str, float]:
     # Over the world, to which ranks that do not report bring nothing: all of them raise together.
-    limit, world = context.args.mismatch_limit, dist.group.WORLD
+    limit, world = context.mismatch_limit, dist.group.WORLD
     assert world is not None, "the trainer has joined its process group"
     return meter.finish(prepared.batch, dtype=context.dtype, limit=limit, group=world)
 
@@ -214,7 +259,7 @@ def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> d
     """
     values = [] if seen.failure or not seen.sums else torch.stack(list(seen.sums.values())).tolist()
     bad = seen.suspects.offsets()
-    folder = dump(prepared, bad, seen.suspects, run_dir=context.args.run_dir)
+    folder = dump(prepared, bad, seen.suspects, run_dir=context.run_dir)
     reports: list[Any] = [None] * dist.get_world_size()
     failed = None if seen.failure is None else repr(seen.failure)
     own = (dict(zip(seen.sums, values, strict=False)), names_of(prepared, bad), folder, failed)

@@ -96,8 +96,9 @@ class Transport(ABC):
     name: ClassVar[str]
     """As in `--update-weight-transport`; `TRANSPORTS.register` sets it."""
 
-    def check(self, args: Args) -> None:  # noqa: B027
-        """Raises `ConfigError` for a device or placement that it does not work with, before anything starts."""
+    def check(self, args: Args) -> str | None:
+        """What is wrong with this device or placement (got / because / do); None if nothing. Asked at the start."""
+        return None
 
     @abstractmethod
     def open(self, context: TransportContext) -> Channel:
@@ -108,5 +109,5 @@ TRANSPORTS: Registry[Transport] = Registry(
     "weight transport",
     flag="--update-weight-transport",
     package="slime.weights.transports",
-    contract=Transport,  # type: ignore[type-abstract]
+    contract=Transport,
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from slime.core.errors import ConfigError, DeadlineExceeded, EngineError
+from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.ports import EngineControl
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
@@ -35,13 +35,14 @@ POLL_S = 0.001
 class DistributedTransport(Transport):
     """A process group over gloo (CPU) or NCCL (CUDA): the default on cuda without --colocate."""
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """NCCL refuses two ranks of one group on one GPU."""
-        if args.colocate and args.device == "cuda":
-            raise ConfigError(
-                "got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one "
-                "GPU; use tensor or disk"
-            )
+        if args.device != "cuda" or not args.colocate:
+            return None
+        return (
+            "got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one GPU; "
+            "use tensor or disk"
+        )
 
     def open(self, context: TransportContext) -> DistributedChannel:
         return DistributedChannel(context)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.core.errors import ConfigError, WeightSyncError
+from slime.core.errors import WeightSyncError
 from slime.core.ports import EngineControl
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
@@ -32,14 +32,15 @@ LOAD_FORMAT = "flattened_bucket"
 class TensorTransport(Transport):
     """Shared memory: the default on a CPU and with --colocate."""
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """CUDA IPC hands a tensor over on the GPU that holds it."""
         alone = args.debug_train_only or args.debug_rollout_only
-        if args.device == "cuda" and not args.colocate and not alone:
-            raise ConfigError(
-                "got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own "
-                "GPU, where no engine is; use distributed or disk"
-            )
+        if args.device != "cuda" or args.colocate or alone:
+            return None
+        return (
+            "got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own GPU, "
+            "where no engine is; use distributed or disk"
+        )
 
     def open(self, context: TransportContext) -> TensorChannel:
         return TensorChannel(context)
@@ -87,9 +88,7 @@ class TensorChannel(Channel):
         payloads: dict[str | None, list[str]] = {}
         for gpu_id, mine in prepared:
             if isinstance(mine, Exception):
-                raise WeightSyncError(
-                    f"a training rank on GPU {gpu_id} could not share its weights: {mine!r}"
-                ) from mine
+                raise WeightSyncError(f"the training rank on GPU {gpu_id} cannot share its weights: {mine!r}") from mine
             payloads.setdefault(gpu_id, []).extend(mine)
         per_engine: dict[str, list[str]] = {}
         for receiver in receivers:

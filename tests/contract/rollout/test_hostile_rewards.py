@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.algorithms.advantages.groups import group_advantages
+from slime.algorithms.advantages.grpo import group_advantages
 from slime.core.batch import TrainBatch
 from slime.core.sample import Sample
 from slime.rewards.types import Scored

@@ -111,10 +111,10 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(
     history[4] = backend.log_probs(probe)
 
     def check(backend: Any, batch: Any, expected: list[int]) -> None:
-        signals = backend._with_signals(backend._prepare(batch)).signals
+        log_probs = backend.with_advantages(batch).log_probs
         for i, version in enumerate(expected):
             trained = batch.samples[i].loss_mask > 0
-            np.testing.assert_array_equal(signals.old[i][trained], history[version][i][trained])
+            np.testing.assert_array_equal(log_probs.old[i][trained], history[version][i][trained])
 
     check(backend, _at(4, 4), [4] * 8)
     check(backend, _at(4, 3), [3] * 8)

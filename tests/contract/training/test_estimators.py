@@ -1,4 +1,4 @@
-"""Signals and targets of a real backend: critic, teacher, reference in the reward, the user's functions, poison."""
+"""Log-probs and advantages of a real backend: critic, teacher, reference in the reward, users' functions, NaN."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_ppo_trains_a_critic_that_learns_the_returns(tiny_qwen3: Path, make_back
     batch = with_samples(batch, [dataclasses.replace(s, reward=float(s.group_index == 0)) for s in batch.samples])
     before = _weights(backend)
     first = backend.train(batch)
-    assert first["train/values"] == 0.0, "a value head starts at zero"
+    assert first["train/critic-values"] == 0.0, "a value head starts at zero"
     assert "train/loss" not in first and all(torch.equal(before[n], t) for n, t in _weights(backend).items())
-    losses = [first["train/value_loss"]]
+    losses = [first["train/critic-value_loss"]]
     for rollout_id in (1, 2, 3, 4):
         metrics = backend.train(dataclasses.replace(batch, rollout_id=rollout_id))
-        losses.append(metrics["train/value_loss"])
+        losses.append(metrics["train/critic-value_loss"])
     assert losses[-1] < 0.7 * losses[0], losses
-    assert metrics["train/pg_loss"] != 0.0 and metrics["train/critic_grad_norm"] > 0
+    assert metrics["train/pg_loss"] != 0.0 and metrics["train/critic-grad_norm"] > 0
     assert any(not torch.equal(before[n], t) for n, t in _weights(backend).items())
 
 
@@ -62,16 +62,16 @@ def test_a_teacher_draws_the_student(tiny_qwen3: Path, tmp_path: Path, make_back
     judged = make_backend(teacher).log_probs(batch)
     backend = make_backend(tiny_qwen3, use_opd=True, opd_type="megatron", opd_teacher_load=str(teacher))
     before, kept = backend.log_probs(batch), _weights(backend)
-    prepared = backend._with_signals(backend._prepare(batch))
-    for sample, own, other, got in zip(batch.samples, before, judged, prepared.targets.advantages, strict=True):
+    prepared = backend.with_advantages(batch)
+    for sample, own, other, got in zip(batch.samples, before, judged, prepared.aims.advantages, strict=True):
         np.testing.assert_allclose(got, np.where(sample.loss_mask > 0, other - own, 0.0), atol=1e-6)
     assert all(torch.equal(kept[n], t) for n, t in _weights(backend).items()), "the student's weights came back"
     given = with_samples(
         batch, [dataclasses.replace(s, teacher_log_probs=x) for s, x in zip(batch.samples, judged, strict=True)]
     )
     by_sample = make_backend(tiny_qwen3, use_opd=True, opd_type="sglang")
-    again = by_sample._with_signals(by_sample._prepare(given)).targets.advantages
-    for a, b in zip(prepared.targets.advantages, again, strict=True):
+    again = by_sample.with_advantages(given).aims.advantages
+    for a, b in zip(prepared.aims.advantages, again, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     with pytest.raises(DataError, match="teacher_log_probs"):
         by_sample.train(batch)
@@ -83,27 +83,27 @@ def test_kl_in_the_reward_acts(tiny_qwen3: Path, tmp_path: Path, make_backend: M
     for estimator in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"):
         settings: dict[str, Any] = {"advantage_estimator": estimator, "ref_load": str(reference), "kl_loss_type": "k1"}
         backend = make_backend(tiny_qwen3, kl_coef=0.5, **settings)
-        prepared = backend._with_signals(backend._prepare(batch))
-        advantages, metrics = prepared.targets.advantages, prepared.targets.metrics
-        backend.args.kl_coef = 0.0
-        plain = backend._with_signals(backend._prepare(batch)).targets.advantages
+        prepared = backend.with_advantages(batch)
+        advantages, metrics = prepared.aims.advantages, prepared.aims.metrics
+        backend.args = backend.args.replace(kl_coef=0.0)
+        plain = backend.with_advantages(batch).aims.advantages
         assert metrics["train/kl_in_reward"] != 0.0
         assert any(not np.allclose(a, b) for a, b in zip(advantages, plain, strict=True)), estimator
 
 
-def test_log_probs_are_those_of_the_cut_distribution(tiny_qwen3: Path, make_backend: Make) -> None:
+def test_log_probs_are_those_of_the_top_p_set(tiny_qwen3: Path, make_backend: Make) -> None:
     batch = random_batch(seed=6)
     whole = make_backend(tiny_qwen3).log_probs(batch)
     settings: dict[str, Any] = {"rollout_top_p": 0.9, "rollout_top_k": 100, "use_tis": True, "global_batch_size": 4}
     backend = make_backend(tiny_qwen3, **settings)
-    cut, full = backend._forward(backend._prepare(batch))
+    cut, full = backend.forward(backend._prepare(batch))
     for a, b, c in zip(cut, full, whole, strict=True):
         np.testing.assert_allclose(b, c, atol=1e-6)
         assert (a > b + 0.05).all(), "mass was cut off, so what is left is likelier"
     on_policy = with_samples(
         batch, [dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(batch.samples, full, strict=True)]
     )
-    backend.args.mismatch_limit = 1e-5
+    backend.args = backend.args.replace(mismatch_limit=1e-5)
     metrics = backend.train(on_policy)
     assert metrics["train/tis"] == pytest.approx(1.0, abs=1e-4), (
         "both sides of the weight are of the whole distribution"
@@ -202,7 +202,7 @@ def test_a_trained_token_that_no_engine_sampled_is_no_old_policy(tiny_qwen3: Pat
         make_backend(tiny_qwen3, use_rollout_logprobs=True).train(with_samples(batch, samples))
 
 
-def test_a_poisoned_sample_is_named_and_kept(tiny_qwen3: Path, tmp_path: Path, make_backend: Make) -> None:
+def test_a_non_finite_sample_is_named_and_kept(tiny_qwen3: Path, tmp_path: Path, make_backend: Make) -> None:
     """A clamp would hide an infinite log-prob from the loss; the error names the sample and where it is kept."""
     batch = random_batch(seed=2)
     victim = batch.samples[5]

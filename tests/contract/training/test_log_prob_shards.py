@@ -1,4 +1,4 @@
-"""Log-probs, entropy, nucleus and gradients do not depend on how many gloo ranks the vocabulary is cut over."""
+"""Log-probs, entropy, top-p set and gradients do not depend on how many gloo ranks the vocabulary is split over."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def compare(seat: Seat, checkpoint: Path) -> dict[str, list[str]]:
 
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
-    state = {n: source[n] if table.is_wide(n) else source[n].bfloat16() for n in table.hf_names}
+    state = {n: source[n] if table.entry_of_hf(n).row.wide else source[n].bfloat16() for n in table.hf_names}
     want = dict(engine_tensors(table, state, tp_rank=seat.rank, tp_size=seat.world_size, on_cpu=False))
     both = want.keys() & held.keys()
     return {

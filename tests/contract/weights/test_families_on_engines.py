@@ -122,7 +122,7 @@ def test_an_engine_in_half_precision_chooses_experts_with_the_routers_that_it_wa
     path = write_family(tmp_path / "model", "glm4_moe")
     table = table_for(read_hf_config(str(path)))
     state = load_file(path / "model.safetensors")
-    state = {n: t if table.is_wide(n) else t.bfloat16() for n, t in state.items()}
+    state = {n: t if table.entry_of_hf(n).row.wide else t.bfloat16() for n, t in state.items()}
     state = {n: state[n] for n in table.hf_names}
     other = {n: -t if n.endswith("mlp.gate.weight") else t for n, t in state.items()}
     with serving(spec_of(path, dtype="bfloat16"), tmp_path) as server:

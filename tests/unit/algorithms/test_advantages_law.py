@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime.algorithms.advantages.groups import SCALES, STD_EPSILON, group_advantages, leave_one_out
+from slime.algorithms.advantages.grpo import SCALES, STD_EPSILON, group_advantages
+from slime.algorithms.advantages.rloo import leave_one_out
 from slime.algorithms.advantages.whitening import whiten
 from slime.core.errors import ConfigError
 

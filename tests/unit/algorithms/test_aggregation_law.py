@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime.algorithms.aggregation import AGGREGATIONS, token_weights
 from slime.core.errors import ConfigError
+from tests.support.algorithms import AGGREGATIONS, token_weights
 
 
 def _masks(*lengths: int) -> list[np.ndarray]:

@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.kl import KL_TYPES, kl_estimate
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio
-from slime.algorithms.off_policy.importance import importance_weights
 from slime.algorithms.off_policy.opsm import opsm_mask
 from slime.algorithms.off_policy.rejection import rejection_mask
+from slime.algorithms.off_policy.tis import importance_weights
+from slime.algorithms.policy import TokenLosses
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.clip import clipped_policy_loss
 from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.outcome import PolicyLoss
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss
 from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.sequences import Sequences
 from slime.algorithms.value_loss import value_loss
 from slime.core.errors import ConfigError
+from tests.support.algorithms import KL_TYPES, kl_estimate
 
 
 def _t(*values: float) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_clipping(loss_name: str, ratio: float, advantage: float, loss: float, c
     assert args[0].grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
-def _all_losses(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> dict[str, PolicyLoss]:
+def _all_losses(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> dict[str, TokenLosses]:
     args = (log_probs, old, advantages, torch.ones_like(old))
     return {
         "clip": clipped_policy_loss(*args, eps_clip=0.2, eps_clip_c=3.0),

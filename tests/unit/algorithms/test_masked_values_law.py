@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages.distillation import distilled
-from slime.algorithms.advantages.gae import generalized_advantages
-from slime.algorithms.advantages.returns import discounted_returns, spread_advantage, token_rewards
+from slime.algorithms.advantages.ppo import generalized_advantages
+from slime.algorithms.advantages.reinforce_plus_plus import discounted_returns
+from slime.algorithms.advantages.returns import spread_advantage, token_rewards
 from slime.algorithms.advantages.whitening import whiten
-from slime.algorithms.kl import KL_TYPES, kl_estimate
-from slime.algorithms.off_policy.importance import MODES, importance_weights
 from slime.algorithms.off_policy.levels import LEVELS
 from slime.algorithms.off_policy.opsm import opsm_mask
 from slime.algorithms.off_policy.rejection import rejection_mask
+from slime.algorithms.off_policy.tis import MODES, importance_weights
+from slime.algorithms.policy import TokenLosses
 from slime.algorithms.policy.cispo import cispo_loss
-from slime.algorithms.policy.clip import clipped_policy_loss
 from slime.algorithms.policy.gspo import gspo_loss
-from slime.algorithms.policy.outcome import PolicyLoss
+from slime.algorithms.policy.ppo_clip import clipped_policy_loss
 from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.sequences import Sequences
 from slime.algorithms.sft_loss import negative_log_likelihood
 from slime.algorithms.value_loss import value_loss
+from tests.support.algorithms import KL_TYPES, kl_estimate
 
 POISONS = [float("nan"), float("inf"), -float("inf"), 1e6, -1e6]
 IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
@@ -37,7 +38,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """log_probs (with gradient), two other log-probs or values, advantages."""
 
 
-def _parts(result: PolicyLoss) -> list[Tensor]:
+def _parts(result: TokenLosses) -> list[Tensor]:
     return [result.loss, result.clipped, result.old_minus_new, result.ratio_limited]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime.algorithms.advantages.gae import generalized_advantages
-from slime.algorithms.advantages.returns import discounted_returns, spread_advantage, token_rewards
+from slime.algorithms.advantages.ppo import generalized_advantages
+from slime.algorithms.advantages.reinforce_plus_plus import discounted_returns
+from slime.algorithms.advantages.returns import spread_advantage, token_rewards
 from slime.algorithms.advantages.scan import reverse_scan
 from slime.core.errors import ConfigError, DataError
 

@@ -1,31 +1,105 @@
-"""What the documents name exists."""
+"""What the documents name exists, and what they tell people to type is accepted."""
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from slime.cli.main import build_parser
+from slime.settings import parse_args
 from slime.settings.schema import owned_spellings
 from slime.settings.table import flag_table
+from tests.support.command_line import complete
+from tests.support.documents import ROOT, TEXTS, commands_of, text_of
 
-ROOT = Path(__file__).parents[3]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PATH = re.compile(r"`((?:[\w.-]+/)+(?:[\w-]+\.(?:py|txt|sh|md))?)`")
+PATH = re.compile(
+    r"`((?:[\w.-]+/)+(?:[\w-]+\.(?:py|txt|sh|md|yaml|png|json))?)`|(?<![\w/.-])((?:slime|docs|tests|examples|recipes|benchmarks)/[\w/]+(?:\.\w+|/))"
+)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
-MAKE = re.compile(r"\bmake ([a-z-]+)")
-FLAG = re.compile(r"`(--[a-z][a-z0-9-]+)")
-KNOWN = {*flag_table().by_name, *owned_spellings(), "--help", "--version", "--explain", "--name", "--no-name"}
-"""Flags that parse, flags that are refused with a way out, and placeholders."""
+MAKE = re.compile(r"(?:`|^)make ([a-z-]+)", re.M)
+COMMAND = re.compile(r"`slime ([a-z]+)\b(?=[ `])")
+FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
+OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps"}
+"""Placeholders, what argparse brings, and flags of pip."""
+NOT_HERE = re.compile(r"^(my_|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)")
+"""Names of what a run or a user makes; and of metrics, which test_glossary.py looks after."""
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_paths_links_targets_and_flags_exist(document: Path) -> None:
-    text = document.read_text()
-    missing = [p for p in PATH.findall(text) if not ((ROOT / p).exists() or (ROOT / "slime" / p).exists())]
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    """The commands of `slime`."""
+    (action,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def known_flags() -> set[str]:
+    """Flags that parse, flags that are refused with a way out, and those of the project's other programs."""
+    known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS}
+    for parser in subcommands().values():
+        known |= set(parser._option_string_actions)
+    for folder in ("examples", "recipes", "benchmarks"):
+        for program in (ROOT / folder).rglob("*.py"):
+            known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', program.read_text()))
+    return known
+
+
+@pytest.mark.parametrize("document", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_paths_links_targets_commands_and_flags_exist(document: Path) -> None:
+    text = text_of(document)
+    paths = [a or b for a, b in PATH.findall(text)]
+    missing = [p for p in paths if not NOT_HERE.match(p) and not ((ROOT / p).exists() or (ROOT / "slime" / p).exists())]
     missing += [link for link in LINK.findall(text) if not (document.parent / link).exists()]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    missing += [f"make {t}" for t in MAKE.findall(re.sub(r"[a-z] make [a-z]", "", text)) if t not in targets]
-    missing += [flag for flag in FLAG.findall(text) if flag not in KNOWN and not flag.endswith("-")]
+    missing += [f"make {target}" for target in MAKE.findall(text) if target not in targets]
+    missing += [f"slime {command}" for command in COMMAND.findall(text) if command not in subcommands()]
+    known = known_flags()
+    missing += [flag for flag in FLAG.findall(text) if flag not in known and not flag.endswith("-")]
     assert not missing, f"{document.name} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("document", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_commands_are_accepted(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a command line in a document passes every check that comes before the first process."""
+    base = complete(tmp_path)
+    monkeypatch.chdir(ROOT)
+    for number, words in enumerate(commands_of(document)):
+        if words[0] == "slime":
+            assert words[1] in subcommands(), f"{document.name}: {words}"
+            given = [word for word in words[2:] if word.startswith("--")]
+            assert set(given) <= set(subcommands()[words[1]]._option_string_actions), f"{document.name}: {words}"
+        script = next((word for word in words[:2] if word in ("train.py", "train_async.py")), None)
+        if script is None:
+            continue
+        try:
+            parse_args([*base, *stand_ins(words[2:], tmp_path, base)], synchronous=script == "train.py")
+        except Exception as error:
+            raise AssertionError(f"{document.name}, command {number}: {' '.join(words)}\n{error}") from error
+
+
+def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
+    """The flags of a documented command, with files that are there in place of those that it names."""
+    own = dict(zip(base[::2], base[1::2], strict=True))
+    chats = folder / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n' * 40)
+    made: dict[str, Callable[[], str]] = {
+        "--hf-checkpoint": lambda: own["--hf-checkpoint"],
+        "--prompt-data": lambda: str(chats) if "sft_loss" in words else own["--prompt-data"],
+        "--run-dir": lambda: own["--run-dir"],
+        "--save": lambda: str(folder / "save"),
+        "--load": lambda: str(folder),
+    }
+    out: list[str] = []
+    for word in words:
+        if word in ("...", "$DTYPE"):
+            continue
+        flag = out[-1] if out else ""
+        if flag in made:
+            out.append(made[flag]())
+        elif word.endswith(".jsonl"):
+            out.append(own["--prompt-data"])
+        else:
+            out.append("1" if word in ("N", "K", "$SEED") else word)
+    return out

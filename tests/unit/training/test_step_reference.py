@@ -2,7 +2,7 @@
 
 The reference knows no schedule, packing, micro-batch or weight: for each sample it looks up log-probs in a table of
 bigrams, computes advantages by the definition, and divides by the denominators of the step. The batch has a fan-out, a
-sample without trained tokens and an unscored one. The trainer's side is cut over ranks and micro-batches in several
+sample without trained tokens and an unscored one. The trainer's side is split over ranks and micro-batches in several
 ways, rank after rank in one process, so a denominator that is local to a rank or a micro-batch is a different number.
 """
 
@@ -19,19 +19,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch, TrainSample
-from slime.training.step.loss import micro_batch_loss
-from slime.training.step.micro_batch import to_device
-from slime.training.step.prepare import prepare, with_signals
-from slime.training.step.targets import Signals
-from tests.support.formulas import VOCAB, make_batch, make_signals, whole_scores
+from slime.training.step.loss import objective_of
+from slime.training.step.micro_batch import prepare, to_device, with_advantages
+from tests.support.formulas import VOCAB, make_batch, make_log_probs, whole_scores
 from tests.support.training import training_args
 
 TOLERANCE = 1e-6
 """Relative to the gradient's norm; weights and advantages travel in float32."""
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_sum", "constant_length")
 POLICY_LOSSES = ("ppo_clip", "gspo", "cispo", "sapo")
-CUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+SPLITS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"micro_batch_size": 100}),
     (1, {"micro_batch_size": 1}),
     (2, {"micro_batch_size": 3}),
@@ -59,10 +58,10 @@ def table() -> Tensor:
 
 
 def trainer_step(
-    args: Any, batch: TrainBatch, signals: Signals, dp_size: int
+    args: Any, batch: TrainBatch, before: BatchLogProbs, dp_size: int
 ) -> tuple[float, Tensor, dict[str, float]]:
     """(loss, gradient of the table, metric sums) over all ranks and micro-batches."""
-    prepared = with_signals(prepare(batch, args, dp_size=dp_size), args, signals)
+    prepared = with_advantages(prepare(batch, args, dp_size=dp_size), args, before)
     logits, total, sums = table(), 0.0, dict[str, float]()
     assert len(prepared.schedule.steps) == 1, "one step"
     for rank in prepared.schedule.steps[0].micro_batches:
@@ -70,7 +69,7 @@ def trainer_step(
             mb = to_device(prepared, positions, torch.device("cpu"), pad_to_multiple=8)
             log_p = logits.log_softmax(-1)[mb.tokens[mb.predicting]]
             entropy = -(log_p.exp() * log_p).sum(-1)
-            parts = micro_batch_loss(args, mb, whole_scores(log_p.gather(1, mb.targets[:, None])[:, 0], entropy))
+            parts = objective_of(args).loss(mb, whole_scores(log_p.gather(1, mb.targets[:, None])[:, 0], entropy))
             parts.loss.backward()
             total += parts.loss.item()
             for name, value in parts.sums.items():
@@ -92,7 +91,7 @@ def policy_loss_of(name: str, args: Any, r: Tensor, lp: Tensor, adv: Tensor, mas
 
 
 def plain_step(
-    args: Any, batch: TrainBatch, signals: Signals, advantage: Callable[[int], Tensor]
+    args: Any, batch: TrainBatch, before: BatchLogProbs, advantage: Callable[[int], Tensor]
 ) -> tuple[float, Tensor]:
     """(loss, gradient of the table) by the definition. `advantage(i)`: of each token of sample i."""
     logits = table()
@@ -107,10 +106,10 @@ def plain_step(
         rows = [logits[int(s.tokens[t - 1])].log_softmax(-1) for t in range(first, s.num_tokens)]
         lp = torch.stack([row[int(s.tokens[first + k])] for k, row in enumerate(rows)])
         entropy = torch.stack([-(row.exp() * row).sum() for row in rows])
-        assert signals.old is not None and signals.ref is not None and s.rollout_log_probs is not None, "all are there"
+        assert before.old is not None and before.ref is not None and s.rollout_log_probs is not None, "all are there"
         old, ref, rollout = (
             torch.from_numpy(x[i] if isinstance(x, tuple) else x).double()
-            for x in (signals.old, signals.ref, s.rollout_log_probs)
+            for x in (before.old, before.ref, s.rollout_log_probs)
         )
         token = policy_loss_of(args.policy_loss, args, (lp - old).exp(), lp, advantage(i), mask)
         token = token * (old - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
@@ -136,8 +135,8 @@ def group_advantage(samples: tuple[TrainSample, ...], i: int) -> Tensor:
     return torch.full((samples[i].response_length,), float(value), dtype=torch.float64)
 
 
-def check(args: Any, batch: TrainBatch, signals: Signals, want: tuple[float, Tensor], dp_size: int) -> None:
-    loss, gradient, sums = trainer_step(args, batch, signals, dp_size)
+def check(args: Any, batch: TrainBatch, before: BatchLogProbs, want: tuple[float, Tensor], dp_size: int) -> None:
+    loss, gradient, sums = trainer_step(args, batch, before, dp_size)
     acted = sums["tis_clipfrac"] / sums["tis"]
     assert 0.05 < acted < 0.8, f"bounds that always or never act prove nothing: {acted}"
     norm = float(want[1].norm())
@@ -147,7 +146,7 @@ def check(args: Any, batch: TrainBatch, signals: Signals, want: tuple[float, Ten
     assert sums["loss"] == pytest.approx(loss, abs=TOLERANCE * norm)
 
 
-def problem() -> tuple[TrainBatch, Signals]:
+def problem() -> tuple[TrainBatch, BatchLogProbs]:
     """A batch whose engine is near the trainer, so that bounds of the mismatch act on some tokens and not on others."""
     batch, rng = make_batch(), np.random.default_rng(8)
 
@@ -155,33 +154,30 @@ def problem() -> tuple[TrainBatch, Signals]:
         rollout = rng.normal(-np.log(VOCAB), 0.2, s.response_length).astype(np.float32)
         return dataclasses.replace(s, rollout_log_probs=rollout)
 
-    return TrainBatch(batch.rollout_id, tuple(near(s) for s in batch.samples)), make_signals(batch)
+    return TrainBatch(batch.rollout_id, tuple(near(s) for s in batch.samples)), make_log_probs(batch)
 
 
-def shuffled(batch: TrainBatch, signals: Signals) -> tuple[TrainBatch, Signals]:
+def shuffled(batch: TrainBatch, before: BatchLogProbs) -> tuple[TrainBatch, BatchLogProbs]:
     """The same samples in another order, groups apart."""
     order = np.random.default_rng(4).permutation(len(batch.samples))
-    parts = [
-        None if x is None else tuple(x[i] for i in order)
-        for x in (signals.old, signals.ref, signals.teacher, signals.values)
-    ]
-    return TrainBatch(batch.rollout_id, tuple(batch.samples[i] for i in order)), Signals(*parts)
+    parts = [None if x is None else tuple(x[i] for i in order) for x in (before.old, before.ref, before.teacher)]
+    return TrainBatch(batch.rollout_id, tuple(batch.samples[i] for i in order)), BatchLogProbs(*parts)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_step_is_what_the_definition_says(name: str) -> None:
-    batch, signals = shuffled(*problem())
+    batch, before = shuffled(*problem())
     for aggregation in AGGREGATIONS:
         settings = {**SETTINGS, "policy_loss": name, "loss_aggregation": aggregation}
         args = training_args(Path("unused"), **settings)
-        want = plain_step(args, batch, signals, lambda i: group_advantage(batch.samples, i))
-        for dp_size, cut in CUTS:
-            check(training_args(Path("unused"), **settings, **cut), batch, signals, want, dp_size)
+        want = plain_step(args, batch, before, lambda i: group_advantage(batch.samples, i))
+        for dp_size, split in SPLITS:
+            check(training_args(Path("unused"), **settings, **split), batch, before, want, dp_size)
 
 
 def test_returns_with_kl_in_the_reward_and_a_teacher() -> None:
     """REINFORCE++: per-token returns from the last trained token on, teacher term, then whitening over the batch."""
-    batch, signals = problem()
+    batch, before = problem()
     settings = {
         **SETTINGS,
         "advantage_estimator": "reinforce_plus_plus",
@@ -193,13 +189,13 @@ def test_returns_with_kl_in_the_reward_and_a_teacher() -> None:
         "opd_kl_coef": 0.4,
     }
     args = training_args(Path("unused"), **settings)
-    assert signals.old is not None and signals.ref is not None and signals.teacher is not None, "all are there"
+    assert before.old is not None and before.ref is not None and before.teacher is not None, "all are there"
     raw: dict[int, dict[int, float]] = {}
     for i, s in enumerate(batch.samples):
         carried, trained = 0.0, np.flatnonzero(s.loss_mask).tolist()
         raw[i] = {}
         for t in reversed(trained if not np.isnan(s.reward) else []):
-            old, ref, teacher = (float(x[i][t]) for x in (signals.old, signals.ref, signals.teacher))
+            old, ref, teacher = (float(x[i][t]) for x in (before.old, before.ref, before.teacher))
             k3 = np.exp(ref - old) - 1 - (ref - old)
             carried = (s.reward if t == trained[-1] else 0.0) - 0.2 * k3 + 0.9 * carried
             raw[i][t] = carried - 0.4 * (old - teacher)
@@ -211,6 +207,6 @@ def test_returns_with_kl_in_the_reward_and_a_teacher() -> None:
             out[t] = float((value - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8))
         return out
 
-    want = plain_step(args, batch, signals, advantage)
-    for dp_size, cut in CUTS:
-        check(training_args(Path("unused"), **settings, **cut), batch, signals, want, dp_size)
+    want = plain_step(args, batch, before, advantage)
+    for dp_size, split in SPLITS:
+        check(training_args(Path("unused"), **settings, **split), batch, before, want, dp_size)

@@ -1,0 +1,299 @@
+"""Reinforcement learning of a language model on problems that can be checked: the whole method in one process.
+
+    python examples/one_file.py                  # a tiny random model learns max(3,8)=8, in seconds, on a CPU
+    python examples/one_file.py <folder>         # a Hugging Face folder of yours, with its own tokenizer
+
+One turn of the loop: draw prompts, let the policy answer each of them several times, grade the answers, compare each
+answer with the others to its prompt, and change the weights so that better ones become likelier. No Ray, no server, no
+Megatron. slime has a room for each part, because a large model is sampled by one engine and trained by another:
+
+    here                      there
+    problems                  a row of the dataset: slime/data/; who asks for what, and the ledger: slime/buffer/
+    sample_group              a token comes from an SGLang server: slime/rollout/ asks, slime/serving/ runs it
+    reward                    slime/rewards/, in processes that can be killed
+    Answer                    Sample (slime/core/sample.py), and TrainSample (slime/core/batch.py) once it is trained
+    group_advantages          slime/algorithms/advantages/
+    token_weights             slime/algorithms/aggregation.py, over all ranks of the step
+    log_probs                 slime/training/model/: packed, sharded over the vocabulary, layers and sequence
+    policy_loss, train        slime/algorithms/policy/ and slime/training/step/
+    MasterAdamW               Megatron's distributed optimizer
+    (one set of weights)      slime/weights/: from the trainer to the engines after every step, compared by digests
+    main                      train.py
+
+A test trains the same checkpoint on the same answers with `train` and with the Megatron backend: loss, gradient norm
+and new weights are equal up to rounding in float32 (tests/contract/training/test_one_file.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run may choose, under the names of the flags of train.py."""
+
+    rollout_batch_size: int = 16
+    """Prompts per turn of the loop."""
+    n_samples_per_prompt: int = 16
+    """Answers to each prompt; together they are a group."""
+    global_batch_size: int = 128
+    """Answers per optimizer step: two steps in a turn of the loop."""
+    micro_batch_size: int = 64
+    """Answers per forward and backward pass. It changes the memory that is needed and nothing else."""
+    rollout_max_response_len: int = 3
+    """Tokens of an answer at most."""
+    rollout_temperature: float = 1.0
+    """Divides the logits, in sampling and in training alike: the policy is what samples."""
+    eps_clip: float = 0.2
+    """A token whose probability has fallen below 1 - eps_clip times the old one is not pushed down further ..."""
+    eps_clip_high: float = 0.28
+    """... and one that has risen above 1 + eps_clip_high times is not pushed up further."""
+    lr: float = 2e-3
+    weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    clip_grad: float = 1.0
+    """Largest norm of the gradient of a step."""
+
+
+# --- problems and their grader ----------------------------------------------------------------------------------------
+
+
+def problems(seed: int) -> Iterator[tuple[str, str]]:
+    """(prompt, label) without end: the larger of two digits."""
+    rng = random.Random(seed)
+    while True:
+        a, b = rng.randint(0, 9), rng.randint(0, 9)
+        yield f"max({a},{b})=", str(max(a, b))
+
+
+def reward(response: str, label: str) -> float:
+    """1 if the first number of the response is the right one, else 0."""
+    number = re.search(r"\d+", response)
+    return float(number is not None and number[0] == label)
+
+
+class Characters:
+    """The tokenizer of the tiny model: a token is a character. It has the methods of a Hugging Face tokenizer."""
+
+    alphabet = "0123456789max(,)= "
+    eos_token_id = len(alphabet)
+
+    def encode(self, text: str) -> list[int]:
+        return [self.alphabet.index(character) for character in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(self.alphabet[i] for i in ids if i < self.eos_token_id)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sequence to train on: T tokens, the last R of which are the response."""
+
+    tokens: Tensor
+    """[T] int64."""
+    mask: Tensor
+    """[R] float32: 1 where a token is trained. A tool's output inside a response would have 0."""
+    old_log_probs: Tensor
+    """[R] float32: of each response token under the policy that sampled it."""
+    reward: float
+    group: int
+    """Which prompt it answers; answers are compared within a group."""
+
+
+@torch.no_grad()
+def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: Settings) -> list[tuple[Tensor, Tensor]]:
+    """(ids [R], log-probs [R]) of several responses to one prompt, each up to its end token.
+
+    The ids are kept as they were drawn. Decoding a response and encoding it again may give others, whose log-probs
+    nobody knows.
+    """
+    read, cache = torch.tensor([list(prompt)] * settings.n_samples_per_prompt, device=model.device), None
+    ids, log_probs = [], []
+    for _ in range(settings.rollout_max_response_len):
+        out = model(read, past_key_values=cache, use_cache=True)
+        scores = (out.logits[:, -1].float() / settings.rollout_temperature).log_softmax(-1)
+        read, cache = torch.multinomial(scores.exp(), 1), out.past_key_values
+        ids.append(read)
+        log_probs.append(scores.gather(1, read))
+    all_ids, all_log_probs = torch.cat(ids, 1), torch.cat(log_probs, 1)
+    ended = (all_ids == eos).int()
+    lengths = (ended.cumsum(1) == ended).sum(1).tolist()  # up to the first end token, which was sampled, too
+    return [(all_ids[i, :n], all_log_probs[i, :n]) for i, n in enumerate(lengths)]
+
+
+def rollout(model: Any, tokenizer: Any, asked: Sequence[tuple[str, str]], settings: Settings) -> list[Answer]:
+    """Graded answers to each (prompt, label)."""
+    answers = []
+    for group, (text, label) in enumerate(asked):
+        prompt = tokenizer.encode(text)
+        for ids, log_probs in sample_group(model, prompt, tokenizer.eos_token_id, settings):
+            score = reward(tokenizer.decode(ids.tolist(), skip_special_tokens=True), label)
+            tokens = torch.cat([torch.tensor(prompt, device=ids.device), ids])
+            answers.append(Answer(tokens, torch.ones_like(log_probs), log_probs, score, group))
+    return answers
+
+
+# --- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """GRPO (Shao et al. 2024, arXiv:2402.03300): how many standard deviations an answer is better than its group.
+
+    The mean of the group takes the place of a critic. A group whose answers are equally good teaches nothing.
+    """
+    scores, group_of = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
+    out = torch.zeros_like(scores)
+    for group in group_of.unique():
+        own = scores[group_of == group]
+        if own.max() > own.min():
+            out[group_of == group] = (own - own.mean()) / (own.std() + 1e-6)
+    return out.tolist()
+
+
+def token_weights(masks: Sequence[Tensor]) -> list[Tensor]:
+    """The weight of each token in the loss of its step: a mean over the answers of the mean over an answer's tokens.
+
+    The denominators are those of the whole step. Were they those of a micro-batch, the gradient would depend on how the
+    step is cut: that is the classical mistake.
+    """
+    return [mask / mask.sum().clamp(min=1) / len(masks) for mask in masks]
+
+
+def log_probs(model: Any, answers: Sequence[Answer], temperature: float) -> list[Tensor]:
+    """Log-probs [R] of each answer's response tokens: the logits at a position speak about the token after it."""
+    # Filled up at the end, where no position that counts can see it: the model is causal.
+    tokens = torch.nn.utils.rnn.pad_sequence([a.tokens for a in answers], batch_first=True)
+    scores = (model(tokens).logits.float() / temperature).log_softmax(-1)
+    chosen = scores[:, :-1].gather(2, tokens[:, 1:, None])[:, :, 0]
+    return [row[len(a.tokens) - len(a.mask) - 1 : len(a.tokens) - 1] for row, a in zip(chosen, answers, strict=True)]
+
+
+def policy_loss(new: Tensor, old: Tensor, advantage: float, settings: Settings) -> Tensor:
+    """The clipped loss of each token [R] (Schulman et al. 2017, PPO, arXiv:1707.06347).
+
+    The upper bound is DAPO's (Yu et al. 2025, arXiv:2503.14476). `old` stays what it was for all steps of a turn; in
+    the first of them the ratio is 1, and the gradient that of REINFORCE.
+    """
+    ratio = (new - old).exp()
+    bounded = ratio.clamp(1 - settings.eps_clip, 1 + settings.eps_clip_high)
+    return torch.maximum(-ratio * advantage, -bounded * advantage)
+
+
+class MasterAdamW:
+    """AdamW on float32 copies of the weights.
+
+    An update is often smaller than the distance between two bfloat16 numbers and would be rounded away. So the copies
+    add updates up, and the model gets them rounded. Gradients of micro-batches are summed in float32 as well.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.settings = settings
+        self.weights = list(model.parameters())
+        self.masters = [w.detach().float().clone() for w in self.weights]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        matrices, vectors = ([m for m in self.masters if (m.ndim > 1) is is_matrix] for is_matrix in (True, False))
+        decay = settings.weight_decay, 0.0  # norm weights and biases are not pulled towards zero
+        groups = [{"params": p, "weight_decay": d} for p, d in zip((matrices, vectors), decay, strict=True)]
+        self.adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.adam_betas)
+
+    def collect(self) -> None:
+        """Moves the model's gradients, of one micro-batch, to the sums."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if weight.grad is not None:
+                master.grad += weight.grad.float()
+                weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Clips, updates and clears; returns the norm of the gradient before it was clipped."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.settings.clip_grad))
+        assert norm < float("inf"), f"the gradient is not finite, its norm is {norm}; no weight was changed"
+        self.adam.step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.copy_(master)
+            master.grad.zero_()
+        return norm
+
+
+def train(model: Any, optimizer: MasterAdamW, answers: Sequence[Answer], settings: Settings) -> list[dict[str, float]]:
+    """Optimizer steps on all answers; returns the loss and the norm of the gradient of each step."""
+    advantages = group_advantages([a.reward for a in answers], [a.group for a in answers])
+    out = []
+    for start in range(0, len(answers), settings.global_batch_size):
+        step = slice(start, start + settings.global_batch_size)
+        weights = token_weights([a.mask for a in answers[step]])
+        parts = list(zip(answers[step], advantages[step], weights, strict=True))
+        loss = 0.0
+        for first in range(0, len(parts), settings.micro_batch_size):
+            micro_batch = parts[first : first + settings.micro_batch_size]
+            scored = log_probs(model, [a for a, _, _ in micro_batch], settings.rollout_temperature)
+            losses = []
+            for new, (answer, advantage, weight) in zip(scored, micro_batch, strict=True):
+                # Where the mask is 0 the ratio is 1, whatever stands there: 0 times infinity would be no zero.
+                old = torch.where(answer.mask > 0, answer.old_log_probs, new.detach())
+                losses.append((weight * policy_loss(new, old, advantage, settings)).sum())
+            torch.stack(losses).sum().backward()
+            optimizer.collect()
+            loss += sum(part.item() for part in losses)
+        out.append({"loss": loss, "grad_norm": optimizer.step()})
+    return out
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_model() -> Any:
+    """A random model of the Qwen3 architecture that reads and writes `Characters`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=Characters.eos_token_id + 1, **sizes, **heads))
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a Hugging Face folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> list[float]:
+    """Runs it; returns the mean reward of each turn of the loop."""
+    parser = argparse.ArgumentParser(description="GRPO of a language model, in one file.")
+    parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face model (default: a tiny random one)")
+    parser.add_argument("--num-rollout", type=int, default=60, help="turns of the loop")
+    parser.add_argument("--lr", type=float, help="learning rate (default: 2e-3 for the tiny model, 1e-5 for yours)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    settings = Settings(lr=options.lr or (1e-5 if options.folder else 2e-3))
+    torch.manual_seed(options.seed)
+    model, tokenizer = load(options.folder) if options.folder else (tiny_model(), Characters())
+    model.eval()  # no dropout: sampling and training must see the same policy
+    optimizer, source = MasterAdamW(model, settings), problems(options.seed)
+    curve = []
+    for rollout_id in range(options.num_rollout):
+        asked = [next(source) for _ in range(settings.rollout_batch_size)]
+        answers = rollout(model, tokenizer, asked, settings)
+        norm = train(model, optimizer, answers, settings)[-1]["grad_norm"]
+        curve.append(sum(a.reward for a in answers) / len(answers))
+        print(f"{rollout_id:4d}  reward {curve[-1]:.3f}  gradient {norm:6.3f}  {'#' * round(40 * curve[-1])}")
+    return curve
+
+
+if __name__ == "__main__":
+    main()

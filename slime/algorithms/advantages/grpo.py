@@ -1,0 +1,102 @@
+"""GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - mean of the group) / (std of the group + eps).
+
+Without the division by the standard deviation it is the form of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.algorithms.advantages import ESTIMATORS, Array
+from slime.algorithms.advantages.groups import GroupEstimator, iter_groups, nothing_to_compare
+from slime.core.errors import ConfigError
+from slime.settings.fields import Need, derived, opt
+
+if TYPE_CHECKING:
+    from slime.settings import Args
+
+STD_EPSILON = 1e-6
+"""Added to the (unbiased) standard deviation."""
+SCALES = ("group", "batch", "none")
+
+_COMPARES = Need(lambda s: s.rewards_normalization, "rewards_normalization")
+
+
+@ESTIMATORS.register("grpo")
+@dataclass(frozen=True, kw_only=True)
+class GroupRelative(GroupEstimator):
+    """Rewards of a group, centred and scaled."""
+
+    grpo_std_normalization: bool = derived(
+        lambda s: s.n_samples_per_prompt != 1,
+        lambda s: (
+            "a group of one sample has no standard deviation"
+            if s.n_samples_per_prompt == 1
+            else "rewards are divided by the group's standard deviation"
+        ),
+        off_names=("--disable-grpo-std-normalization",),
+        needs=_COMPARES,
+    )
+    """Divide group rewards by their standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
+    advantage_scale: Literal["group", "batch", "none"] = derived(
+        lambda s: "group" if s.grpo_std_normalization else "none",
+        lambda s: f"grpo_std_normalization {s.grpo_std_normalization}",
+        needs=_COMPARES,
+    )
+    """Whose standard deviation divides the rewards of grpo, gspo, cispo and sapo. Default: group, or none with
+    --disable-grpo-std-normalization."""
+    advantage_epsilon: float = opt(
+        STD_EPSILON,
+        ge=0,
+        needs=(_COMPARES, Need(lambda s: s.advantage_scale != "none", "advantage_scale group or batch")),
+    )
+    """Added to that standard deviation."""
+
+    def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
+        """See `GroupEstimator`."""
+        return group_advantages(rewards, groups, executions, scale=self.advantage_scale, epsilon=self.advantage_epsilon)
+
+    def check(self, args: Args) -> None:
+        """Two settings say whether rewards are divided; where both are given they say the same."""
+        given = [args.origins.get(name, "default") for name in ("grpo_std_normalization", "advantage_scale")]
+        both = not any(origin.startswith(("default", "derived")) for origin in given)
+        if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
+            raise ConfigError(
+                f"got grpo_std_normalization {self.grpo_std_normalization} with advantage_scale "
+                f"{self.advantage_scale}, which says the contrary; give one of them"
+            )
+
+
+def group_advantages(
+    rewards_S: Sequence[float] | Array,
+    group_index_S: Sequence[int] | npt.NDArray[np.int64],
+    execution_S: Sequence[int] | npt.NDArray[np.int64],
+    *,
+    scale: str = "group",
+    epsilon: float = STD_EPSILON,
+) -> Array:
+    """Reward minus the mean of its group, for each sample [S], divided as `scale` says.
+
+    group: by the group's standard deviation + epsilon; batch: by that of all executions of the batch; none: not.
+    Raises `ConfigError` on an unknown scale.
+    """
+    if scale not in SCALES:
+        raise ConfigError(f"got --advantage-scale {scale!r}; choose one of {', '.join(SCALES)}")
+    rewards = np.asarray(rewards_S, np.float64)
+    out = np.zeros_like(rewards)
+    everyone: list[float] = []
+    for members, _, own in iter_groups(rewards, group_index_S, execution_S):
+        everyone.extend(own)
+        if nothing_to_compare(own):
+            continue
+        out[members] = rewards[members] - np.mean(own)
+        if scale == "group":
+            out[members] /= np.std(own, ddof=1) + epsilon
+    if scale == "batch" and len(everyone) > 1:
+        out /= np.std(everyone, ddof=1) + epsilon
+    return out

@@ -1,0 +1,76 @@
+"""PPO's advantages: generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438), an exact chunked scan.
+
+delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lambd * A_{t+1}; the return is A + V. After the last
+token V and A are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Estimate, RewardedBatch, where_trained
+from slime.algorithms.advantages.returns import ReturnSettings, rewards_of_tokens
+from slime.algorithms.advantages.scan import CHUNK_TOKENS, reverse_scan
+from slime.core.errors import ConfigError
+from slime.settings.fields import opt
+
+if TYPE_CHECKING:
+    from slime.settings import Args
+
+
+@ESTIMATORS.register("ppo")
+@dataclass(frozen=True, kw_only=True)
+class ProximalAdvantages(ReturnSettings, CriticEstimator):
+    """The critic's values are the baseline of every token."""
+
+    lambd: float = opt(1.0, ge=0, le=1)
+    """Lambda of generalized advantage estimation (ppo, arXiv:1506.02438)."""
+
+    def estimate(self, batch: RewardedBatch) -> Estimate:
+        """See `AdvantageEstimator`."""
+        assert batch.values is not None, "ppo needs the critic's values"
+        pairs = [
+            generalized_advantages(r, v, m, self.gamma, self.lambd, self.observation_returns)
+            for r, v, m in zip(rewards_of_tokens(batch), batch.values, batch.masks, strict=True)
+        ]
+        advantages, returns = [a for a, _ in pairs], [r for _, r in pairs]
+        return Estimate(where_trained(advantages, batch.masks), where_trained(returns, batch.masks))
+
+    def check(self, args: Args) -> None:
+        """GAE bootstraps over observations or through them; there is no reset."""
+        if self.observation_returns == "reset":
+            raise ConfigError("got observation_returns reset with ppo, which bootstraps; give skip or through")
+
+
+def generalized_advantages(
+    token_rewards: npt.NDArray[Any],
+    values: npt.NDArray[Any],
+    mask: npt.NDArray[Any],
+    gamma: float,
+    lambd: float,
+    observations: str = "skip",
+    chunk: int = CHUNK_TOKENS,
+) -> tuple[Array, Array]:
+    """(advantages [R], returns [R]) of one sample; all inputs [R].
+
+    skip: observation tokens take no time and their values do not matter, V_{t+1} is that of the next trained token;
+    both results are 0 there. through: every token is a step with its own value. Raises `ConfigError` otherwise.
+    """
+    trained = np.asarray(mask) > 0
+    if observations == "through":
+        steps = np.ones_like(trained)
+    elif observations == "skip":
+        steps = trained
+    else:
+        raise ConfigError(f"got --observation-returns {observations!r} with a critic; choose skip or through")
+    rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)[steps]
+    value = np.asarray(values, np.float64)[steps]
+    delta = rewards + gamma * np.append(value[1:], 0.0) - value if len(value) else rewards
+    advantages, returns = np.zeros(trained.shape), np.zeros(trained.shape)
+    advantages[steps] = reverse_scan(delta, gamma * lambd, chunk)
+    returns[steps] = advantages[steps] + value
+    return advantages, returns

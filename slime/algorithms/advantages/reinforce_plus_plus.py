@@ -1,0 +1,58 @@
+"""REINFORCE++ (Hu 2025, arXiv:2501.03262): A_t = u_t + gamma * A_{t+1} with u_t the token rewards; then whitened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    Array,
+    Estimate,
+    RewardedBatch,
+    where_trained,
+)
+from slime.algorithms.advantages.returns import OBSERVATIONS, ReturnSettings, rewards_of_tokens
+from slime.algorithms.advantages.scan import reverse_scan
+from slime.core.errors import ConfigError
+
+
+@ESTIMATORS.register("reinforce_plus_plus")
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
+    """Discounted returns without a baseline of their own."""
+
+    whitens: ClassVar[bool] = True
+
+    def estimate(self, batch: RewardedBatch) -> Estimate:
+        """See `AdvantageEstimator`."""
+        returns = [
+            discounted_returns(r, m, self.gamma, self.observation_returns)
+            for r, m in zip(rewards_of_tokens(batch), batch.masks, strict=True)
+        ]
+        return Estimate(where_trained(returns, batch.masks))
+
+
+def discounted_returns(
+    token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: str = "skip"
+) -> Array:
+    """R_t = r_t + gamma * R_{t+1} over the tokens of one sample [R]; what stands at masked positions is not trained.
+
+    Raises `ConfigError` on an unknown value of `observations`.
+    """
+    trained = np.asarray(mask) > 0
+    rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
+    if observations == "through":
+        return reverse_scan(rewards, gamma)
+    if observations == "skip":
+        out = np.zeros_like(rewards)
+        out[trained] = reverse_scan(rewards[trained], gamma)
+        return out
+    if observations == "reset":
+        parts = np.split(rewards, np.flatnonzero(~trained))
+        return np.concatenate([reverse_scan(part, gamma) for part in parts])
+    raise ConfigError(f"got --observation-returns {observations!r}; choose one of {', '.join(OBSERVATIONS)}")

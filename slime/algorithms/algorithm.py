@@ -1,0 +1,48 @@
+"""`Algorithm`: what the settings choose from each registry, built once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator
+from slime.algorithms.aggregation import AGGREGATIONS, Aggregation
+from slime.algorithms.kl import KL_ESTIMATORS, KLEstimator
+from slime.algorithms.off_policy import CORRECTIONS, Correction
+from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss
+
+if TYPE_CHECKING:
+    from slime.settings import Args
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """From rewards to the gradient, one entry of each registry; of the corrections as many as are asked for."""
+
+    estimator: AdvantageEstimator
+    policy_loss: PolicyLoss
+    kl: KLEstimator
+    corrections: tuple[Correction, ...]
+    """In the order in which they act."""
+    aggregation: Aggregation
+
+    @classmethod
+    def of(cls, args: Args) -> Algorithm:
+        """Of these settings. Raises `ConfigError` for a name that nothing is registered under."""
+        return cls(
+            estimator=ESTIMATORS.build(args.advantage_estimator, args),
+            policy_loss=POLICY_LOSSES.build(args.policy_loss, args),
+            kl=KL_ESTIMATORS.build(args.kl_loss_type, args),
+            corrections=tuple(CORRECTIONS.build(name, args) for name in args.off_policy_corrections),
+            aggregation=AGGREGATIONS.build(args.loss_aggregation, args),
+        )
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        """Whether a correction compares the trainer with the engine."""
+        return any(correction.needs_rollout_log_probs for correction in self.corrections)
+
+
+def samples_top_p_set(args: Args) -> bool:
+    """Whether tokens are sampled from a part of the vocabulary only (`--rollout-top-p`, `--rollout-top-k`)."""
+    return args.loss_type != "sft_loss" and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0)

@@ -1,0 +1,199 @@
+"""Host arithmetic of a whole batch: token weights of each optimizer step, then advantages and returns.
+
+Float64 on all samples, the same on every rank: groups, denominators, whitening and recursions cannot depend on how the
+batch is split afterwards. The formulas stand in the entries of `advantages` and `aggregation`; here they are put
+together with what acts on any of them: the KL in the reward, the teacher, whitening, the users' functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.algorithms import hooks
+from slime.algorithms.advantages import Arrays, Estimate, RewardedBatch
+from slime.algorithms.advantages.distillation import distilled
+from slime.algorithms.advantages.whitening import whiten
+from slime.algorithms.aggregation import Aggregation
+from slime.algorithms.kl import KLEstimator
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.errors import DataError
+from slime.core.sample import NOT_SAMPLED
+
+if TYPE_CHECKING:
+    from slime.algorithms.algorithm import Algorithm
+    from slime.settings import Args
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLogProbs:
+    """Log-probs [R] of each sample before the update, whole on every rank; None where not needed."""
+
+    old: Arrays | None = None
+    """Of the policy, of the distribution that tokens were sampled from."""
+    ref: Arrays | None = None
+    """Of the reference, of the whole distribution."""
+    teacher: Arrays | None = None
+    """Of the teacher of on-policy distillation, of the whole distribution."""
+    old_full: Arrays | None = None
+    """As `old`, of the whole distribution, where tokens were sampled from a top-p set."""
+
+    @property
+    def student(self) -> Arrays | None:
+        """What reference and teacher are compared with: old log-probs of the whole distribution."""
+        return self.old if self.old_full is None else self.old_full
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantagesAndReturns:
+    """What the update aims at, per sample [R] float64; zero where masked."""
+
+    advantages: Arrays
+    returns: Arrays | None
+    """The critic's targets; None without a critic."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """The denominators of one optimizer step, on its tokens."""
+
+    weights: Mapping[int, npt.NDArray[np.float32]]
+    """Sample position -> weight [R] of each response token in the loss; of scored samples."""
+    token_share: float
+    """Weight of a trained token in a mean over those of the step: diagnostics are such means, however losses add."""
+    unit: float
+    """One over the executions of the step (over its trained tokens where these are counted): what the sum of a user's
+    reducer lacks."""
+
+
+def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
+    """Raises `DataError` for a batch that the policy loss of these settings cannot be computed for."""
+    if args.loss_type != "policy_loss":
+        return
+    for s in samples:
+        if math.isinf(s.reward):
+            raise DataError(
+                f"sample {s.index} of group {s.group_index}: got reward {s.reward}; graders must return numbers"
+            )
+    if not (args.use_rollout_logprobs or algorithm.needs_rollout_log_probs):
+        return
+    for s in samples:
+        lacks = s.loss_mask > 0
+        if s.rollout_log_probs is not None:  # elsewhere the corrections leave such tokens alone
+            lacks = lacks & (s.token_versions == NOT_SAMPLED) & args.use_rollout_logprobs
+        if lacks.any():
+            raise DataError(
+                f"sample {s.index}: trained tokens without rollout log-probs, because no engine sampled them; "
+                "--use-rollout-logprobs and the off-policy corrections need them"
+            )
+
+
+def step_weights(
+    samples: Sequence[TrainSample], positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
+) -> StepWeights:
+    """Weights of the step that trains the samples at `positions`; `count_masked` as in `Aggregation.token_weights`.
+
+    Raises `DataError` if none of them has a reward.
+    """
+    # An unscored execution is no evidence: it leaves the denominator, too.
+    members = [p for p in positions if samples[p].is_scored]
+    if not members:
+        raise DataError(f"got an optimizer step of {len(positions)} samples and no reward; look at the grader")
+    masks, executions = [samples[p].loss_mask for p in members], [samples[p].index for p in members]
+    parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
+    num_trained = sum(int((m > 0).sum()) for m in masks)
+    num_counted = len(set(executions)) if aggregation.counts_executions else max(1, num_trained)
+    return StepWeights(
+        weights={p: np.asarray(part, np.float32) for p, part in zip(members, parts, strict=True)},
+        token_share=float(np.float32(1.0 / num_trained)) if num_trained else 0.0,
+        unit=1.0 / num_counted,
+    )
+
+
+def advantages_and_returns(
+    batch: TrainBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None
+) -> AdvantagesAndReturns:
+    """Advantages of the estimator, or of the user's functions. `values` [R]: the critic's, before its update.
+
+    Raises `HookError` if a function breaks its contract, `DataError` if a needed teacher is missing.
+    """
+    masks = tuple(s.loss_mask for s in batch.samples)
+    zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
+    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+        return AdvantagesAndReturns(zeros, zeros if values is not None else None)
+    kl = _kl_to_reference(masks, args, algorithm.kl, log_probs) if args.kl_coef else None
+    view = hooks.RolloutView(batch, masks, log_probs, values, kl)
+    if args.custom_advantage_function_path:
+        made = hooks.custom_advantages(args, view)
+    else:
+        made = algorithm.estimator.estimate(_rewarded(batch, masks, log_probs, values, kl, float(args.kl_coef)))
+    advantages = made.advantages
+    if args.use_opd:
+        teacher = log_probs.teacher if args.opd_type == "megatron" else _teacher_of_samples(batch.samples)
+        assert log_probs.student is not None and teacher is not None, "distillation needs both log-probs"
+        parts = zip(advantages, log_probs.student, teacher, masks, strict=True)
+        advantages = tuple(distilled(a, old, t, m, args.opd_kl_coef) for a, old, t, m in parts)
+    if args.normalize_advantages:
+        advantages = tuple(whiten(list(advantages), list(masks)))
+    if args.rollout_data_postprocess_path:
+        made = hooks.postprocessed(args, view, Estimate(advantages, made.returns))
+        advantages = made.advantages
+    named = {"train/kl_in_reward": kl, "train/advantages": advantages, "train/returns": made.returns}
+    metrics = {name: _mean(x, masks) for name, x in named.items() if x is not None}
+    return AdvantagesAndReturns(advantages, made.returns, metrics)
+
+
+def _rewarded(
+    batch: TrainBatch,
+    masks: Arrays,
+    log_probs: BatchLogProbs,
+    values: Arrays | None,
+    kl: Arrays | None,
+    kl_coef: float,
+) -> RewardedBatch:
+    return RewardedBatch(
+        rewards=np.asarray([s.reward for s in batch.samples], np.float64),
+        groups=np.asarray([s.group_index for s in batch.samples], np.int64),
+        executions=np.asarray([s.index for s in batch.samples], np.int64),
+        masks=masks,
+        log_probs=log_probs.student,
+        ref_log_probs=log_probs.ref,
+        kl=kl,
+        kl_coef=kl_coef,
+        values=values,
+    )
+
+
+def _mean(values: Arrays, masks: Arrays) -> float:
+    """Over all trained tokens; values are zero elsewhere."""
+    return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
+
+
+def _kl_to_reference(masks: Arrays, args: Args, estimator: KLEstimator, log_probs: BatchLogProbs) -> Arrays:
+    import torch
+
+    assert log_probs.student is not None and log_probs.ref is not None, "a KL in the reward needs both log-probs"
+    out = []
+    for old, ref, mask in zip(log_probs.student, log_probs.ref, masks, strict=True):
+        policy, reference, keep = (torch.from_numpy(np.asarray(x, np.float64)) for x in (old, ref, mask))
+        kl = estimator.estimate(policy, reference, keep, log_ratio_limit=float(args.log_ratio_limit))
+        out.append(kl.numpy())
+    return tuple(out)
+
+
+def _teacher_of_samples(samples: Sequence[TrainSample]) -> Arrays:
+    out = []
+    for s in samples:
+        if s.teacher_log_probs is None:
+            raise DataError(
+                f"sample {s.index} of group {s.group_index}: got no teacher_log_probs, because neither generate "
+                "function nor reward hook wrote them; --opd-type sglang needs one per response token"
+            )
+        out.append(s.teacher_log_probs)
+    return tuple(out)

@@ -1,0 +1,24 @@
+"""low_var_kl: k3 clamped to +-10, so that one token cannot dominate the penalty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.algorithms.kl import KL_ESTIMATORS
+from slime.algorithms.kl.k3 import K3
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOW_VAR_LIMIT = 10.0
+
+
+@KL_ESTIMATORS.register("low_var_kl")
+@dataclass(frozen=True, kw_only=True)
+class LowVarianceKL(K3):
+    """k3 inside of the clamp; zero gradient outside."""
+
+    def of_log_ratio(self, d: Tensor) -> Tensor:
+        """See `KLEstimator`."""
+        return super().of_log_ratio(d).clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)

@@ -1,0 +1,44 @@
+"""The user's function in place of the importance weights: `--custom-tis-function-path`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
+from slime.core.errors import HookError
+from slime.settings.hooks import load_hook
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLAG = "--custom-tis-function-path"
+
+
+@CORRECTIONS.register("custom_tis")
+@dataclass(frozen=True, kw_only=True)
+class CustomWeights(MismatchCorrection):
+    """Lists per sample in; the changed loss, masks per sample and metrics [R] out."""
+
+    def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Correction`. Raises `HookError` if the function breaks its contract."""
+        import torch
+
+        result = load_hook(tokens.args.custom_tis_function_path, "tis")(
+            args=tokens.args,
+            pg_loss=loss,
+            train_log_probs=list(tokens.trainer_log_probs.split(tokens.lengths)),
+            rollout_log_probs=list(tokens.rollout_log_probs.split(tokens.lengths)),
+            loss_masks=list(tokens.mask.split(tokens.lengths)),
+            total_lengths=list(tokens.total_lengths),
+            response_lengths=list(tokens.lengths),
+        )
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise HookError(f"{FLAG}: got {type(result).__name__}; it returns (pg_loss, masks, metrics)")
+        changed, masks, metrics = result
+        if changed.shape != loss.shape or [len(m) for m in masks] != list(tokens.lengths):
+            raise HookError(f"{FLAG}: got a loss of shape {list(changed.shape)} for {list(loss.shape)} tokens")
+        keep = torch.cat([torch.as_tensor(m) for m in masks]) if masks else torch.zeros_like(tokens.mask)
+        kept = (keep.to(tokens.mask.device) > 0) & (tokens.mask > 0)
+        changed = torch.where(kept, changed, torch.zeros_like(changed))
+        return changed, {str(name): torch.as_tensor(value).float() for name, value in metrics.items()}

@@ -1,0 +1,110 @@
+"""The policies beside the one that is trained: reference, teacher and old policy, and their log-probs.
+
+Each is weights on the host that the model is lent for a forward pass. The old policy is what the engines served when
+they sampled a batch. `train_async.py` generates while it trains, so that is one weight sync behind: the weights of the
+last sync are kept, and those of the sync before it. Each weight sync shifts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from slime.algorithms.advantages import Arrays
+from slime.core.sample import NOT_SAMPLED
+from slime.models.common.table import FamilyTable
+from slime.settings import Args
+from slime.training.state.hf_weights import Holder
+from slime.training.state.host_policies import HostPolicies
+from slime.training.step.loss import LogProbs
+from slime.training.step.micro_batch import PreparedBatch
+from slime.training.step.train import StepContext, forward_batch
+
+REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
+"""What the policy is held to; what distils; what engines serve; what they served before that. Names in checkpoints."""
+
+
+class OtherPolicies:
+    """The policies that the settings need beside the trained one. What computes log-probs is collective."""
+
+    def __init__(
+        self,
+        args: Args,
+        chunks: Sequence[Any],
+        parameters: Mapping[str, Tensor],
+        table: FamilyTable,
+        holders: Mapping[str, Holder],
+    ) -> None:
+        """Takes the initial weights from the policy, which holds them, and reads other checkpoints.
+
+        `chunks`: the policy's, in Megatron's wrapper. Raises `ConfigError` or `CheckpointError` for a checkpoint that
+        does not fit.
+        """
+        self._args, self._chunks = args, chunks
+        adapters = holders.keys() - set(table.megatron_names)
+        self._host = HostPolicies(parameters, adapters or holders.keys())
+        self._synced_version = 0
+        learns_from_samples = args.loss_type != "sft_loss"
+        needed: dict[str, tuple[str | None, str]] = {}
+        if learns_from_samples and (args.use_kl_loss or args.kl_coef):
+            needed[REFERENCE] = (args.ref_load, "--ref-load")
+        if learns_from_samples and args.use_opd and args.opd_type == "megatron":
+            needed[TEACHER] = (args.opd_teacher_load, "--opd-teacher-load")
+        if args.keep_old_actor:
+            needed |= dict.fromkeys((SYNCED, BEFORE), (None, ""))
+        initial = Path(args.hf_checkpoint).resolve()
+        for name, (directory, flag) in needed.items():
+            if directory is None or Path(directory).resolve() == initial:
+                self._host.take(name)
+            else:
+                self._host.read(name, Path(directory), flag, table, holders)
+
+    def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
+        """[R] of each sample under `REFERENCE` or `TEACHER`, of the whole distribution; None if there is none."""
+        if name not in self._host:
+            return None
+        with self._host.lent(name):
+            return forward_batch(context, LogProbs(self._args, whole=True), self._chunks, prepared)[0]
+
+    def old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
+        """Log-probs (see `LogProbs`) of each token under the weights that it was sampled with: the old policy.
+
+        Those are the synced ones, or for earlier versions (of tokens that no engine sampled: whatever) the ones before
+        them.
+        """
+        versions = [s.token_versions for s in prepared.batch.samples]
+        newer = [v >= self._synced_version for v in versions]
+        earlier = [(v != NOT_SAMPLED) & ~n for v, n in zip(versions, newer, strict=True)]
+        wanted = [name for name, used in ((BEFORE, earlier), (SYNCED, newer)) if any(u.any() for u in used)]
+        found = []
+        for name in wanted or [SYNCED]:
+            with self._host.lent(name):
+                found.append(forward_batch(context, LogProbs(self._args), self._chunks, prepared))
+        if len(found) < 2:
+            return found[0]
+        return tuple(
+            tuple(np.where(e, old, new) for e, old, new in zip(earlier, olds, news, strict=True))
+            for olds, news in zip(*found, strict=True)
+        )
+
+    def note_synced(self, version: int) -> None:
+        """Engines serve the policy as it is now, under this version."""
+        self._synced_version = version
+        if self._args.keep_old_actor:
+            self._host.shift(SYNCED, BEFORE)
+
+    def note_trained(self, rollout_id: int) -> None:
+        """A rollout was trained; every `--ref-update-interval` of them the policy becomes the reference."""
+        interval = self._args.ref_update_interval
+        if interval and (rollout_id + 1) % interval == 0:
+            self._host.take(REFERENCE)
+
+    @property
+    def lasting(self) -> dict[str, Mapping[str, Tensor]]:
+        """What a checkpoint holds: policies that a new run would make otherwise -> their tensors, filled in place."""
+        names = (REFERENCE,) if self._args.ref_update_interval else ()
+        return self._host.lasting((*names, *((SYNCED,) if self._args.keep_old_actor else ())))

@@ -1,0 +1,95 @@
+"""`examples/one_file.py` is an oracle: it shares no code with the trainer, and their steps are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from examples import one_file
+from slime.core.batch import TrainBatch
+from tests.support.training import random_batch, with_samples
+
+SETTINGS = one_file.Settings(
+    global_batch_size=4, micro_batch_size=3, rollout_temperature=0.8, lr=1e-3, weight_decay=0.1, clip_grad=0.05
+)
+"""Two optimizer steps for eight answers, micro-batches of unequal size, and a gradient that is clipped."""
+PUBLIC: dict[str, Any] = {
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+    "rollout_temperature": 0.8,
+    "eps_clip": SETTINGS.eps_clip,
+    "eps_clip_high": SETTINGS.eps_clip_high,
+    "megatron": {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "start_weight_decay": 0.1,
+        "end_weight_decay": 0.1,
+        "clip_grad": 0.05,
+    },
+}
+"""The same for the trainer, which cuts other micro-batches."""
+
+
+def answers_of(batch: TrainBatch) -> list[one_file.Answer]:
+    """The recorded batch as the one file has it."""
+    return [
+        one_file.Answer(
+            tokens=torch.from_numpy(s.tokens),
+            mask=torch.from_numpy(s.loss_mask),
+            old_log_probs=torch.from_numpy(np.asarray(s.rollout_log_probs)),
+            reward=s.reward,
+            group=s.group_index,
+        )
+        for s in batch.samples
+    ]
+
+
+def recorded(model: Any) -> TrainBatch:
+    """Answers whose log-probs are near the model's, so that the clip acts on some tokens of both signs."""
+    batch, noise = random_batch(seed=2), np.random.default_rng(5)
+    with torch.no_grad():
+        own = one_file.log_probs(model, answers_of(batch), SETTINGS.rollout_temperature)
+    return with_samples(
+        batch,
+        [
+            dataclasses.replace(s, rollout_log_probs=x.numpy() + noise.normal(0, 0.3, len(x)).astype(np.float32))
+            for s, x in zip(batch.samples, own, strict=True)
+        ],
+    )
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_llama"])
+def test_a_step_of_the_trainer_is_that_of_the_one_file(
+    family: str, num_steps: int, request: pytest.FixtureRequest, make_backend: Callable[..., Any]
+) -> None:
+    folder: Path = request.getfixturevalue(family)
+    size = 8 // num_steps
+    settings = dataclasses.replace(SETTINGS, global_batch_size=size)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = recorded(model)
+    assert any((s.loss_mask == 0).any() for s in batch.samples), "masks take part"
+    want = one_file.train(model, one_file.MasterAdamW(model, settings), answers_of(batch), settings)
+
+    backend = make_backend(folder, **PUBLIC | {"global_batch_size": size}, use_rollout_logprobs=True)
+    metrics = backend.train(batch)
+
+    mean = {name: float(np.mean([step[name] for step in want])) for name in want[0]}
+    assert metrics["train/loss"] == pytest.approx(mean["loss"], rel=1e-5)
+    assert metrics["train/grad_norm"] == pytest.approx(mean["grad_norm"], rel=1e-5)
+    assert metrics["train/pg_clipfrac"] > 0.05, "a clip that never acts proves nothing"
+    assert all(step["grad_norm"] > settings.clip_grad for step in want), "nor does a gradient that is not clipped"
+    moved = 0.0
+    for name, got in backend.iter_hf_tensors():
+        expected = model.state_dict()[name]
+        moved = max(moved, float((expected - first[name]).abs().max()))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=num_steps * 1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert moved > 5e-4, "the weights took a whole step of Adam"

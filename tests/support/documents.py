@@ -1,0 +1,48 @@
+"""What the documents show: their text, and the commands in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.py")),
+    *sorted(p for p in (ROOT / "recipes").rglob("*") if p.suffix in {".py", ".sh", ".yaml"}),
+]
+"""Everything that tells people what to type. Of Python files the docstrings count."""
+
+
+def text_of(path: Path) -> str:
+    """The document, or the docstrings of a Python file."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return text
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(text)) if isinstance(n, nodes)]
+    return "\n\n".join(found)
+
+
+def commands_of(path: Path) -> Iterator[list[str]]:
+    """The words of each shell command in the document's blocks of code, comments and continuations resolved."""
+    text = text_of(path)
+    if path.suffix == ".md":
+        lines = [
+            line
+            for block in re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.S)
+            for line in block.split("\n")
+        ]
+    elif path.suffix == ".py":
+        lines = [line for line in text.split("\n") if re.match(r"\s*(python|slime|make) ", line)]
+    else:
+        lines = text.split("\n")
+    joined = "\n".join(lines).replace("\\\n", " ").split("\n")
+    for line in joined:
+        if re.match(r"\s*(\"?\$PY\"?|python|slime|make|bash) ", line):
+            yield shlex.split(line.replace('"$@"', "").replace("[", "").replace("]", ""), comments=True)
