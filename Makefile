@@ -37,17 +37,25 @@ $(STAMP): pyproject.toml $(PINS)
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
 	PY=$(PY) bash recipes/demo/run.sh
 
+# Two sessions side by side, one thread each: what starts engines, ranks or runs waits much and computes little. The
+# output of the pure tests comes at the end.
+PURE := $(wildcard tests/unit tests/mutation tests/project)
+
 test: $(STAMP) ## everything but the slow tests, real engines included
-	$(PYTEST) -m "not slow" tests
+	@export OMP_NUM_THREADS=1; log=$$(mktemp); $(PYTEST) -m "not slow" -p no:cacheprovider $(PURE) >$$log 2>&1 & pid=$$!; \
+	trap 'kill $$pid 2>/dev/null; rm -f $$log' EXIT; \
+	$(PYTEST) -m "not slow" $(addprefix --ignore=,$(PURE)) tests; real=$$?; \
+	wait $$pid; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
 
 test-all: $(STAMP) ## every test, and new examples for the properties
 	$(PYTEST) --hypothesis-profile=explore tests
 
-check: $(STAMP) ## lint, format, types, import contracts
+check: $(STAMP) ## lint, format, types, import contracts; how much code each room has
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+	$(PY) tests/project/tokens_per_room.py
 
 format: $(STAMP) ## rewrite the sources in the house format
 	$(PY) -m ruff check --fix .

@@ -13,7 +13,7 @@ Megatron. slime has a room for each part, because a large model is sampled by on
     reward                    slime/rewards/, in processes that can be killed
     Answer                    Sample (slime/core/sample.py), and TrainSample (slime/core/batch.py) once it is trained
     group_advantages          slime/algorithms/advantages/
-    token_weights             slime/algorithms/aggregation.py, over all ranks of the step
+    token_weights             slime/algorithms/aggregation/, over all ranks of the step
     log_probs                 slime/training/model/: packed, sharded over the vocabulary, layers and sequence
     policy_loss, train        slime/algorithms/policy/ and slime/training/step/
     MasterAdamW               Megatron's distributed optimizer

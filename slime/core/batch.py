@@ -103,7 +103,3 @@ class TrainBatch:
     def num_executions(self) -> int:
         """Denominator of the default loss aggregation."""
         return len({s.index for s in self.samples})
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.samples)

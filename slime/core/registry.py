@@ -4,7 +4,8 @@ A registry belongs to a package. Every module of that package may register entri
 own file does the same and is named by its path instead:
 
     ESTIMATORS: Registry[AdvantageEstimator] = Registry(
-        "advantage estimator", flag="--advantage-estimator", package="slime.algorithms.advantages.estimators"
+        "advantage estimator", flag="--advantage-estimator", package="slime.algorithms.advantages",
+        contract=AdvantageEstimator,
     )
 
     @ESTIMATORS.register("rloo")

@@ -114,10 +114,10 @@ class ChatRenderer:
 
     def _encode_marked(self, rendered: Rendered) -> list[int]:
         ids: list[int] = []
-        for piece in re.split("(" + "|".join(map(re.escape, rendered.stand_ins)) + ")", rendered.marked):
-            control = rendered.stand_ins.get(piece)
+        for part in re.split("(" + "|".join(map(re.escape, rendered.stand_ins)) + ")", rendered.marked):
+            control = rendered.stand_ins.get(part)
             if control is None:
-                ids += self._encode_text(piece)
+                ids += self._encode_text(part)
                 continue
             spelled = self._encode_text(control[:1]) + self._encode_text(control[1:])
             if self._control_ids & set(spelled):

@@ -1,13 +1,13 @@
 """Packing: several sequences of unequal length laid end to end in one row, with what the trainer needs to split it.
 
 A trained token at index `t` of a sequence is *predicted* at index `t - 1`: every per-token quantity of the loss
-(mask, rollout log-prob, advantage) is stored at the predicting position, where the model's output for it is.
+(trained or not, rollout log-prob, advantage) belongs to the predicting position, where the model's output for it is.
 
 Invariants
 1. Sequences are contiguous and in the given order; `cu_seqlens` starts at 0 and ends at T.
 2. Position ids restart at 0 in every sequence; no target crosses from one sequence into the next.
 3. Padding of the row is a trailing sequence of its own, and padding of a sequence (`pad_each_to`) stands behind its
-   end. Both have zero mask and, by causality, are seen by nothing real.
+   end. Neither predicts a response token and, by causality, neither is seen by anything real.
 4. `response_positions` has no duplicates: scattering then gathering gives back exactly what went in.
 """
 
@@ -42,28 +42,15 @@ class PackedBatch:
     """Length in tokens of the longest sequence, padding included."""
     target_tokens: npt.NDArray[np.int64]
     """[T] the next token of the same sequence; 0 at the last position of each."""
-    loss_mask: npt.NDArray[np.float32]
-    """[T] 1.0 where the target is a trained token."""
     response_positions: npt.NDArray[np.int64]
     """[R_total] position in [0, T) that predicts each response token, sample by sample in order."""
-    response_lengths: npt.NDArray[np.int64]
-    """[N] response tokens of each sample (padding is no sample)."""
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.response_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """T, padding included."""
-        return len(self.tokens)
 
 
 def pack(samples: Sequence[TrainSample], *, pad_to_multiple: int = 1, pad_each_to: int = 1) -> PackedBatch:
     """Lays samples end to end: each padded to a multiple of `pad_each_to` tokens, the row to one of `pad_to_multiple`.
 
     Under context parallelism `pad_each_to` is twice its size. Under sequence parallelism the part of the row that a
-    rank holds must divide by the tensor-parallel size. No samples give a dummy: one padding sequence with zero mask and
+    rank holds must divide by the tensor-parallel size. No samples give a dummy: one padding sequence and
     N = 0, for ranks that have nothing to train. Raises `DataError` for a sample without tokens or without a token
     before its response.
     """
@@ -80,14 +67,12 @@ def pack(samples: Sequence[TrainSample], *, pad_to_multiple: int = 1, pad_each_t
 
     tokens = np.full(num_tokens, PAD_TOKEN, np.int64)
     target_tokens = np.zeros(num_tokens, np.int64)
-    loss_mask = np.zeros(num_tokens, np.float32)
     positions: list[npt.NDArray[np.int64]] = []
     for start, s in zip(cu_seqlens.tolist(), samples, strict=False):
         end = start + s.num_tokens
         tokens[start:end] = s.tokens
         target_tokens[start : end - 1] = s.tokens[1:]
         predicting = np.arange(end - s.response_length - 1, end - 1, dtype=np.int64)
-        loss_mask[predicting] = s.loss_mask
         positions.append(predicting)
     return PackedBatch(
         tokens=tokens,
@@ -95,9 +80,7 @@ def pack(samples: Sequence[TrainSample], *, pad_to_multiple: int = 1, pad_each_t
         cu_seqlens=cu_seqlens,
         max_seqlen=max(lengths),
         target_tokens=target_tokens,
-        loss_mask=loss_mask,
         response_positions=np.concatenate(positions) if positions else np.zeros(0, np.int64),
-        response_lengths=np.asarray([s.response_length for s in samples], np.int64),
     )
 
 

@@ -105,7 +105,7 @@ def build_schedule(
     for position, execution in enumerate(execution_S):
         members.setdefault(int(execution), []).append(position)
     steps = []
-    for chosen in _cut_into_steps(list(members), global_batch_size, num_steps):
+    for chosen in _split_into_steps(list(members), global_batch_size, num_steps):
         positions = sorted(p for execution in chosen for p in members[execution])
         bins = _to_multiple(_first_fit(positions, room, cap), costs, dp_size * micro_batch_multiple)
         if balance:
@@ -137,13 +137,13 @@ def _check(
         raise ConfigError("got both or none of global_batch_size and num_steps, because one sizes a step; give one")
 
 
-def _cut_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
+def _split_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
     """The executions of each optimizer step, in order."""
     total = len(executions)
     if num_steps is not None:
         num_steps = min(num_steps, total)
-        cuts = [total * i // num_steps for i in range(num_steps + 1)]
-        return [executions[a:b] for a, b in itertools.pairwise(cuts)]
+        bounds = [total * i // num_steps for i in range(num_steps + 1)]
+        return [executions[a:b] for a, b in itertools.pairwise(bounds)]
     assert global_batch_size is not None, "a step has a size: checked before"
     if total > global_batch_size and total % global_batch_size:
         raise ConfigError(

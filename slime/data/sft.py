@@ -53,19 +53,19 @@ def sft_tokens(
     clean = [{k: v for k, v in m.items() if k != STEP_MASK_KEY} for m in messages]
     whole = chat.render(clean, tools=tools, add_generation_prompt=False)
     # Cuts in `whole.marked`: context up to the first, trained up to the second, context up to the third, and so on.
-    cuts = [0]
+    bounds = [0]
     for i in trained:
         before = chat.render_prefix(clean, i, tools=tools, add_generation_prompt=True)
         after = chat.render_prefix(clean, i + 1, tools=tools, add_generation_prompt=False)
         for prefix in (before, after):
             _require_prefix(prefix, whole, i)
         start, stop = len(before.marked), len(before.marked) + _turn_length(after.part(len(before.marked)), chat)
-        if not cuts[-1] <= start < stop:
+        if not bounds[-1] <= start < stop:
             raise DataError(f"the chat template gives message {i} no text of its own after its generation prompt")
         _require_said(clean[i], tools, whole.part(start, stop).text, whole.text, i)
-        cuts += [start, stop]
-    parts = [chat.encode(whole.part(a, b)) for a, b in itertools.pairwise(cuts)]
-    _require_faithful(parts, whole.part(0, cuts[-1]), chat)
+        bounds += [start, stop]
+    parts = [chat.encode(whole.part(a, b)) for a, b in itertools.pairwise(bounds)]
+    _require_faithful(parts, whole.part(0, bounds[-1]), chat)
     tokens = [token for part in parts for token in part]
     mask = [i % 2 for i, part in enumerate(parts) for _ in part]
     return SftTokens(tuple(tokens), tuple(mask[len(parts[0]) :]))

@@ -78,13 +78,13 @@ def summarize(metrics_jsonl: Path) -> RunSummary:
         raise DataError(f"got no step in {metrics_jsonl}, so there is nothing to report")
     reward = curve(rows, REWARD_KEY)[1]
     evals = {name: curve(rows, f"eval/{name}")[1] for name in eval_names(rows)}
-    gaps = next((c for c in (curve(rows, k)[1] for k in MISMATCH_KEYS) if c), [])
+    mismatches = next((c for c in (curve(rows, k)[1] for k in MISMATCH_KEYS) if c), [])
     times = [t for t in _step_times(rows) if t > 0]
     return RunSummary(
         num_rollouts=len(reward),
         reward=(reward[0], reward[-1]) if reward else None,
         evals={name: (values[0], values[-1]) for name, values in evals.items() if values},
-        worst_mismatch=max(gaps) if gaps else None,
+        worst_mismatch=max(mismatches) if mismatches else None,
         step_s=sum(times) / len(times) if times else None,
         wall_s=max(r["time"] for r in rows) - min(r["time"] for r in rows),
     )
@@ -144,10 +144,10 @@ def write_report(metrics_jsonl: Path, out_png: Path, *, title: str = "slime run"
     figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: its global state is not ours to change
     figure.suptitle(title, fontsize=15, fontweight="bold")
-    (reward, evaluation), (gap, parts) = figure.subplots(2, 2)
+    (reward, evaluation), (mismatch, parts) = figure.subplots(2, 2)
     _draw_reward(reward, rows)
     _draw_eval(evaluation, rows)
-    _draw_mismatch(gap, rows)
+    _draw_mismatch(mismatch, rows)
     _draw_parts(parts, rows)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, facecolor="white")
@@ -201,7 +201,7 @@ def _draw_eval(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
 
 
 def _draw_mismatch(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
-    _style(axes, "Log-prob gap, trainer against engine", "step", "|difference|, nats")
+    _style(axes, "Train-inference mismatch", "step", "|difference|, nats")
     drawn = False
     for color, (key, label) in zip((EVAL[1], EVAL[3], REWARD), MISMATCH_KEYS.items(), strict=True):
         steps, values = curve(rows, key)

@@ -94,7 +94,8 @@ class Components:
         self._roots: dict[str, type] = {}
         for chooser in self.choosers:
             for entry in dict.fromkeys(entry for _, entry in chooser.registry):
-                self._add(chooser, entry, str(entry.name))
+                if entry.__module__.startswith(f"{chooser.registry.package}."):  # a user's counts once it is named
+                    self._add(chooser, entry, str(entry.name))
         for setting, path in user_entries:
             chooser = next(c for c in self.choosers if c.setting == setting)
             self._add(chooser, chooser.registry.get(path), path)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.core.loading import load_object
 from slime.settings.fields import Need
 
-SCALED_BY_GROUP = ("grpo", "gspo", "cispo", "sapo")
-"""Estimators whose rewards may be divided by a standard deviation."""
-SUM_TOKEN_REWARDS = ("ppo", "reinforce_plus_plus")
-"""Estimators that sum token rewards instead of comparing within a group."""
+ESTIMATORS = "slime.algorithms.advantages:ESTIMATORS"
+"""The registry of advantage estimators, which stands above the settings."""
+
+
+def estimator_of(s: Any) -> Any:
+    """The class of the advantage estimator. Raises `ConfigError` for a name that none has."""
+    return load_object(ESTIMATORS).get(s.advantage_estimator)
 
 
 def computes_advantages(s: Any) -> bool:
@@ -39,18 +43,7 @@ OWN_ADVANTAGES = Need(
 POLICY_TERM = Need(has_policy_term, _POLICY_TERM_TEXT)
 POLICY_LOSS = Need(lambda s: s.loss_type == "policy_loss", "loss_type policy_loss")
 SAMPLED_LOSS = Need(lambda s: s.loss_type in ("policy_loss", "custom_loss"), "loss_type policy_loss or custom_loss")
-PPO = Need(lambda s: s.advantage_estimator == "ppo", "advantage_estimator ppo")
-TOKEN_REWARDS = Need(
-    lambda s: s.advantage_estimator in SUM_TOKEN_REWARDS, "advantage_estimator ppo or reinforce_plus_plus"
-)
-GROUP_REWARDS = Need(
-    lambda s: s.advantage_estimator not in SUM_TOKEN_REWARDS,
-    "an estimator that compares within a group, not ppo or reinforce_plus_plus",
-)
-SCALED = Need(
-    lambda s: s.advantage_estimator in SCALED_BY_GROUP and s.rewards_normalization,
-    "advantage_estimator grpo, gspo, cispo or sapo, with rewards_normalization",
-)
+CRITIC = Need(lambda s: estimator_of(s).needs_critic, "an advantage_estimator with a critic, as ppo")
 KL = Need(has_kl, "--kl-coef, or --use-kl-loss with loss_type policy_loss")
 KL_LOSS = Need(lambda s: s.use_kl_loss, "--use-kl-loss")
 REFERENCE = Need(lambda s: s.use_kl_loss or bool(s.kl_coef), "--use-kl-loss or --kl-coef")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.core.hf_config import read_hf_config
+from slime.settings.conditions import estimator_of
 from slime.settings.data_files import split_slice
 from slime.settings.eval_config import eval_datasets
 from slime.settings.group import Rule
@@ -85,7 +86,7 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
     trains = args.num_rollout != 0 and args.loss_type == "policy_loss" and args.compute_advantages_and_returns
     if args.n_samples_per_prompt != 1 or not trains or args.debug_rollout_only or own_groups:
         return None
-    if not args.rewards_normalization or args.advantage_estimator in ("ppo", "reinforce_plus_plus"):
+    if not (estimator_of(args).compares_within_group and args.components["rewards_normalization"]):
         return None
     if args.use_opd or args.custom_advantage_function_path or args.rollout_data_postprocess_path:
         return None
@@ -93,16 +94,6 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
         "got n_samples_per_prompt 1 with rewards_normalization: the group's mean is the reward itself, every "
         "advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
         "--disable-rewards-normalization"
-    )
-
-
-def reward_hook_replaces_normalization(args: Args) -> str | None:
-    """What the hook returns is what is trained on."""
-    if not args.custom_reward_post_process_path or not args.rewards_normalization:
-        return None
-    return (
-        "got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the hook "
-        "returns once more; drop the switch and normalise in the hook"
     )
 
 
@@ -244,7 +235,6 @@ RULES: tuple[Rule, ...] = (
     sampled_distribution_is_trained,
     something_is_trained,
     advantages_can_differ_from_zero,
-    reward_hook_replaces_normalization,
     custom_loss_has_a_function,
     rewards_are_defined,
     prompts_exist,

@@ -48,10 +48,12 @@ def _first_missing(needs: tuple[Need, ...], settings: Any) -> str | None:
 
 
 def _choices_with(name: str, components: Components) -> Iterator[str]:
-    """`setting a or b` for each setting that chooses entries which have the field."""
+    """`setting a or b` for each setting that chooses entries which have the field; with the entry's own switch."""
     by_chooser: dict[str, dict[str, None]] = {}
     for reader in components.readers(name):
-        by_chooser.setdefault(reader.chooser.what, {})[reader.label] = None
+        switch = getattr(reader.entry, "switch", "")
+        label = f"{reader.label} ({switch})" if switch else reader.label
+        by_chooser.setdefault(reader.chooser.what, {})[label] = None
     for what, labels in by_chooser.items():
         yield f"{what} {' or '.join(labels)}"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.settings.architecture import take_architecture
 from slime.settings.args import Args
-from slime.settings.components import Components
+from slime.settings.components import Components, entries_named_in
 from slime.settings.custom_yaml import Given
 from slime.settings.effects import engine_settings_without_effect, own_settings_without_effect
 from slime.settings.group import Passed
@@ -57,7 +57,8 @@ def assemble(given: Mapping[str, Any], *, megatron: Mapping[str, Any]) -> Args:
     `megatron` is taken as it is. What has neither a given value nor a default is None. For tests and notebooks that
     need the settings of a part.
     """
-    components = slime_components()
+    named = entries_named_in(given, slime_components())
+    components = slime_components(tuple((setting, path) for setting, paths in named.items() for path in paths))
     unknown = [name for name in given if not components.knows(name)]
     assert not unknown, f"no settings of slime: {unknown}"
     resolver = Resolver(

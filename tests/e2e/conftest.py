@@ -8,7 +8,8 @@ Three runs cover the loop between them:
 | `async_run`     | async | decoupled | DP 2  | distributed | Llama, tied    |
 | `colocated_run` | sync  | colocated | TP 2  | disk        | Qwen3          |
 
-`plain_run` also changes its learning rate, saves every step and records its rollouts; the tests of resume repeat it.
+`colocated_run` is slow. `plain_run` also changes its learning rate, saves every step and records its rollouts; the
+tests of resume repeat it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ def colocated_run(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path)
     return started_and_finished(runs / "colocated", [*digits(tiny_qwen3), *CONSTANT_LR, *where, *engines])
 
 
-@pytest.fixture(scope="session", params=["plain_run", "async_run", "colocated_run"])
+COLOCATED = pytest.param("colocated_run", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", params=["plain_run", "async_run", COLOCATED])
 def any_run(request: pytest.FixtureRequest) -> RealRun:
     """Each of the three in turn."""
     run: RealRun = request.getfixturevalue(request.param)

@@ -66,7 +66,7 @@ def test_engines_get_the_weights_of_a_model_that_is_cut(
     assert len(gaps) == NUM_STEPS and max(gaps) <= MAX_MISMATCH, gaps
     rewards = run.series("rollout", "rollout/raw_reward")
     if case == "stages":
-        losses = run.series("train", "train/value_loss")
+        losses = run.series("train", "train/critic-value_loss")
         assert min(losses) < 0.5 * losses[0], f"the critic learns, until the policy moves on: {losses}"
         assert max(run.series("train", "train/top_p_outside")) == 0.0, "the engine samples from our top-p set"
     else:

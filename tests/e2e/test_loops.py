@@ -54,7 +54,7 @@ def test_every_sample_has_one_version(any_run: RealRun) -> None:
         assert row["rollout/weight_version/min"] == row["rollout/weight_version/max"] == expected, (step, row)
 
 
-@pytest.mark.parametrize("name", ["plain_run", "colocated_run"])
+@pytest.mark.parametrize("name", ["plain_run", pytest.param("colocated_run", marks=pytest.mark.slow)])
 def test_trainer_and_engine_agree(name: str, request: pytest.FixtureRequest) -> None:
     """Law: in float32 the worst of some 1,000 sampled tokens is 1e-5 nats off at most, at step 0 and ten updates on.
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.e2e import Flags, RealRun
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stopped_run(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path) -> tuple[RealRun, int]:

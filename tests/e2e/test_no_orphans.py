@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from slime.core.ids import new_run_id
 from tests.support.e2e import Flags, RealRun, Traces
 
@@ -43,6 +45,7 @@ def test_the_watcher_sees_what_is_left() -> None:
     assert f"port {port}" in left and f"/dev/shm/{name}" in left, left
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path) -> None:
     """Law: Ctrl-C in the middle of a step ends the run by itself; 15 s later nothing of it is left."""
     with RealRun(runs / "interrupted", [*digits(tiny_qwen3), "--lr", "1e-2", "--num-rollout", "1000"]) as run:

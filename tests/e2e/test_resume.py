@@ -23,6 +23,7 @@ from tests.support.e2e import (
     started_and_finished,
 )
 
+pytestmark = pytest.mark.slow
 KILL_AFTER = 2
 """Last step of the checkpoint after which the driver is killed: three steps are done."""
 
@@ -122,7 +123,6 @@ def prompts(template: str, step: int) -> list[tuple[int | None, list[int | None]
     return sorted(rows, key=lambda row: row[0] or 0)
 
 
-@pytest.mark.slow
 class TestOnTheEngines:
     """The same run killed and resumed with everything in it."""
 

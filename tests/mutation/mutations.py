@@ -349,8 +349,8 @@ STEPS: dict[str, Mutation] = {
     "gradients of the step before": Mutation(
         "steps",
         "training/step/train.py",
-        "        zero_grad(trainable)\n        metrics = _run_step(",
-        "        metrics = _run_step(",
+        "        zero_grad(trainable)\n        metrics = ",
+        "        metrics = ",
     ),
     "a clip for each optimizer": Mutation(
         "steps", "training/step/optimizer.py", "total_norm=norm)", "total_norm=float(inner.get_grad_norm()))"
@@ -385,7 +385,9 @@ ROLLOUT: dict[str, Mutation] = {
     "datasets share executions": Mutation(
         "evaluation", "rollout/evaluate.py", "        first_index += len(samples)\n", ""
     ),
-    "evaluation runs as training": Mutation("evaluation", "rollout/evaluate.py", "evaluation=True", "evaluation=False"),
+    "evaluation runs as training": Mutation(
+        "evaluation", "rollout/evaluate.py", "hooks.generate, evaluation=True", "hooks.generate, evaluation=False"
+    ),
 }
 
 MUTATIONS: dict[str, Mutation] = {**ALGORITHMS, **DATA, **TRAINING, **LOG_PROBS, **STEPS, **ROLLOUT}

@@ -1,8 +1,8 @@
 """Training steps on the level of formulas: a toy decoder, and what a rank does with it.
 
 A toy decoder in float64 (an embedding, a decaying causal sum, an output layer) stands for the model. Everything else is
-the trainer's own: advantages, token weights, schedule, packing, context split, vocabulary shards, losses. For every
-layout and case there are loss, gradient norm, gradients and metric sums of the first step.
+the trainer's own: advantages, token weights, schedule, packing, context split, vocabulary shards, losses. The results
+of a case are loss, gradient norm, gradients and metric sums of the first step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, 
 from tests.support.ranks import Seat
 from tests.support.training import random_batch, training_args
 
+Case = tuple[str, str]
+"""(loss, aggregation)"""
 VOCAB, HIDDEN, DECAY = 37, 6, 0.8
 UNIFORM = -float(np.log(VOCAB))
 """Log-prob of a token under a uniform policy."""
@@ -47,8 +49,8 @@ class Layout:
     all_group: Any
 
     @classmethod
-    def build(cls, dp: int, tp: int, cp: int) -> Layout | None:
-        """Groups of neighbouring ranks: tensor, then context, then data parallel. None for ranks left over."""
+    def build(cls, dp: int, tp: int, cp: int) -> Layout:
+        """Groups of neighbouring ranks: tensor, then context, then data parallel."""
         size, rank = dp * tp * cp, dist.get_rank()
 
         def group(key: Any) -> Any:
@@ -61,8 +63,6 @@ class Layout:
 
         tp_group, cp_group = group(lambda r: r // tp), group(lambda r: (r // (tp * cp), r % tp))
         all_group = group(lambda r: 0)
-        if rank >= size:
-            return None
         return cls(dp, tp, cp, rank // (tp * cp), rank % tp, rank // tp % cp, tp_group, cp_group, all_group)
 
 
@@ -157,7 +157,7 @@ def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple
     if what == "values":
         return row_cut.whole(token_values(states, toy.head), which, size), None
     states = _SumOverVocabShards.apply(states, layout.tp_group)
-    targets = batch.targets.index_select(0, which)
+    targets = batch.target_tokens.index_select(0, which)
     log_probs, entropy = token_log_probs(
         states, toy.output, targets, toy.shard, with_entropy=True, entropy_grad=True, chunk_tokens=5
     )
@@ -195,27 +195,16 @@ def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dic
     return {"loss": float(numbers[0]), "norm": float(flat.norm()), "gradient": flat, "sums": numbers[1:]}
 
 
-def run_layouts(seat: Seat, layouts: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
-    """LAYOUT/CASE -> results of every layout that has this rank, on every rank of it.
-
-    `layouts`: name -> sizes (DP, TP, CP), cases (names) and args (settings); `cases`: name -> settings.
-    """
+def run_cases(seat: Seat, sizes: tuple[int, int, int], cases: dict[Case, dict[str, Any]]) -> dict[Case, Any]:
+    """Results of every case, given as settings, under one layout (DP, TP, CP), on every rank of it."""
     with seat.world():
-        return _run_layouts(layouts, cases)
-
-
-def _run_layouts(layouts: dict[str, Any], cases: dict[str, Any]) -> dict[str, Any]:
-    batch = make_batch()
-    log_probs, values = make_log_probs(batch), make_values(batch)
-    results: dict[str, Any] = {}
-    for name, cut in layouts.items():
-        layout = Layout.build(*cut["sizes"])
-        if layout is None:
-            continue
-        for case in cut["cases"]:
-            args = training_args(Path("unused"), **{**cases[case], **cut["args"]})
+        layout = Layout.build(*sizes)
+        batch = make_batch()
+        log_probs, values = make_log_probs(batch), make_values(batch)
+        results = {}
+        for case, settings in cases.items():
+            args = training_args(Path("unused"), **settings)
             prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
             what = "values" if args.advantage_estimator == "ppo" else "log_probs"
-            prepared = with_advantages(prepared, args, log_probs, values)
-            results[f"{name}/{case}"] = run(layout, prepared, args, what=what)
-    return results
+            results[case] = run(layout, with_advantages(prepared, args, log_probs, values), args, what=what)
+        return results

@@ -43,8 +43,8 @@ def follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
 def variants(text: str) -> list[str]:
     """The text as the loose score may read it."""
     lines = text.split("\n")
-    cut = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
-    return list(dict.fromkeys([*cut, *(part.replace("*", "") for part in cut)]))
+    shortened = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
+    return list(dict.fromkeys([*shortened, *(part.replace("*", "") for part in shortened)]))
 
 
 @GRADERS.register("ifbench")

@@ -1,18 +1,18 @@
-"""The critic of --advantage-estimator ppo: a value model on the trainer's own ranks."""
+"""The critic of an advantage estimator that has one (ppo): a value model on the trainer's own ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from slime.settings.conditions import ADVANTAGES, PPO
+from slime.settings.conditions import ADVANTAGES, CRITIC, estimator_of
 from slime.settings.fields import derived, is_not_zero, opt
 
-_NEEDS = (ADVANTAGES, PPO)
+_NEEDS = (ADVANTAGES, CRITIC)
 
 
 def _initial(s: Any) -> str | None:
-    return s.hf_checkpoint if s.advantage_estimator == "ppo" else None
+    return s.hf_checkpoint if estimator_of(s).needs_critic else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,5 +25,3 @@ class CriticSettings:
     """Learning rate of the critic. Default: --lr."""
     num_critic_only_steps: int = opt(0, ge=0, needs=_NEEDS, asks=is_not_zero)
     """First steps that train the critic alone."""
-    value_clip: float = opt(0.2, gt=0, needs=_NEEDS)
-    """Range of a value's change per update (PPO)."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 GRADERS = "slime.rewards.graders:GRADERS"
-"""The registry of graders."""
+"""The registry of graders, which stands above the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

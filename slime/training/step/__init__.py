@@ -1,1 +1,1 @@
-"""One batch trained: what all of it decides, signals, targets, micro-batches, losses, optimizer steps, checks."""
+"""One batch trained: schedule, forward passes, micro-batches, losses, optimizer steps, checks."""

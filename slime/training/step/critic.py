@@ -26,14 +26,11 @@ from slime.training.step.train import StepContext, forward_batch, train_on
 
 HEAD = "value_head."
 _METRICS = {
-    "train/value_loss": "train/critic-value_loss",
-    "train/value_clipfrac": "train/critic-value_clipfrac",
-    "train/values": "train/critic-values",
     "train/grad_norm": "train/critic-grad_norm",
     "train/lr-pg_0": "train/critic-lr-pg_0",
     "train/skipped_updates": "train/critic-skipped_updates",
 }
-"""The critic's metrics under the names that tell them from the policy's."""
+"""What every optimizer step reports, under names that tell the critic's from the policy's."""
 
 
 class Critic:

@@ -105,7 +105,7 @@ class LogProbs:
             batch.position_ids,
             batch.packed,
             batch.predicting,
-            batch.targets,
+            batch.target_tokens,
             temperature=float(args.rollout_temperature) if samples else 1.0,
             with_entropy=with_entropy,
             entropy_grad=with_entropy and bool(args.entropy_coef),
@@ -237,9 +237,9 @@ class ValueObjective:
         assert batch.old_values is not None and batch.returns is not None, "the critic needs old values and returns"
         loss, clipped = self.estimator.value_loss(output, batch.old_values, batch.returns, batch.mask)
         sums = {
-            "value_loss": weighted_sum(loss, batch),
-            "value_clipfrac": token_mean(clipped, batch),
-            "values": token_mean(output, batch),
+            "critic-value_loss": weighted_sum(loss, batch),
+            "critic-value_clipfrac": token_mean(clipped, batch),
+            "critic-values": token_mean(output, batch),
         }
         return LossParts(weighted(loss, batch), loss.detach(), sums)
 

@@ -63,7 +63,10 @@ def shm_of(run_id: str, pids: list[int]) -> list[str]:
     return [n for n in names if n == f"psm_{run_id}" or any(n.startswith(f"torch_{p}_") for p in pids)]
 
 
-@pytest.mark.parametrize("ending", ["SIGKILL", "SIGINT", "SIGTERM", "close", "raise", "return"])
+SLOW_ENDINGS = [pytest.param(ending, marks=pytest.mark.slow) for ending in ("SIGINT", "SIGTERM", "close", "raise")]
+
+
+@pytest.mark.parametrize("ending", ["SIGKILL", "return", *SLOW_ENDINGS])
 def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: Path) -> None:
     run_id = secrets.token_hex(6)
     temp_dir = tmp_path / "ray"

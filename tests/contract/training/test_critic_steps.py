@@ -26,7 +26,7 @@ def test_values_become_the_returns(tiny_qwen3: Path, make_backend: Callable[...,
     for _ in range(12):
         metrics = backend.train(batch)
         assert metrics["train/returns"] == pytest.approx(1.0)
-    assert metrics["train/values"] == pytest.approx(1.0, abs=0.15)
+    assert metrics["train/critic-values"] == pytest.approx(1.0, abs=0.15)
     assert metrics["train/advantages"] == pytest.approx(0.0, abs=0.2)
 
 
@@ -44,5 +44,5 @@ def test_a_critic_of_two_ranks_learns_as_that_of_one(tiny_qwen3: Path, tmp_path:
     want = outcomes["one"].result["metrics"]
     for layout in ("tp2", "sp2"):
         for step, got in enumerate(outcomes[layout].result["metrics"]):
-            for name in ("train/critic_grad_norm", "train/value_loss", "train/values"):
+            for name in ("train/critic-grad_norm", "train/critic-value_loss", "train/critic-values"):
                 assert got[name] == pytest.approx(want[step][name], rel=1e-3, abs=1e-6), f"{layout}, {step}: {name}"

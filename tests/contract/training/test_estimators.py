@@ -143,6 +143,7 @@ def _all_trained(sample: TrainSample) -> TrainSample:
     return dataclasses.replace(sample, loss_mask=ones, token_versions=ones.astype(np.int32))
 
 
+@pytest.mark.slow
 def test_functions_of_the_user(tiny_qwen3: Path, tmp_path: Path, make_backend: Make) -> None:
     file = tmp_path / "mine.py"
     file.write_text(HOOKS)
@@ -173,7 +174,10 @@ def test_functions_of_the_user(tiny_qwen3: Path, tmp_path: Path, make_backend: M
     assert metrics["train/mine"] == pytest.approx(metrics["train/loss"])
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "sequence_sum", "constant_length"])
+SLOW_AGGREGATIONS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("sequence_sum", "constant_length")]
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", *SLOW_AGGREGATIONS])
 def test_means_are_means_however_losses_add(aggregation: str, tiny_qwen3: Path, make_backend: Make) -> None:
     """On policy the ratio is 1 at every token, and so is its mean; the loss alone knows of the aggregation."""
     batch = random_batch(seed=2)

@@ -1,7 +1,7 @@
 """Every family is what transformers says it is: log-probs, gradients and files, in every layout.
 
 The reference is transformers' own class. Rows are packed, of samples of unequal lengths, in float32; files must come
-back bit for bit. One set of processes works through all families and layouts.
+back bit for bit.
 """
 
 from __future__ import annotations
@@ -31,58 +31,63 @@ BATCH_SEED = 3
 WITHOUT_CONTEXT_PARALLEL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa")
 """Their delta nets want whole sequences; the sparse indexer takes short ones only, and these are longer."""
 
-Layouts = dict[str, tuple[int, dict[str, Any]]]
-QUICK: Layouts = {"one": (1, {}), "sp2": (2, SP), "pp2": (2, PP)}
-QUICK_EXPERTS: Layouts = {"one": (1, {}), "sp2ep2": (2, {**SP, **EP, **ALL_TO_ALL}), "pp2": (2, PP)}
-SLOW: Layouts = {"tp2": (2, TP), "tp2pp2": (4, {**SP, **PP})}
-SLOW_EXPERTS: Layouts = {"sp2": (2, SP), "ep2": (2, {**EP}), "pp2ep2": (4, {**PP, **EP, **ALL_TO_ALL})}
+DENSE: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "sp2": (2, SP),
+    "pp2": (2, PP),
+    "tp2": (2, TP),
+    "tp2pp2": (4, {**SP, **PP}),
+    "cp2": (2, CP),
+}
+"""Name -> (ranks, Megatron's settings)."""
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "sp2ep2": (2, {**SP, **EP, **ALL_TO_ALL}),
+    "pp2": (2, PP),
+    "sp2": (2, SP),
+    "ep2": (2, EP),
+    "pp2ep2": (4, {**PP, **EP, **ALL_TO_ALL}),
+    "cp2": (2, CP),
+}
+QUICK = (*((family, "one") for family in FAMILIES), ("deepseek_v3", "sp2ep2"))
+"""Each family on one rank, and one with everything that there is to split; the other layouts are slow."""
 
 
-def layouts_of(family: str, *, slow: bool) -> Layouts:
-    """Name -> (ranks, Megatron's settings)."""
-    kinds = (QUICK_EXPERTS, SLOW_EXPERTS) if family in WITH_EXPERTS else (QUICK, SLOW)
-    if slow and family not in WITHOUT_CONTEXT_PARALLEL:
-        return {**kinds[1], "cp2": (2, CP)}
-    return kinds[slow]
-
-
-def selected(request: pytest.FixtureRequest) -> list[str]:
-    """The families that this session tests: `-k glm4` runs no others."""
-    named = {item.callspec.params.get("family") for item in request.session.items if hasattr(item, "callspec")}
-    return [family for family in FAMILIES if family in named]
+def layouts_of(family: str) -> dict[str, tuple[int, dict[str, Any]]]:
+    """The layouts in which a family is tried."""
+    layouts = EXPERTS if family in WITH_EXPERTS else DENSE
+    return {n: own for n, own in layouts.items() if n != "cp2" or family not in WITHOUT_CONTEXT_PARALLEL}
 
 
 class Runs:
-    """All families in the layouts of one kind, and what transformers says."""
+    """Families under layouts, each run when it is first asked for, and what transformers says."""
 
-    def __init__(self, folder: Path, request: pytest.FixtureRequest, *, slow: bool) -> None:
-        ranks: Ranks = request.getfixturevalue("ranks")
-        batch = random_batch(seed=BATCH_SEED)
-        self.references: dict[str, tuple[list[Any], dict[str, Any]]] = {}
-        self.checkpoints: dict[str, Path] = {}
-        specs: dict[str, dict[str, Any]] = {}
-        for family in selected(request):
-            self.checkpoints[family] = write_family(folder / "models" / family, family)
-            self.references[family] = reference(self.checkpoints[family], batch, folder / "gradients" / family)
-            for name, (world_size, megatron) in layouts_of(family, slow=slow).items():
-                specs[f"{family}-{name}"] = {
-                    "world_size": world_size,
-                    "megatron": megatron,
-                    "checkpoint": str(self.checkpoints[family]),
-                }
-        defaults = {
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self._ranks, self._models, self._folder = ranks, folder, folder / "runs"
+        self._references: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        self._checkpoints: dict[str, Path] = {}
+
+    def _outcome(self, family: str, name: str) -> Outcome:
+        if family not in self._checkpoints:
+            self._checkpoints[family] = write_family(self._models / "models" / family, family)
+            batch, scratch = random_batch(seed=BATCH_SEED), self._models / "gradients" / family
+            self._references[family] = reference(self._checkpoints[family], batch, scratch)
+        world_size, megatron = layouts_of(family)[name]
+        layout = {
+            "world_size": world_size,
+            "megatron": megatron,
+            "checkpoint": str(self._checkpoints[family]),
             "scenarios": {"loss": {}},
             "args": {"loss_type": "sft_loss", "calculate_per_token_loss": True, "micro_batch_size": 3},
             "seed": BATCH_SEED,
             "provoke": False,
             "export": True,
         }
-        self.folder = folder / "runs"
-        self.outcomes: dict[str, Outcome] = run_layouts(ranks, self.folder, specs, defaults=defaults)
+        return run_layouts(self._ranks, self._folder, {f"{family}-{name}": layout}, defaults={})[f"{family}-{name}"]
 
     def check(self, family: str, name: str) -> None:
         """Compares one layout with the reference."""
-        outcome, (log_probs, gradients) = self.outcomes[f"{family}-{name}"], self.references[family]
+        outcome, (log_probs, gradients) = self._outcome(family, name), self._references[family]
         for got, want in zip(outcome.result["log_probs"], log_probs, strict=True):
             assert np.abs(np.asarray(got) - want).max() < TOLERANCE
         own = outcome.gradients["loss"]
@@ -94,8 +99,8 @@ class Runs:
             # Relative to the tensor's largest entry; what is a millionth of the largest gradient is rounding.
             error = float((got - want).abs().max() / want.abs().max().clamp_min(1e-4 * largest))
             assert error < TOLERANCE, f"{tensor}: {error}"
-        source = _files(self.checkpoints[family])
-        written = _files(self.folder / f"{family}-{name}" / "hf")
+        source = _files(self._checkpoints[family])
+        written = _files(self._folder / f"{family}-{name}" / "hf")
         assert source.keys() == written.keys()
         for tensor, want in source.items():
             assert want.dtype == written[tensor].dtype and torch.equal(want, written[tensor]), tensor
@@ -106,25 +111,15 @@ def _files(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("families"), request, slow=False)
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("families"))
 
 
-@pytest.fixture(scope="module")
-def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("families_slow"), request, slow=True)
+CASES = [(family, name) for family in FAMILIES for name in layouts_of(family)]
 
 
-CASES = [(family, name) for family in FAMILIES for name in layouts_of(family, slow=False)]
-SLOW_CASES = [(family, name) for family in FAMILIES for name in layouts_of(family, slow=True)]
-
-
-@pytest.mark.parametrize("family, name", CASES)
-def test_a_family_is_that_of_transformers(quick: Runs, family: str, name: str) -> None:
-    quick.check(family, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family, name", SLOW_CASES)
-def test_a_family_is_that_of_transformers_in_more_layouts(slow: Runs, family: str, name: str) -> None:
-    slow.check(family, name)
+@pytest.mark.parametrize(
+    ("family", "name"), [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_a_family_is_that_of_transformers(runs: Runs, family: str, name: str) -> None:
+    runs.check(family, name)

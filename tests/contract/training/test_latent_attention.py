@@ -57,6 +57,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_recomputation_finds_the_choice_of_the_right_layer(tmp_path: Path, make_backend: Callable[..., Any]) -> None:
     checkpoint = write_family(tmp_path / "m", "glm_moe_dsa")
     batch = random_batch(seed=3)
@@ -86,6 +87,7 @@ def test_training_leaves_the_indexer_alone_and_carries_other_layers(
     assert same == frozen | carried.keys()
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_norm_of_the_indexer_stays_wide(tmp_path: Path, make_backend: Callable[..., Any]) -> None:
     checkpoint = write_family(tmp_path / "m", "glm_moe_dsa")
     backend = make_backend(checkpoint, megatron={"bf16": True}, **SFT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import transformers
 from examples import one_file
 from slime.core.batch import TrainBatch
 from tests.support.training import random_batch, with_samples
+from tests.support.walks import ROOT, walks
 
 SETTINGS = one_file.Settings(
     global_batch_size=4, micro_batch_size=3, rollout_temperature=0.8, lr=1e-3, weight_decay=0.1, clip_grad=0.05
@@ -93,3 +95,22 @@ def test_a_step_of_the_trainer_is_that_of_the_one_file(
         moved = max(moved, float((expected - first[name]).abs().max()))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=num_steps * 1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert moved > 5e-4, "the weights took a whole step of Adam"
+
+
+def test_the_walk_of_a_sample_is_walked(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
+    """Law: all that docs/architecture.md tells to read between batch and gradient runs in a training step."""
+    backend, ran = make_backend(tiny_qwen3, **PUBLIC), set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            ran.add((frame.f_code.co_filename, frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        backend.train(random_batch(seed=2))
+    finally:
+        sys.setprofile(None)
+    names = {(Path(file), name) for file, name in ran if "/slime/" in file}
+    for stop in walks()["A sample, from the batch to the gradient"]:
+        for function in (name for name in stop.read if name.islower()):
+            assert (ROOT / "slime" / stop.file, function) in names, f"{function} of {stop.file} never ran"

@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_plain_softmax": ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 6, "num_experts_per_tok": 3}),
     "qwen3_moe_tied": ("qwen3_moe", {"tied": True}),
 }
+QUICK = ("qwen3_tied_wide_heads", "qwen3_moe_plain_softmax")
 
 
 def _write(directory: Path, name: str) -> Path:
@@ -54,7 +55,7 @@ def _reference_log_probs(model: Any, batch: TrainBatch, temperature: float) -> l
     return out
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_log_probs_and_gradient_equal_transformers(name: str, tmp_path: Path, make_backend: Callable[..., Any]) -> None:
     checkpoint = _write(tmp_path / name, name)
     batch = random_batch(seed=3)

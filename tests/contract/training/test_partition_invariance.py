@@ -1,6 +1,6 @@
 """Law 3: the gradient does not depend on the partition. Real Megatron, real gloo, one process per rank.
 
-One set of processes works through all layouts of a fixture. Every layout also trains a round of two optimizer steps
+Every layout also trains a round of two optimizer steps
 (old log-probs from a forward pass, ratios other than one) and exports, so that gradient norms (a tied embedding counts
 once), optimizer shards and the way back to Hugging Face names are compared. The loss has a KL to another model.
 """
@@ -8,6 +8,7 @@ once), optimizer shards and the way back to Hugging Face names are compared. The
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,25 @@ def _of_sizes(dp: int, tp: int, pp: int, cp: int, ep: int) -> dict[str, Any]:
     return _layout(dp * tp * pp * cp, sizes, {"sequence_parallel": tp > 1}, ALL_TO_ALL)
 
 
-def _run(ranks: Ranks, root: Path, layouts: dict[str, dict[str, Any]], family: str, **model: Any) -> dict[str, Outcome]:
-    # A vocabulary that two ranks do not divide: the padded row must not matter.
-    checkpoint = write_tiny_model(root / "model", family, vocab_size=131, num_hidden_layers=4, **model)
-    reference = write_tiny_model(root / "reference", family, seed=1, vocab_size=131, num_hidden_layers=4, **model)
-    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "ref_load": str(reference)}
-    two_steps = {"global_batch_size": 4}
-    defaults = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 1, "args": kl, "round_args": two_steps}
-    return run_layouts(ranks, root / "out", layouts, defaults=defaults)
+class Runs:
+    """One model under layouts; each is run when it is first asked for."""
+
+    def __init__(self, ranks: Ranks, root: Path, family: str, layouts: dict[str, dict[str, Any]], **model: Any) -> None:
+        # A vocabulary that two ranks do not divide: the padded row must not matter.
+        sizes = {"vocab_size": 131, "num_hidden_layers": 4}
+        checkpoint = write_tiny_model(root / "model", family, **sizes, **model)
+        reference = write_tiny_model(root / "reference", family, seed=1, **sizes, **model)
+        kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "ref_load": str(reference)}
+        two_steps = {"global_batch_size": 4}
+        same = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 1, "args": kl, "round_args": two_steps}
+        self._ranks, self._folder, self._defaults, self._layouts = ranks, root / "out", same, layouts
+        self._outcomes: dict[str, Outcome] = {}
+
+    def __getitem__(self, name: str) -> Outcome:
+        if name not in self._outcomes:
+            layout = {name: self._layouts[name]}
+            self._outcomes |= run_layouts(self._ranks, self._folder, layout, defaults=self._defaults)
+        return self._outcomes[name]
 
 
 def _check_gradients(reference: dict[str, Any], other: Outcome, layout: str) -> None:
@@ -124,46 +136,56 @@ def _check_training(one: Outcome, other: Outcome, layout: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Outcome]:
-    return _run(ranks, tmp_path_factory.mktemp("dense"), DENSE, "qwen3", tied=True)
+def dense(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("dense"), "qwen3", DENSE, tied=True)
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Outcome]:
-    layouts = {name: DENSE[name] for name in ("one", "tp2", "pp2", "vp2", "tp2pp2")}
-    return _run(ranks, tmp_path_factory.mktemp("untied"), layouts, "llama")
+def untied(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("untied"), "llama", DENSE)
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Outcome]:
-    return _run(ranks, tmp_path_factory.mktemp("experts"), EXPERTS, "qwen3_moe")
+def experts(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("experts"), "qwen3_moe", EXPERTS)
 
 
 @pytest.fixture(scope="module")
-def covering(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[tuple[int, ...], Outcome]:
-    layouts = {"_".join(map(str, sizes)): _of_sizes(*sizes) for sizes in SIZES}
-    outcomes = _run(ranks, tmp_path_factory.mktemp("covering"), layouts, "qwen3_moe")
-    return dict(zip(SIZES, outcomes.values(), strict=True))
+def covering(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
+    layouts = {_name(sizes): _of_sizes(*sizes) for sizes in SIZES}
+    return Runs(ranks, tmp_path_factory.mktemp("covering"), "qwen3_moe", layouts)
 
 
-def _check(outcomes: dict[str, Outcome], layout: str) -> None:
-    _check_gradients(outcomes["one"].gradients["single"], outcomes[layout], layout)
-    _check_training(outcomes["one"], outcomes[layout], layout)
+def _name(sizes: tuple[int, ...]) -> str:
+    return "dp{}tp{}pp{}cp{}ep{}".format(*sizes)
 
 
-@pytest.mark.parametrize("layout", DENSE)
-def test_a_dense_model_does_not_feel_the_partition(dense: dict[str, Outcome], layout: str) -> None:
+def _check(runs: Runs, layout: str, one: str = "one") -> None:
+    _check_gradients(runs[one].gradients["single"], runs[layout], layout)
+    _check_training(runs[one], runs[layout], layout)
+
+
+QUICK = ("one", "dp2", "sp2", "pp2", "ep2")
+"""On two ranks, each kind of group once; the others are slow."""
+
+
+def _marked(layouts: Iterable[str]) -> list[Any]:
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in layouts]
+
+
+@pytest.mark.parametrize("layout", _marked(DENSE))
+def test_a_dense_model_does_not_feel_the_partition(dense: Runs, layout: str) -> None:
     _check(dense, layout)
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
-def test_experts_do_not_feel_the_partition(experts: dict[str, Outcome], layout: str) -> None:
+@pytest.mark.parametrize("layout", _marked(EXPERTS))
+def test_experts_do_not_feel_the_partition(experts: Runs, layout: str) -> None:
     _check(experts, layout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "vp2", "tp2pp2"])
-def test_a_model_without_tied_embeddings_does_not_feel_the_partition(untied: dict[str, Outcome], layout: str) -> None:
+def test_a_model_without_tied_embeddings_does_not_feel_the_partition(untied: Runs, layout: str) -> None:
     _check(untied, layout)
 
 
@@ -174,13 +196,9 @@ def test_the_layouts_cover_every_pair() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "dp{}tp{}pp{}cp{}ep{}".format(*sizes))
-def test_any_two_kinds_of_parallelism_go_together(
-    covering: dict[tuple[int, ...], Outcome], sizes: tuple[int, ...]
-) -> None:
-    one = covering[SIZES[0]]
-    _check_gradients(one.gradients["single"], covering[sizes], str(sizes))
-    _check_training(one, covering[sizes], str(sizes))
+@pytest.mark.parametrize("layout", map(_name, SIZES))
+def test_any_two_kinds_of_parallelism_go_together(covering: Runs, layout: str) -> None:
+    _check(covering, layout, one=_name(SIZES[0]))
 
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -213,7 +231,7 @@ def test_no_loss_and_no_aggregation_feels_the_partition(
 ) -> None:
     same = {"scenarios": LOSSES, "rounds": 0, "args": {"use_rollout_logprobs": True}}
     layouts = {name: {**EVERY[name], **same} for name in names}
-    outcomes = _run(ranks, tmp_path, layouts, family, tied=family == "qwen3")
+    outcomes = Runs(ranks, tmp_path, family, layouts, tied=family == "qwen3")
     for layout, scenario in itertools.product(layouts, LOSSES):
         only = Outcome({scenario: outcomes[layout].gradients[scenario]}, {}, {})
         _check_gradients(outcomes["one"].gradients[scenario], only, layout)
@@ -229,7 +247,7 @@ def test_a_critic_does_not_feel_the_partition(
     layouts = {
         name: {**DENSE[name], "scenarios": CUTS, "args": {"advantage_estimator": "ppo", "lambd": 0.9}} for name in names
     }
-    outcomes = _run(ranks, tmp_path, layouts, family, tied=family == "qwen3")
+    outcomes = Runs(ranks, tmp_path, family, layouts, tied=family == "qwen3")
     critic = {name for name in outcomes["one"].result["metrics"][0] if "value" in name or "critic" in name}
     assert critic, "the critic says nothing"
     for layout in layouts:
@@ -238,18 +256,21 @@ def test_a_critic_does_not_feel_the_partition(
             assert {n: got[n] for n in critic} == pytest.approx({n: want[n] for n in critic}, rel=1e-3, abs=1e-5)
 
 
+SOME = _marked(["one", "pp2", "tp2pp2", "pp2cp2"])
+
+
+@pytest.mark.parametrize("layout", SOME)
 @pytest.mark.parametrize("kind", ["non_finite", "gap"])
-def test_every_rank_raises_the_same_error(dense: dict[str, Outcome], kind: str) -> None:
-    for layout in ("one", "pp2", "tp2pp2", "pp2cp2"):
-        errors = dense[layout].errors[kind]
-        assert len(errors) == DENSE[layout]["world_size"], f"{layout}: ranks without an error"
-        assert len(set(errors)) == 1, f"{layout}: {errors}"
-        assert "sample 3 of group 1" in errors[0], f"{layout}: {errors[0]}"
+def test_every_rank_raises_the_same_error(dense: Runs, kind: str, layout: str) -> None:
+    errors = dense[layout].errors[kind]
+    assert len(errors) == DENSE[layout]["world_size"], f"{layout}: ranks without an error"
+    assert len(set(errors)) == 1, f"{layout}: {errors}"
+    assert "sample 3 of group 1" in errors[0], f"{layout}: {errors[0]}"
 
 
-def test_a_mistake_of_the_user_on_one_rank_ends_all_at_once(dense: dict[str, Outcome]) -> None:
+@pytest.mark.parametrize("layout", [*SOME, *_marked(["dp2pp2"])])
+def test_a_mistake_of_the_user_on_one_rank_ends_all_at_once(dense: Runs, layout: str) -> None:
     """Nobody waits for the rank that failed until a deadline."""
-    for layout in ("one", "pp2", "tp2pp2", "pp2cp2", "dp2pp2"):
-        errors = dense[layout].errors["hook"]
-        assert len(errors) == DENSE[layout]["world_size"], f"{layout}: ranks without an error"
-        assert all("a mistake of the user" in error for error in errors), f"{layout}: {errors}"
+    errors = dense[layout].errors["hook"]
+    assert len(errors) == DENSE[layout]["world_size"], f"{layout}: ranks without an error"
+    assert all("a mistake of the user" in error for error in errors), f"{layout}: {errors}"

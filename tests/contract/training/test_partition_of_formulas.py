@@ -8,13 +8,14 @@ every loss meets every aggregation in several layouts; the slow test runs all of
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.formulas import run_layouts
+from tests.support.formulas import Case, run_cases
 from tests.support.ranks import Ranks
 
 TOLERANCE = 1e-6
@@ -75,7 +76,6 @@ LAYOUTS: tuple[tuple[int, int, int, str], ...] = (
 """(DP, TP, CP, cut into micro-batches)"""
 VALUES: tuple[tuple[Any, ...], ...] = ((1, 2, 4), (1, 2), (1, 2), ("single", "four", "by_tokens"))
 CASES = tuple(itertools.product(LOSSES, AGGREGATIONS))
-Case = tuple[str, str]
 
 
 def _name(layout: tuple[int, int, int, str]) -> str:
@@ -97,25 +97,28 @@ def _in_turn() -> dict[str, list[Case]]:
     }
 
 
-def _run(ranks: Ranks, cases: dict[str, list[Case]]) -> dict[str, Any]:
-    same = {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 1}
-    layouts = {
-        _name(layout): {
-            "sizes": layout[:3],
-            "args": CUTS[layout[3]],
-            "cases": [f"{loss}/{aggregation}" for loss, aggregation in cases[_name(layout)]],
-        }
-        for layout in LAYOUTS
-    }
-    settings = {f"{loss}/{kind}": {**LOSSES[loss], **same, "loss_aggregation": kind} for loss, kind in CASES}
-    world_size = max(dp * tp * cp for dp, tp, cp, _ in LAYOUTS)
-    results: dict[str, Any] = ranks.run(run_layouts, world_size, layouts, settings)[0]
-    return results
+class Runs:
+    """Cases under layouts; each layout is run when it is first asked for."""
+
+    def __init__(self, ranks: Ranks, cases: dict[str, list[Case]]) -> None:
+        self._ranks, self._cases = ranks, cases
+        self._results: dict[str, dict[Case, Any]] = {}
+
+    def __getitem__(self, name: str) -> dict[Case, Any]:
+        """Results of a layout by case."""
+        if name not in self._results:
+            dp, tp, cp, cut = next(layout for layout in LAYOUTS if _name(layout) == name)
+            same = {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 1, **CUTS[cut]}
+            cases = {
+                (loss, kind): {**LOSSES[loss], **same, "loss_aggregation": kind} for loss, kind in self._cases[name]
+            }
+            self._results[name] = self._ranks.run(run_cases, dp * tp * cp, (dp, tp, cp), cases)[0]
+        return self._results[name]
 
 
-def _check(results: dict[str, Any], layout: str, cases: Iterable[Case]) -> None:
+def _check(runs: Runs, layout: str, cases: Iterable[Case]) -> None:
     for loss, aggregation in cases:
-        want, got = results[f"{ONE}/{loss}/{aggregation}"], results[f"{layout}/{loss}/{aggregation}"]
+        want, got = runs[ONE][loss, aggregation], runs[layout][loss, aggregation]
         assert want["norm"] > 1e-4, f"{loss}/{aggregation}: a gradient of zero proves nothing"
         where = f"{layout}/{loss}/{aggregation}"
         assert got["loss"] == pytest.approx(want["loss"], rel=TOLERANCE, abs=1e-9), where
@@ -125,20 +128,26 @@ def _check(results: dict[str, Any], layout: str, cases: Iterable[Case]) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Ranks) -> dict[str, Any]:
-    return _run(ranks, _in_turn())
+def runs(ranks: Ranks) -> Runs:
+    return Runs(ranks, _in_turn())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
-def test_loss_and_gradient_are_those_of_one_rank(results: dict[str, Any], layout: tuple[int, int, int, str]) -> None:
-    _check(results, _name(layout), _in_turn()[_name(layout)])
+def _on_up_to(num_ranks: int) -> list[Any]:
+    """The layouts; those of more ranks are slow."""
+    large = [layout for layout in LAYOUTS if math.prod(layout[:3]) > num_ranks]
+    return [pytest.param(layout, marks=pytest.mark.slow) if layout in large else layout for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", _on_up_to(4), ids=_name)
+def test_loss_and_gradient_are_those_of_one_rank(runs: Runs, layout: tuple[int, int, int, str]) -> None:
+    _check(runs, _name(layout), _in_turn()[_name(layout)])
 
 
 @pytest.mark.slow
 def test_every_loss_with_every_aggregation_in_every_layout(ranks: Ranks) -> None:
-    results = _run(ranks, {_name(layout): list(CASES) for layout in LAYOUTS})
+    runs = Runs(ranks, {_name(layout): list(CASES) for layout in LAYOUTS})
     for layout in LAYOUTS:
-        _check(results, _name(layout), CASES)
+        _check(runs, _name(layout), CASES)
 
 
 def test_the_layouts_cover_every_pair() -> None:
@@ -149,8 +158,8 @@ def test_the_layouts_cover_every_pair() -> None:
     assert not missing_cases, f"no cut meets {missing_cases}"
 
 
-def test_aggregations_differ(results: dict[str, Any]) -> None:
+def test_aggregations_differ(runs: Runs) -> None:
     """Equal numbers would mean that the setting does nothing."""
     for loss in LOSSES:
-        norms = {round(results[f"{ONE}/{loss}/{a}"]["norm"], 9) for a in AGGREGATIONS}
+        norms = {round(runs[ONE][loss, a]["norm"], 9) for a in AGGREGATIONS}
         assert len(norms) == len(AGGREGATIONS), f"{loss}: {norms}"

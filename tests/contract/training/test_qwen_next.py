@@ -20,6 +20,7 @@ from tests.support.ranks import Ranks
 from tests.support.training import random_batch
 from tests.support.training_ranks import Outcome, run_layouts
 
+pytestmark = pytest.mark.slow
 TOLERANCE = 3e-5
 """Of gradients, relative to the largest entry of each tensor, float32."""
 TP = {"tensor_model_parallel_size": 2}

@@ -157,7 +157,10 @@ def test_ranks_meet_on_loopback_only(tiny_qwen3: Path, make_backend: Callable[..
     assert listening_addresses(os.getpid()) == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("flags", [{"bf16": True}, {"fp16": True, "initial_loss_scale": 1024.0}])
+FLOAT16 = {"fp16": True, "initial_loss_scale": 1024.0}
+
+
+@pytest.mark.parametrize("flags", [{"bf16": True}, pytest.param(FLOAT16, marks=pytest.mark.slow)])
 def test_half_precision_trains_and_resumes(
     flags: dict[str, Any], tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:
@@ -182,7 +185,7 @@ def test_same_state_and_batch_give_the_same_bits(tiny_llama: Path, make_backend:
     assert _same(results[0][1], results[1][1])
 
 
-def test_the_gap_alarm_names_the_token_and_spares_the_weights(
+def test_the_mismatch_alarm_names_the_token_and_spares_the_weights(
     tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
     for steps in (8, 4):  # one optimizer step, and two
@@ -191,7 +194,7 @@ def test_the_gap_alarm_names_the_token_and_spares_the_weights(
         wrong = np.array(batch.samples[5].rollout_log_probs)
         wrong[0] -= 0.5
         before = _weights(backend)
-        with pytest.raises(NumericsError, match=r"gap of 0\.5.*sample 5 of group 2.*response token 0 "):
+        with pytest.raises(NumericsError, match=r"mismatch of 0\.5.*sample 5 of group 2.*response token 0 "):
             backend.train(_change(batch, 5, rollout_log_probs=wrong))
         assert _same(_weights(backend), before)
         metrics = backend.train(batch)
@@ -271,7 +274,9 @@ def test_settings_that_cannot_work_are_refused(tiny_qwen3: Path, make_backend: C
     "recompute",
     [
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        pytest.param(
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, marks=pytest.mark.slow
+        ),
     ],
     ids=["full", "selective"],
 )

@@ -45,8 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
 }
 """Name -> config beyond that of the tiny checkpoints."""
-IN_EVERY_RUN = "glm4_moe"
 LIMIT = 1e-5
+pytestmark = pytest.mark.slow  # an engine for each family
 
 
 def with_prediction_layer(path: Path) -> Path:
@@ -99,9 +99,7 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
     return worst[-2]
 
 
-@pytest.mark.parametrize(
-    "family", [f if f == IN_EVERY_RUN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_and_engine_agree_after_a_sync(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -110,13 +108,11 @@ def test_trainer_and_engine_agree_after_a_sync(
     assert gap <= LIMIT
 
 
-@pytest.mark.slow
 def test_two_ranks_of_an_engine_pad_what_does_not_divide(tmp_path: Path) -> None:
     """One KV head for two ranks, and MLPs, experts and shared experts that are no multiple of 64 features."""
     assert engine_parity("glm4_moe", tmp_path, tp_size=2, num_key_value_heads=1) <= LIMIT
 
 
-@pytest.mark.slow
 def test_an_engine_in_half_precision_chooses_experts_with_the_routers_that_it_was_sent(tmp_path: Path) -> None:
     """SGLang keeps a float32 copy of these routers, which digests do not show."""
     path = write_family(tmp_path / "model", "glm4_moe")

@@ -46,10 +46,11 @@ def sequences(packed: PackedBatch, array: np.ndarray) -> list[np.ndarray]:
 def test_sequences_survive_in_order_and_padding_is_its_own(batch) -> None:
     samples, multiple = batch
     packed = pack(samples, pad_to_multiple=multiple)
-    assert packed.num_tokens % multiple == 0 and packed.num_tokens >= 1
-    assert packed.num_tokens - max(sum(s.num_tokens for s in samples), 1) < multiple
+    num_tokens = len(packed.tokens)
+    assert num_tokens % multiple == 0 and num_tokens >= 1
+    assert num_tokens - max(sum(s.num_tokens for s in samples), 1) < multiple
     parts = sequences(packed, packed.tokens)
-    assert packed.cu_seqlens[0] == 0 and packed.cu_seqlens[-1] == packed.num_tokens
+    assert packed.cu_seqlens[0] == 0 and packed.cu_seqlens[-1] == num_tokens
     assert all(np.array_equal(a, s.tokens) for a, s in zip(parts, samples, strict=False))
     assert 0 <= len(parts) - len(samples) <= 1
     assert packed.max_seqlen == max(map(len, parts))
@@ -57,12 +58,12 @@ def test_sequences_survive_in_order_and_padding_is_its_own(batch) -> None:
     for a, target in zip(parts, sequences(packed, packed.target_tokens), strict=True):
         assert np.array_equal(target[:-1], a[1:]) and target[-1] == 0
     if len(parts) > len(samples):
-        assert not sequences(packed, packed.loss_mask)[-1].any()
+        assert (packed.response_positions < packed.cu_seqlens[-2]).all(), "padding predicts nothing"
 
 
-def of_samples(packed, row: np.ndarray) -> list[np.ndarray]:
+def of_samples(packed: PackedBatch, samples: list[TrainSample], row: np.ndarray) -> list[np.ndarray]:
     """Each sample's entries of a row, at the positions that predict its response."""
-    ends = np.cumsum(packed.response_lengths)
+    ends = np.cumsum([s.response_length for s in samples])
     return np.split(row[packed.response_positions], ends[:-1]) if len(ends) else []
 
 
@@ -70,12 +71,8 @@ def of_samples(packed, row: np.ndarray) -> list[np.ndarray]:
 def test_targets_at_response_positions_are_the_response(batch) -> None:
     samples, multiple = batch
     packed = pack(samples, pad_to_multiple=multiple)
-    for s, target, mask in zip(
-        samples, of_samples(packed, packed.target_tokens), of_samples(packed, packed.loss_mask), strict=True
-    ):
+    for s, target in zip(samples, of_samples(packed, samples, packed.target_tokens), strict=True):
         assert np.array_equal(target, s.tokens[s.num_tokens - s.response_length :])
-        assert np.array_equal(mask, s.loss_mask)
-    assert packed.loss_mask.sum() == sum(s.loss_mask.sum() for s in samples)
 
 
 @given(batches)
@@ -87,10 +84,10 @@ def test_each_response_token_has_a_position_of_its_own(batch) -> None:
 
 def test_dtypes_and_the_dummy() -> None:
     packed = pack([], pad_to_multiple=4)
-    assert packed.tokens.tolist() == [0] * 4 and packed.cu_seqlens.tolist() == [0, 4] and packed.num_samples == 0
-    assert pack([]).tokens.tolist() == [0] and not pack([]).loss_mask.any()
-    assert (packed.tokens.dtype, packed.cu_seqlens.dtype, packed.loss_mask.dtype) == (np.int64, np.int32, np.float32)
-    assert packed.response_positions.dtype == packed.response_lengths.dtype == np.int64
+    assert packed.tokens.tolist() == [0] * 4 and packed.cu_seqlens.tolist() == [0, 4]
+    assert pack([]).tokens.tolist() == [0] and not len(pack([]).response_positions)
+    assert (packed.tokens.dtype, packed.cu_seqlens.dtype) == (np.int64, np.int32)
+    assert packed.response_positions.dtype == np.int64
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:

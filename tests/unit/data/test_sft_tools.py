@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -16,8 +17,9 @@ PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}
 TOOLS = [{"type": "function", "function": {"name": "calculate", "description": "Sums.", "parameters": PARAMETERS}}]
 
 
+@functools.cache
 def real_tokenizer(family: str) -> Any:
-    """The tokenizer of a family as rollouts load it."""
+    """The tokenizer of a family as rollouts load it; shared, since loading one takes a second or two."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tokenizer_folder(family))

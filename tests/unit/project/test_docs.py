@@ -25,7 +25,7 @@ COMMAND = re.compile(r"`slime ([a-z]+)\b(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps"}
 """Placeholders, what argparse brings, and flags of pip."""
-NOT_HERE = re.compile(r"^(my_|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)")
+NOT_HERE = re.compile(r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)")
 """Names of what a run or a user makes; and of metrics, which test_glossary.py looks after."""
 
 
@@ -84,12 +84,19 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
     own = dict(zip(base[::2], base[1::2], strict=True))
     chats = folder / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n' * 40)
+    checkpoints, config = folder / "checkpoints", folder / "config.yaml"
+    config.write_text("rollout_temperature: 0.8\n")
+    for step in (*words, "0") if "--load" in words else ():
+        if step.isdecimal():
+            (checkpoints / f"step_{int(step):06d}").mkdir(parents=True, exist_ok=True)
+            (checkpoints / f"step_{int(step):06d}" / "manifest.json").touch()
     made: dict[str, Callable[[], str]] = {
         "--hf-checkpoint": lambda: own["--hf-checkpoint"],
         "--prompt-data": lambda: str(chats) if "sft_loss" in words else own["--prompt-data"],
         "--run-dir": lambda: own["--run-dir"],
         "--save": lambda: str(folder / "save"),
-        "--load": lambda: str(folder),
+        "--load": lambda: str(checkpoints),
+        "--custom-config-path": lambda: str(config),
     }
     out: list[str] = []
     for word in words:

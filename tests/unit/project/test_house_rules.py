@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,19 @@ FOLDERS = ("slime", "recipes", "examples", "tests", "benchmarks")
 LOOPS = ("train.py", "train_async.py")
 PRINT_ALLOWED = ("slime/cli/", "recipes/", "examples/", "benchmarks/", "tests/", "train.py", "train_async.py")
 """What people run and read; everything else logs."""
+SWITCHED_OFF = re.compile(r"#\s*fmt:\s*(off|on|skip)\b")
+"""The formatter is on everywhere."""
+UNTYPED_SETTINGS = {
+    "slime/algorithms/hooks.py": "calls the user's functions, whose `args` is what they write",
+    "slime/rollout/filters.py": "stands where a user's function may stand, with its signature",
+    "slime/rollout/generate.py": "stands where a user's function may stand, with its signature",
+    "slime/rollout/loop.py": "stands where a user's function may stand, with its signature",
+    "slime/rollout/sft.py": "stands where a user's function may stand, with its signature",
+    "slime/rollout/workflows/rejection.py": "stands where a user's function may stand, with its signature",
+    "slime/rollout/workflows/teacher.py": "stands where a user's function may stand, with its signature",
+    "slime/training/step/loss.py": "calls the user's reducer",
+}
+"""Files where `args: Any` may stand: the boundary to users' code. The list may only shrink."""
 
 
 def sources() -> list[Path]:
@@ -34,9 +49,30 @@ def violations() -> Iterator[str]:
         tree = ast.parse(text)
         if ast.get_docstring(tree) is None and text.strip():
             yield f"no-docstring {name}"
+        if any(SWITCHED_OFF.match(token.string) for token in comments(path)):
+            yield f"formatter-off {name}"
         ours = name.startswith("slime/")
         for node in ast.walk(tree):
             yield from _of_node(node, name, ours)
+
+
+def comments(path: Path) -> list[tokenize.TokenInfo]:
+    """The comments of a file."""
+    with tokenize.open(path) as file:
+        return [token for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.COMMENT]
+
+
+def untyped_settings() -> dict[str, list[str]]:
+    """File -> functions that take `args: Any`."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "slime").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                kinds = [ast.unparse(a.annotation) for a in given if a.arg == "args" and a.annotation is not None]
+                if "Any" in kinds:
+                    found.setdefault(path.relative_to(ROOT).as_posix(), []).append(node.name)
+    return found
 
 
 def _of_node(node: ast.AST, name: str, ours: bool) -> Iterator[str]:
@@ -68,6 +104,16 @@ def test_no_new_exception() -> None:
 def test_no_exception_that_is_no_longer_needed() -> None:
     gone = sorted(exceptions() - set(violations()))
     assert not gone, f"remove from {EXCEPTIONS.name}:\n" + "\n".join(gone)
+
+
+def test_settings_are_typed() -> None:
+    """Law: a typo in the name of a setting is found by the type checker, except where users' functions are called."""
+    found = {
+        f"{file}: {', '.join(names)}" for file, names in untyped_settings().items() if file not in UNTYPED_SETTINGS
+    }
+    assert not found, "take the record of the settings that are read, not args: Any:\n" + "\n".join(sorted(found))
+    gone = UNTYPED_SETTINGS.keys() - untyped_settings().keys()
+    assert not gone, f"remove from UNTYPED_SETTINGS: {sorted(gone)}"
 
 
 @pytest.mark.parametrize("folder", ["core", "settings", "observability", "buffer"])

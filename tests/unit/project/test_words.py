@@ -37,11 +37,13 @@ REPLACED = {
     "hold": "pause",
 }
 """A part of a name -> what to call it."""
-REPLACED_NAMES = {"model_shape": "architecture", "hf_shape": "architecture", "megatron_shape": "architecture"}
+REPLACED_NAMES = {"model_shape": "architecture", "megatron_shape": "architecture"}
 """A run of parts -> what to call it: tensors have shapes, models architectures."""
 ALLOWED = {
     "PR_SET_CHILD_SUBREAPER": "the name that Linux gives it",
     "lora_target_modules": "the name that PEFT gives it",
+    "_targets": "modules that adapters are put on: PEFT's word",
+    "targets": "token ids to predict: the word of every loss function",
 }
 """Names that keep such a word, each with the reason."""
 

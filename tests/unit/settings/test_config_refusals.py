@@ -78,7 +78,7 @@ REFUSALS = [
 
 IDLE = [
     ('--apply-chat-template-kwargs {"a":1}', "which needs --apply-chat-template"),
-    ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss ppo_clip or gspo"),
+    ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss gspo or ppo_clip"),
     ("--gamma 0.9", "which needs advantage_estimator ppo or reinforce_plus_plus"),
     ("--custom-tis-function-path a.b", "which needs --use-tis"),
     ("--kl-loss-coef 0.1", "which needs --use-kl-loss"),

@@ -63,22 +63,22 @@ IDLE = [
     (f"{CUSTOM} --use-rollout-logprobs", "use_rollout_logprobs True"),
     (f"{CUSTOM} --get-mismatch-metrics", "get_mismatch_metrics True"),
     # Corrections.
-    ("--rejection-veto 0.1", "which needs --rejection-level"),
-    ("--rejection-low 0.1", "which needs --rejection-level"),
-    ("--rejection-high 3", "which needs --rejection-level"),
-    ("--tis-clip 3", "which needs --use-tis or --get-mismatch-metrics"),
-    ("--tis-clip-low 0.1", "which needs --use-tis or --get-mismatch-metrics"),
-    ("--tis-mode mask", "which needs --use-tis or --get-mismatch-metrics"),
-    ("--tis-level sequence", "which needs --use-tis or --get-mismatch-metrics"),
+    ("--rejection-veto 0.1", "which needs off_policy_corrections rejection (--rejection-level)"),
+    ("--rejection-low 0.1", "which needs off_policy_corrections rejection (--rejection-level)"),
+    ("--rejection-high 3", "which needs off_policy_corrections rejection (--rejection-level)"),
+    ("--tis-clip 3", "or tis_metrics (--get-mismatch-metrics)"),
+    ("--tis-clip-low 0.1", "or tis_metrics (--get-mismatch-metrics)"),
+    ("--tis-mode mask", "or tis_metrics (--get-mismatch-metrics)"),
+    ("--tis-level sequence", "or tis_metrics (--get-mismatch-metrics)"),
     ("--custom-tis-function-path a.b", "which needs --use-tis"),
-    (f"{TIS_HOOK} --tis-clip 3", "--custom-tis-function-path replaces them"),
-    (f"{TIS_HOOK} --tis-level sequence", "--custom-tis-function-path replaces them"),
+    (f"{TIS_HOOK} --tis-clip 3", "without --custom-tis-function-path"),
+    (f"{TIS_HOOK} --tis-level sequence", "without --custom-tis-function-path"),
     (f"{TIS_HOOK} --get-mismatch-metrics", "--custom-tis-function-path replaces them"),
-    ("--opsm-delta 0.1", "which needs --use-opsm"),
+    ("--opsm-delta 0.1", "which needs off_policy_corrections opsm (--use-opsm)"),
     # Bounds.
     ("--policy-loss sapo --eps-clip 0.1", "eps_clip 0.1"),
     ("--advantage-estimator sapo --eps-clip-high 0.1", "eps_clip_high 0.1"),
-    ("--policy-loss sapo --eps-clip-c 3", "which needs policy_loss ppo_clip or gspo"),
+    ("--policy-loss sapo --eps-clip-c 3", "which needs policy_loss gspo or ppo_clip"),
     ("--policy-loss cispo --eps-clip-high 4 --cispo-clip-high 2", "bounds of its own"),
     ("--policy-loss cispo --eps-clip 0.1 --cispo-clip-low 0 --cispo-clip-high 2", "bounds of its own"),
     ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 4 --cispo-clip-low 0", "eps_clip 0.1"),
@@ -211,7 +211,8 @@ def test_no_setting_of_the_algorithm_is_forgotten() -> None:
 def test_what_has_no_effect_is_told_once_with_the_flag_that_was_given(base: list[str]) -> None:
     args = parse_args([*base, "--tis-clip", "3", "--lora-alpha", "8"])
     assert dict(args.idle) == {
-        "tis_clip": "3.0, which needs --use-tis or --get-mismatch-metrics, with loss_type policy_loss",
+        "tis_clip": "3.0, which needs off_policy_corrections tis (--use-tis without --custom-tis-function-path) "
+        "or tis_metrics (--get-mismatch-metrics)",
         "lora_alpha": "8.0, which needs --lora-rank",
     }
     text = explain(args)

@@ -1,4 +1,4 @@
-"""Laws of the poison dump: what was wrong can be read back, bounded, and writing it never hides the error."""
+"""Laws of the non-finite dump: what was wrong can be read back, bounded, and writing it never hides the error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_nothing_is_replaced_and_nothing_half_written_is_left(tmp_path: Path) ->
     assert sorted(p.name for p in (tmp_path / "non_finite").iterdir()) == names
 
 
-def test_a_rank_without_poison_writes_nothing(tmp_path: Path) -> None:
+def test_a_rank_without_a_non_finite_loss_writes_nothing(tmp_path: Path) -> None:
     assert dump_non_finite(tmp_path, batch_of(1), {}, {}, rank=0) is None
     assert not list(tmp_path.iterdir())
 
