@@ -20,7 +20,7 @@ from tests.support.command_line import complete, refused
 
 def test_every_name_makes_a_grader() -> None:
     names = "code dapo deepscaler exact_match f1 gpqa ifbench math random reasoning_gym remote_rm"
-    assert GRADERS.names() == tuple(names.split())
+    assert [name for name, entry in GRADERS if entry.__module__.startswith("slime.")] == names.split()
     assert all(make_grader(name).name == name for name in GRADERS.names())
 
 
