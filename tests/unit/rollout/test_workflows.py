@@ -79,7 +79,7 @@ def test_a_teacher_at_another_temperature_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at temperature 1"):
         rollout_args(tmp_path, *OPD, "--opd-teacher-url", "http://t", "--rollout-temperature", "0.5")
     with pytest.raises(ConfigError, match="opd_teacher_url"):
-        rollout_args(tmp_path, "--opd-teacher-url", "http://t")
+        rollout_args(tmp_path, "--opd-teacher-url", "http://t", "--strict")
 
 
 def group(*rewards: float) -> list[Sample]:
