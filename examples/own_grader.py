@@ -1,6 +1,6 @@
 """A grader of your own in the registry: a class, named by its path, with settings as its fields.
 
-    python train.py ... --rm-type examples.own_grader --custom-config-path FILE       # with `custom: {num_words: 50}`
+    python train.py ... --rm-type examples.own_grader --num-words 50
 
 It runs where the built-in ones do: without network, where the kernel permits, and without the settings of the run.
 A function with `--custom-rm-path` (`examples/brief_reward.py`) is less to write; it sees all settings of the run.

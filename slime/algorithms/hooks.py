@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algorithms.batch import BatchLogProbs
+    from slime.settings import Args
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,17 @@ class RolloutView:
         )
 
 
-def custom_advantages(args: Any, view: RolloutView) -> Estimate:
+def custom_advantages(args: Args, view: RolloutView) -> Estimate:
     """The advantages of `--custom-advantage-function-path`. Raises `HookError` if it breaks its contract."""
+    assert args.custom_advantage_function_path is not None, "the caller has looked"
     data = view.as_dict()
     load_hook(args.custom_advantage_function_path, "advantage")(args, data)
     return view.estimate_in(data, "--custom-advantage-function-path")
 
 
-def postprocessed(args: Any, view: RolloutView, made: Estimate) -> Estimate:
+def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
     """What `--rollout-data-postprocess-path` makes of advantages and returns. Raises `HookError` likewise."""
+    assert args.rollout_data_postprocess_path is not None, "the caller has looked"
     data = view.as_dict() | {"advantages": _tensors(made.advantages), "returns": _tensors(made.returns)}
     load_hook(args.rollout_data_postprocess_path, "data_postprocess")(args, view.batch.rollout_id, data)
     return view.estimate_in(data, "--rollout-data-postprocess-path")

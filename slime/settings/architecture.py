@@ -7,7 +7,7 @@ nothing in a model of its kind, which are told as without effect.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.settings.families import architecture_of, contradictions
@@ -26,6 +26,12 @@ _NEEDS: Mapping[str, Need] = {
 }
 """Settings of Megatron that the checkpoint says -> when they act, by its other ones."""
 
+_PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda frequency, layer: layer % frequency == 0,
+    "linear_attention_freq": lambda frequency, layer: (layer + 1) % frequency != 0,
+}
+"""Settings with one entry per layer -> what a frequency means for a layer."""
+
 
 def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
     """Settles what the checkpoint says. Returns (contradictions with flags, setting -> why it has no effect).
@@ -38,7 +44,7 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
         if resolver.was_given(f"megatron.{name}"):
             given = resolver.given(f"megatron.{name}")
             need = _NEEDS.get(name)
-            if pattern(given, value) == value:
+            if _says(name, given, architecture) == _says(name, value, architecture):
                 pass
             elif need is not None and not need.acts(architecture):
                 idle[f"megatron.{name}"] = f"{given}, which needs {need.text}"
@@ -48,18 +54,19 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
     return contradictions(architecture, explicit), idle
 
 
-def pattern(given: Any, like: Any) -> Any:
-    """What a layer pattern means if `like` is a list with one entry per layer: `[0]*3+[1]*75`, or N for one of N."""
-    if not isinstance(like, list):
-        return given
-    if isinstance(given, int) and given > 0:
-        return [int(layer % given == 0) for layer in range(len(like))]
-    if not isinstance(given, str):
-        return list(given) if isinstance(given, tuple) else given
+def _says(name: str, value: Any, architecture: Mapping[str, Any]) -> Any:
+    """A value, or a layer pattern with one entry per layer: that of `[0]*3+[1]*75`, or of a frequency."""
+    of_frequency = _PATTERNS.get(name)
+    if of_frequency is None:
+        return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, int) and value > 0:
+        return [int(of_frequency(value, layer)) for layer in range(architecture["num_layers"])]
+    if not isinstance(value, str):
+        return value
     try:
-        return _evaluated(ast.parse(given.strip(), mode="eval").body)
+        return _evaluated(ast.parse(value.strip(), mode="eval").body)
     except (SyntaxError, ValueError):
-        return given
+        return value
 
 
 def _evaluated(node: ast.expr) -> Any:

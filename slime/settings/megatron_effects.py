@@ -9,6 +9,7 @@ another model or another optimizer of the run is refused instead, see `megatron_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from slime.settings.fields import Need
 
@@ -144,10 +145,14 @@ _ABSENT: Mapping[str, tuple[str, ...]] = {
 }
 """What would have to be there -> the flags that it would read."""
 
+
+def _balances(s: Any) -> bool:
+    """A loss needs a coefficient; sinkhorn is another choice of experts."""
+    return bool(s.megatron["moe_aux_loss_coeff"]) or "sinkhorn" in str(s.megatron["moe_router_load_balancing_type"])
+
+
 NEEDS: Mapping[str, Need] = {
-    "moe_router_load_balancing_type": Need(
-        lambda s: bool(s.megatron["moe_aux_loss_coeff"]), "--moe-aux-loss-coeff above 0"
-    ),
+    "moe_router_load_balancing_type": Need(_balances, "--moe-aux-loss-coeff above 0"),
     **{name: Need(lambda s: False, text) for text, names in _ABSENT.items() for name in names},
 }
 """Flag of Megatron, by field name -> the condition under which it acts; given without it, it is listed."""

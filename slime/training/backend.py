@@ -35,6 +35,7 @@ from slime.training.model.policy import PolicyModel
 from slime.training.parallel import (
     ParallelInfo,
     ParallelSizes,
+    be_deterministic,
     destroy_process_groups,
     init_process_groups,
     seed_everything,
@@ -88,6 +89,8 @@ class MegatronBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         megatron = args.megatron
+        if megatron.get("deterministic_mode"):
+            be_deterministic()
         self.parallel_info: ParallelInfo = init_process_groups(
             self.device,
             rank=rank,

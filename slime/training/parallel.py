@@ -4,6 +4,7 @@ with a deadline.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Mapping
@@ -160,6 +161,12 @@ def seed_everything(seed: int, dp_rank: int) -> None:
     np.random.seed((seed + dp_rank) % 2**32)
     torch.manual_seed(seed + dp_rank)
     model_parallel_cuda_manual_seed(seed)
+
+
+def be_deterministic() -> None:
+    """`--deterministic-mode`: deterministic kernels wherever PyTorch has them, a warning wherever it has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def destroy_process_groups() -> None:

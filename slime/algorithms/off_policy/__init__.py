@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
 from slime.core.errors import ConfigError
@@ -48,10 +48,10 @@ class OffPolicyTokens:
     """Response tokens of each sample."""
     total_lengths: tuple[int, ...]
     """Tokens of each sample, prompt included."""
+    args: Args
+    """All settings, for functions of the user."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
     """Log-ratios are clamped to +- this; 0 is no clamp."""
-    args: Any = None
-    """All settings, for functions of the user."""
 
 
 class Correction(ABC):

@@ -26,6 +26,7 @@ class CustomWeights(MismatchCorrection):
         """See `Correction`. Raises `HookError` if the function breaks its contract."""
         import torch
 
+        assert tokens.args.custom_tis_function_path is not None, "the correction is chosen by its function"
         result = load_hook(tokens.args.custom_tis_function_path, "tis")(
             args=tokens.args,
             pg_loss=loss,

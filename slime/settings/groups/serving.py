@@ -41,7 +41,7 @@ PLAIN_ENGINE = {
 """Settings of SGLang -> values under which an engine's ranks shard tensors by tensor parallelism alone."""
 
 
-def engines_hold_what_tables_say(args: Args) -> str | None:
+def engines_serve_what_tables_say(args: Args) -> str | None:
     """The weight tables know engines whose ranks shard tensors by tensor parallelism alone, unquantised."""
     if args.debug_rollout_only or args.debug_train_only:
         return None
@@ -62,4 +62,4 @@ def engine_divides_heads(args: Args) -> str | None:
     return f"got rollout_num_gpus_per_engine {tp}, which does not divide the {heads} attention heads; choose a divisor"
 
 
-RULES: tuple[Rule, ...] = (engine_divides_heads, engines_hold_what_tables_say)
+RULES: tuple[Rule, ...] = (engine_divides_heads, engines_serve_what_tables_say)

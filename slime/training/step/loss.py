@@ -142,8 +142,8 @@ class CustomObjective(LogProbs):
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
         """See `Objective`."""
-        args: Any = self.args
-        log_probs, flag = output.log_probs, "--custom-loss-function-path"
+        args, log_probs, flag = self.args, output.log_probs, "--custom-loss-function-path"
+        assert args.custom_loss_function_path is not None, "--loss-type custom_loss comes with a function"
         data = {f.name: getattr(batch, f.name) for f in fields(batch)}
         data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
 
@@ -305,9 +305,10 @@ def _diagnostics(batch: MicroBatch, made: TokenLosses, log_probs: Tensor) -> Sum
     }
 
 
-def _reduced(args: Any, algorithm: Algorithm, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
+def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: Tensor) -> Tensor:
     """The policy loss by `--custom-pg-loss-reducer-function-path`, a sum over samples, over the step's executions."""
     flag, masks = "--custom-pg-loss-reducer-function-path", list(batch.mask.split(batch.lengths))
+    assert args.custom_pg_loss_reducer_function_path is not None, "the caller has looked"
     build = load_hook(args.custom_pg_loss_reducer_function_path, "pg_loss_reducer")
     counts_tokens = not algorithm.aggregation.counts_executions
     reduce = build(list(batch.total_lengths), list(batch.lengths), masks, counts_tokens)

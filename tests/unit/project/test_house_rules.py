@@ -20,14 +20,12 @@ PRINT_ALLOWED = ("slime/cli/", "recipes/", "examples/", "benchmarks/", "tests/",
 SWITCHED_OFF = re.compile(r"#\s*fmt:\s*(off|on|skip)\b")
 """The formatter is on everywhere."""
 UNTYPED_SETTINGS = {
-    "slime/algorithms/hooks.py": "calls the user's functions, whose `args` is what they write",
     "slime/rollout/filters.py": "stands where a user's function may stand, with its signature",
     "slime/rollout/generate.py": "stands where a user's function may stand, with its signature",
     "slime/rollout/loop.py": "stands where a user's function may stand, with its signature",
     "slime/rollout/sft.py": "stands where a user's function may stand, with its signature",
     "slime/rollout/workflows/rejection.py": "stands where a user's function may stand, with its signature",
     "slime/rollout/workflows/teacher.py": "stands where a user's function may stand, with its signature",
-    "slime/training/step/loss.py": "calls the user's reducer",
 }
 """Files where `args: Any` may stand: the boundary to users' code. The list may only shrink."""
 

@@ -79,7 +79,9 @@ def test_a_teacher_at_another_temperature_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at temperature 1"):
         rollout_args(tmp_path, *OPD, "--opd-teacher-url", "http://t", "--rollout-temperature", "0.5")
     with pytest.raises(ConfigError, match="opd_teacher_url"):
-        rollout_args(tmp_path, "--opd-teacher-url", "http://t")
+        rollout_args(tmp_path, "--opd-teacher-url", "http://t", "--strict")
+    alone = rollout_args(tmp_path, "--opd-teacher-url", "http://t")
+    assert "--use-opd" in alone.idle["opd_teacher_url"] and not alone.rollout_sample_hook_path, "nobody is asked"
 
 
 def group(*rewards: float) -> list[Sample]:
