@@ -25,7 +25,9 @@ COMMAND = re.compile(r"`slime ([a-z]+)\b(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps"}
 """Placeholders, what argparse brings, and flags of pip."""
-NOT_HERE = re.compile(r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)")
+NOT_HERE = re.compile(
+    r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)"
+)
 """Names of what a run or a user makes; and of metrics, which test_glossary.py looks after."""
 
 
