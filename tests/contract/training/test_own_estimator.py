@@ -1,4 +1,4 @@
-"""An estimator that exists in a user's file only: it trains, is checkpointed around, and resumes, by the command line."""
+"""An estimator in a user's file only: chosen on the command line it trains, is checkpointed around, and resumes."""
 
 from __future__ import annotations
 
