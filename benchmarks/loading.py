@@ -67,7 +67,7 @@ def write(folder: Path) -> None:
     (folder / "assets" / "config.json").write_text(json.dumps(CONFIG))
     table, generator = table_for(CONFIG), torch.Generator().manual_seed(0)
     tensors = (
-        (name, (torch.randn(table.hf_shape(name), generator=generator) * 0.02).bfloat16()) for name in table.hf_names
+        (name, (torch.randn(table.shape_of(name), generator=generator) * 0.02).bfloat16()) for name in table.hf_names
     )
     hf_files.write_hf(folder / "bf16", tensors, assets_from=folder / "assets")
     run(folder / "bf16", folder / "fp8", "fp8")
@@ -113,7 +113,7 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     held = [e for e in table.entries if _is_held(e.megatron, layers)]
     shapes = {}
     for e in held:
-        whole = {n: torch.empty(table.hf_shape(n), device="meta") for n in e.hf}
+        whole = {n: torch.empty(table.shape_of(n), device="meta") for n in e.hf}
         shapes[e.megatron] = load_shard(table, e.megatron, whole.__getitem__, **cut).shape
     source = folder / ("fp8" if "fp8" in rank else "bf16")
     torch.zeros(1).to(torch.bfloat16)

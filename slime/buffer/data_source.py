@@ -15,7 +15,7 @@ from slime.buffer.groups import BufferFilter, flatten, group_index_of, to_json
 from slime.buffer.prompts import Prompts
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample
-from slime.settings.groups import RolloutArgs
+from slime.settings.groups.rollout import RolloutSettings
 
 
 @runtime_checkable
@@ -135,7 +135,7 @@ class DataSourceBuffer(DataBuffer):
 
 
 def build_data_buffer(
-    args: RolloutArgs,
+    args: RolloutSettings,
     *,
     prompts: Prompts | None = None,
     data_source: Callable[[Any], DataSource] | None = None,

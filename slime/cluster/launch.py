@@ -7,19 +7,20 @@ imported, and the environment is made here.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.cluster.environment import prepare_environment
 from slime.cluster.placement import plan_placement
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import collect, start_recording
-from slime.observability.tracker import Tracker
+from slime.observability.tracker import Tracker, Views
 from slime.settings import Args
 from slime.settings.hooks import check_hooks
 
@@ -48,8 +49,14 @@ def launch(args: Args) -> Iterator[Run]:
         num_cores=len(os.sched_getaffinity(0)),
         max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
     )
-    folder = RunFolder.create(Path(args.run_dir).resolve(), run_id=run_id, args=args.to_json_dict())
+    settings = args.to_json_dict()
+    folder = RunFolder.create(
+        Path(args.run_dir).resolve(), run_id=run_id, args=settings, without_effect=settings["idle"]
+    )
     setup_logging(folder.logs / "driver.log")
+    if args.idle:
+        told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
+        logger.warning("settings that were given and have no effect (--strict refuses them):\n%s", told)
     from slime.cluster.session import RaySession
     from slime.cluster.start import start
 
@@ -57,7 +64,7 @@ def launch(args: Args) -> Iterator[Run]:
     spans = start_recording("driver", folder.traces)
     try:
         with (
-            Tracker.from_args(args, folder) as tracker,
+            Tracker.with_views(_views(args, settings), folder) as tracker,
             RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "guardian.log"),
         ):
             run = start(args, plan, folder, tracker)
@@ -76,6 +83,12 @@ def launch(args: Args) -> Iterator[Run]:
     finally:
         spans.close()
         folder.write_report()
+
+
+def _views(args: Args, settings: dict[str, Any]) -> Views:
+    """What the settings ask to see beside the record."""
+    names = {field.name for field in dataclasses.fields(Views)} - {"settings"}
+    return Views(**{name: getattr(args, name) for name in names}, settings=settings)
 
 
 def _rescue(run: Run) -> None:

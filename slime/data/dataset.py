@@ -25,7 +25,7 @@ from slime.core.prompt import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
 from slime.data.files import RawRow, read_rows
 from slime.settings.data_files import split_slice
-from slime.settings.groups import DataArgs
+from slime.settings.groups.data import DataSettings
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +316,7 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
     return messages
 
 
-def load_prompts(args: DataArgs, tokenizer: Any, *, max_prompt_tokens: int | None = None) -> PromptDataset | None:
+def load_prompts(args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None) -> PromptDataset | None:
     """The training prompts that the settings name (`--prompt-data` and its columns); None without any.
 
     Raises what `PromptDataset.load` raises.

@@ -1,7 +1,7 @@
 """The run folder: everything that one run leaves behind, in one place.
 
     <run dir>/
-      run.json        run id, each start (time, command, host, versions of the engines, commit)
+      run.json        run id, each start (time, command, host, versions of the engines, commit, settings without effect)
       args.json       every resolved setting of the latest start
       metrics.jsonl   one line per logged step
       logs/           one file per process
@@ -28,6 +28,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -73,9 +74,17 @@ class RunFolder:
         return self.path / "report.png"
 
     @classmethod
-    def create(cls, path: str | Path, *, run_id: str, args: Mapping[str, Any]) -> RunFolder:
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        run_id: str,
+        args: Mapping[str, Any],
+        without_effect: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> RunFolder:
         """Makes the folder, or joins the one that an earlier start of the run made.
 
+        `args`: every resolved setting; `without_effect`: those that were given and act on nothing, and why.
         Raises `ConfigError` if `path` holds something that is not a run.
         """
         start = {
@@ -85,6 +94,7 @@ class RunFolder:
             "versions": versions(),
             "commit": git_commit(Path(__file__).parent),
             "host": host_facts(),
+            "without_effect": plain(without_effect),
         }
         folder = cls(Path(path), run_id)
         if folder.path.exists() and any(folder.path.iterdir()):

@@ -14,9 +14,10 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from slime.core.errors import DataError
 from slime.observability.metrics import MetricValue, to_floats
@@ -25,6 +26,29 @@ from slime.observability.run_folder import RunFolder, plain
 from slime.observability.sinks import KINDS, ConsoleSink, JsonlSink, Sink, StepRecord, TensorBoardSink, WandbSink
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Views:
+    """What is shown beside the record, by the settings of these names."""
+
+    num_rollout: int | None
+    """Steps of the loop, for the console's count."""
+    use_tensorboard: bool = False
+    tb_project_name: str | None = None
+    tb_experiment_name: str | None = None
+    use_wandb: bool = False
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    wandb_dir: str | None = None
+    wandb_key: str | None = field(default=None, repr=False)
+    wandb_host: str | None = None
+    wandb_team: str | None = None
+    wandb_group: str | None = None
+    wandb_project: str | None = None
+    wandb_random_suffix: bool = True
+    wandb_run_id: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Every setting of the run, secrets masked, as W&B shows them."""
 
 
 class Tracker:
@@ -38,13 +62,13 @@ class Tracker:
         self._pending: dict[str, MetricValue] = {}
 
     @classmethod
-    def from_args(cls, args: Any, folder: RunFolder) -> Tracker:
-        """The sinks that the settings ask for. Raises `ConfigError` if the package of one is missing."""
-        sinks: list[Sink] = [ConsoleSink(num_rollout=args.num_rollout)]
-        if args.use_tensorboard:
-            sinks.append(TensorBoardSink(_tensorboard_dir(args, folder)))
-        if args.use_wandb:
-            sinks.append(_wandb(args, folder))
+    def with_views(cls, views: Views, folder: RunFolder) -> Tracker:
+        """The sinks that `views` asks for. Raises `ConfigError` if the package of one is missing."""
+        sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout)]
+        if views.use_tensorboard:
+            sinks.append(TensorBoardSink(_tensorboard_dir(views, folder)))
+        if views.use_wandb:
+            sinks.append(_wandb(views, folder))
         return cls(folder, sinks)
 
     def add(self, metrics: Mapping[str, MetricValue]) -> None:
@@ -112,31 +136,31 @@ def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricV
     return {name if "/" in name else f"{kind}/{name}": value for name, value in metrics.items()}
 
 
-def _tensorboard_dir(args: Any, folder: RunFolder) -> Path:
+def _tensorboard_dir(views: Views, folder: RunFolder) -> Path:
     """TENSORBOARD_DIR, if set, is shared by many runs; the folder of one run is not."""
     shared = os.environ.get("TENSORBOARD_DIR")
-    if not shared and not args.tb_project_name:
+    if not shared and not views.tb_project_name:
         return folder.tensorboard
     base = Path(shared) if shared else folder.tensorboard
-    return base / (args.tb_project_name or "slime") / (args.tb_experiment_name or folder.run_id)
+    return base / (views.tb_project_name or "slime") / (views.tb_experiment_name or folder.run_id)
 
 
-def _wandb(args: Any, folder: RunFolder) -> WandbSink:
-    if args.wandb_key:
-        os.environ["WANDB_API_KEY"] = args.wandb_key
-    if args.wandb_host:
-        os.environ["WANDB_BASE_URL"] = args.wandb_host
-    name = args.wandb_group
-    if name and args.wandb_random_suffix:
+def _wandb(views: Views, folder: RunFolder) -> WandbSink:
+    if views.wandb_key:
+        os.environ["WANDB_API_KEY"] = views.wandb_key
+    if views.wandb_host:
+        os.environ["WANDB_BASE_URL"] = views.wandb_host
+    name = views.wandb_group
+    if name and views.wandb_random_suffix:
         name = f"{name}-{folder.run_id.rpartition('-')[2]}"
     return WandbSink(
-        settings=plain(args.to_json_dict()),
-        project=args.wandb_project,
-        entity=args.wandb_team,
-        group=args.wandb_group,
+        settings=plain(views.settings),
+        project=views.wandb_project,
+        entity=views.wandb_team,
+        group=views.wandb_group,
         name=name,
-        id=args.wandb_run_id,
-        resume="allow" if args.wandb_run_id else None,
-        mode=args.wandb_mode,
-        dir=args.wandb_dir or str(folder.path),
+        id=views.wandb_run_id,
+        resume="allow" if views.wandb_run_id else None,
+        mode=views.wandb_mode,
+        dir=views.wandb_dir or str(folder.path),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.core.sample import Sample
 from slime.rollout.types import DynamicFilterOutput
-from slime.settings.groups import RewardArgs
+from slime.settings.groups.reward import RewardSettings
 
 
 def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
@@ -21,7 +21,7 @@ def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> l
     return [sum(values) / len(values) for values in rewards.values()]
 
 
-def execution_rewards(args: RewardArgs, samples: list[Sample]) -> list[float]:
+def execution_rewards(args: RewardSettings, samples: list[Sample]) -> list[float]:
     """`rewards_by_execution` by `--reward-key`."""
     return rewards_by_execution(samples, args.reward_key)
 

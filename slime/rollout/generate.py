@@ -12,7 +12,7 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import current
 from slime.rollout.generation import before_stop
-from slime.settings.groups import RolloutArgs
+from slime.settings.groups.rollout import RolloutSettings
 
 
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
@@ -33,7 +33,7 @@ def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]
 
 
-def remaining_tokens(args: RolloutArgs, sample: Sample, max_new_tokens: int) -> int:
+def remaining_tokens(args: RolloutSettings, sample: Sample, max_new_tokens: int) -> int:
     """How many tokens the sample may still get, by response and by context length; never negative."""
     left: int = max_new_tokens - sample.response_length
     if args.rollout_max_context_len is not None:

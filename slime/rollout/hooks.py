@@ -13,7 +13,7 @@ from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.generate import generate as default_generate
 from slime.rollout.types import DynamicFilterOutput
-from slime.settings.groups import HookArgs
+from slime.settings.groups.hooks import HookSettings
 from slime.settings.hooks import accepts_keyword, is_async, load_hook
 
 Hook = Callable[..., Any]
@@ -39,7 +39,7 @@ class RolloutHooks:
     all_samples: Hook | None = None
 
     @classmethod
-    def load(cls, args: HookArgs) -> RolloutHooks:
+    def load(cls, args: HookSettings) -> RolloutHooks:
         """Loads what `args` names. Raises `HookError`."""
         return cls(
             generate=load(args.custom_generate_function_path, "generate") or default_generate,
@@ -50,7 +50,7 @@ class RolloutHooks:
 
 
 async def call_generate(
-    hook: Hook, args: HookArgs, sample: Sample, params: dict[str, Any], *, evaluation: bool
+    hook: Hook, args: HookSettings, sample: Sample, params: dict[str, Any], *, evaluation: bool
 ) -> list[Sample]:
     """Runs a generate function; always a flat list of samples that carry the execution's identity.
 
@@ -73,7 +73,7 @@ async def call_generate(
     return samples
 
 
-async def call_sample_hooks(args: HookArgs, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
+async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
     """Runs `--rollout-sample-hook-path` in order on one finished sample; the identity stays.
 
     Raises `HookError` if one returns anything but a `Sample` or None.
@@ -104,7 +104,7 @@ async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
     return await asyncio.to_thread(call)
 
 
-async def keep_group(hook: Hook, args: HookArgs, samples: list[Sample]) -> DynamicFilterOutput:
+async def keep_group(hook: Hook, args: HookSettings, samples: list[Sample]) -> DynamicFilterOutput:
     """Runs a dynamic filter. Raises `HookError` on a verdict that is neither a bool nor a `DynamicFilterOutput`."""
     verdict = await in_thread(hook, args, samples)
     if isinstance(verdict, bool):

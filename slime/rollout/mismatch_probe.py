@@ -15,7 +15,7 @@ from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.client import EngineClient
 from slime.rollout.sampling import rollout_sampling_params
-from slime.settings.groups import RolloutArgs
+from slime.settings.groups.rollout import RolloutSettings
 
 NUM_PROMPTS, NUM_TOKENS = 16, 64
 """Most prompts, and most tokens of each answer, of one probe."""
@@ -31,7 +31,7 @@ class MismatchProbe:
         """Takes the prompts of a batch."""
         self._prompts = [group[0].tokens[: group[0].prompt_length] for group in groups[:NUM_PROMPTS]]
 
-    async def ask(self, client: EngineClient | None, args: RolloutArgs) -> TrainBatch:
+    async def ask(self, client: EngineClient | None, args: RolloutSettings) -> TrainBatch:
         """Answers of the weights that the engines hold now. Raises `HookError` before any generation."""
         if client is None or not self._prompts:
             raise HookError("got a probe before any generation by an engine; there is no prompt to probe with")

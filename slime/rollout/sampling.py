@@ -10,10 +10,10 @@ from typing import Any
 
 from slime.settings import Args
 from slime.settings.eval_config import EvalDatasetConfig
-from slime.settings.groups import RolloutArgs
+from slime.settings.groups.rollout import RolloutSettings
 
 
-def rollout_sampling_params(args: RolloutArgs) -> dict[str, Any]:
+def rollout_sampling_params(args: RolloutSettings) -> dict[str, Any]:
     """Parameters of training rollouts."""
     params: dict[str, Any] = {
         "temperature": args.rollout_temperature,

@@ -8,6 +8,6 @@ from __future__ import annotations
 from slime.settings.args import Args
 from slime.settings.hooks import check_hooks, load_hook
 from slime.settings.parse import main_args, parse_args, run_or_exit
-from slime.settings.settings import Settings
+from slime.settings.passthrough import Passthrough
 
-__all__ = ["Args", "Settings", "check_hooks", "load_hook", "main_args", "parse_args", "run_or_exit"]
+__all__ = ["Args", "Passthrough", "check_hooks", "load_hook", "main_args", "parse_args", "run_or_exit"]

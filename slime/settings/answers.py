@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.settings.args import MASK, Args
-from slime.settings.derive import json_line
+from slime.settings.args import MAPPINGS, MASK, Args
 from slime.settings.flags import Flag
+from slime.settings.hook_contracts import CONTRACTS
 from slime.settings.schema import load
-from slime.settings.table import engine_flags, own_flags, secret_settings
+from slime.settings.table import components_of, engine_flags, own_flags, registered_names, secret_settings
 
-TOPICS = ("slime", "megatron", "sglang", "router", "all")
+TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "all")
 
 _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
            --rollout-batch-size N --num-rollout N [--flag value ...]
 
-  --help [slime|megatron|sglang|router|all]   flags of slime (default), of an engine, or of all
-  --explain                                   print every resolved value and where it came from, then exit
-  --version                                   print versions, then exit
+  --help [slime|megatron|sglang|router|hooks|all]   flags of slime (default), of an engine, the hooks, or all
+  --explain                                         print every resolved value and where it came from, then exit
+  --version                                         print versions, then exit
 """
 
 
@@ -50,6 +52,8 @@ def help_text(topic: str) -> str:
     for owner in ("megatron", "sglang", "router"):
         if topic in (owner, "all"):
             parts.append(_section(load(owner)["package"], engine_flags(owner)))
+    if topic in ("hooks", "all"):
+        parts.append(_hooks())
     return "\n".join(parts)
 
 
@@ -64,9 +68,20 @@ def _section(heading: str, flags: Iterable[Flag]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _hooks() -> str:
+    """What slime calls every kind of hook with."""
+    lines = ["Hooks: what slime calls your code with; names in [] are passed only if it takes them"]
+    for kind, contract in CONTRACTS.items():
+        lines += [f"  {kind}: --{contract.flag.replace('_', '-')}", f"      {contract.shape}"]
+    return "\n".join(lines) + "\n"
+
+
 def _value(flag: Flag) -> str:
     if flag.kind == "bool":
         return ""
+    names = registered_names(flag)
+    if names:
+        return " {" + "|".join((*names, "import path")) + "}"
     if flag.choices and len(flag.choices) <= 8:
         return " {" + "|".join(map(str, flag.choices)) + "}"
     return f" {flag.kind.upper()}" + (" ..." if flag.is_list else "")
@@ -85,17 +100,25 @@ def _default(flag: Flag) -> str:
 
 def explain(args: Args) -> str:
     """Every resolved value and its origin, one line each: what differs from the defaults comes first."""
-    secrets = secret_settings()
-    rows = []
-    mappings = ("megatron", "sglang", "router", "custom", "origins")
-    for one in dataclasses.fields(args):
-        if one.name not in mappings:
-            rows.append((one.name, ("slime", one.name), getattr(args, one.name)))
-    for owner in mappings[:-1]:
-        rows += [(f"{owner}.{k}", (owner, k), v) for k, v in getattr(args, owner).items()]
+    secrets = secret_settings(components_of(args))
+    rows: list[tuple[str, tuple[str, str], Any]] = [
+        (one.name, ("slime", one.name), getattr(args, one.name))
+        for one in dataclasses.fields(args)
+        if one.name not in MAPPINGS
+    ]
+    rows += [(name, ("slime", name), value) for name, value in args.components.items()]
+    for owner in ("megatron", "sglang", "router", "custom"):
+        rows += [(f"{owner}.{name}", (owner, name), value) for name, value in getattr(args, owner).items()]
     lines: dict[bool, list[str]] = {True: [], False: []}
     for name, key, value in rows:
         origin = args.origins.get(name, "--custom-config-path" if name.startswith("custom.") else "command line")
         shown = MASK if key in secrets and value is not None else json_line(value)
         lines[origin.startswith("default")].append(f"  {name} = {shown}    ({origin})")
-    return "\n".join(["Given, read and derived:", *lines[False], "", "Defaults:", *lines[True]])
+    idle = [f"  {name} {text}" for name, text in args.idle.items()]
+    told = ["Given, without effect:", *idle, ""] if idle else []
+    return "\n".join([*told, "Given, read and derived:", *lines[False], "", "Defaults:", *lines[True]])
+
+
+def json_line(value: Any) -> str:
+    """A value on one line."""
+    return json.dumps(value, default=list) if isinstance(value, (dict, list, tuple)) else str(value)

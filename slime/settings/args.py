@@ -2,7 +2,8 @@
 
 Invariants
 1. Nothing in it is unresolved: what the user left out is a default or derived; `origins` says which and why.
-2. `getattr(args, name)` finds slime's own fields first, then Megatron's settings, then the user's `custom` ones.
+2. `getattr(args, name)` finds slime's own fields first, then the settings of registries' entries, then Megatron's,
+   then the user's `custom` ones.
 3. Written as JSON and read back it is equal, secrets aside.
 """
 
@@ -13,64 +14,71 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.settings.groups import (
-    AlgorithmArgs,
-    CheckpointArgs,
-    ClusterArgs,
-    CriticArgs,
-    DataArgs,
-    DebugArgs,
-    EvalArgs,
-    HookArgs,
-    LoggingArgs,
-    OffPolicyArgs,
-    ParameterArgs,
-    RewardArgs,
-    RolloutArgs,
-    ServingArgs,
-    TeacherArgs,
-    TrainingArgs,
-    WeightSyncArgs,
-)
-from slime.settings.settings import Settings
+from slime.settings.groups.algorithm import AlgorithmSettings
+from slime.settings.groups.checkpoint import CheckpointSettings
+from slime.settings.groups.cluster import ClusterSettings
+from slime.settings.groups.configuration import ConfigurationSettings
+from slime.settings.groups.critic import CriticSettings
+from slime.settings.groups.data import DataSettings
+from slime.settings.groups.debug import DebugSettings
+from slime.settings.groups.evaluation import EvalSettings
+from slime.settings.groups.hooks import HookSettings
+from slime.settings.groups.logging import LoggingSettings
+from slime.settings.groups.off_policy import OffPolicySettings
+from slime.settings.groups.parameters import ParameterSettings
+from slime.settings.groups.reward import RewardSettings
+from slime.settings.groups.rollout import RolloutSettings
+from slime.settings.groups.serving import ServingSettings
+from slime.settings.groups.teacher import TeacherSettings
+from slime.settings.groups.training import TrainingSettings
+from slime.settings.groups.weights import WeightSyncSettings
+from slime.settings.passthrough import Passthrough
 
 MASK = "***"
 """Written in place of a secret."""
 
-_MAPPINGS = ("megatron", "sglang", "router", "custom", "origins")
+MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "idle", "origins")
+"""The fields of `Args` that hold settings of others, or what is known about settings."""
+_BEHIND = ("components", "megatron", "custom")
+"""Mappings whose settings are attributes as well, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(
-    ClusterArgs,
-    RolloutArgs,
-    DataArgs,
-    EvalArgs,
-    RewardArgs,
-    AlgorithmArgs,
-    OffPolicyArgs,
-    TeacherArgs,
-    CriticArgs,
-    ParameterArgs,
-    TrainingArgs,
-    CheckpointArgs,
-    WeightSyncArgs,
-    ServingArgs,
-    LoggingArgs,
-    DebugArgs,
-    HookArgs,
+    ClusterSettings,
+    RolloutSettings,
+    DataSettings,
+    EvalSettings,
+    RewardSettings,
+    AlgorithmSettings,
+    OffPolicySettings,
+    TeacherSettings,
+    CriticSettings,
+    ParameterSettings,
+    TrainingSettings,
+    CheckpointSettings,
+    WeightSyncSettings,
+    ServingSettings,
+    LoggingSettings,
+    DebugSettings,
+    HookSettings,
+    ConfigurationSettings,
 ):
     """All settings of one run. User hooks receive it as `args`."""
 
-    megatron: Settings = field(default_factory=lambda: Settings("megatron", {}))
-    """Every Megatron setting by config field name, the model's shape included; dtypes and enums by name."""
-    sglang: Settings = field(default_factory=lambda: Settings("sglang", {}))
+    components: Passthrough = field(default_factory=lambda: Passthrough("components", {}))
+    """The settings of registries' entries (an estimator's, a loss's), by name."""
+    megatron: Passthrough = field(default_factory=lambda: Passthrough("megatron", {}))
+    """Every Megatron setting by config field name, the architecture included; dtypes and enums by name."""
+    sglang: Passthrough = field(default_factory=lambda: Passthrough("sglang", {}))
     """ServerArgs fields that the user gave with --sglang-*, and the dtype."""
-    router: Settings = field(default_factory=lambda: Settings("router", {}))
+    router: Passthrough = field(default_factory=lambda: Passthrough("router", {}))
     """Router settings that the user gave with --router-*."""
-    custom: Settings = field(default_factory=lambda: Settings("custom", {}))
+    custom: Passthrough = field(default_factory=lambda: Passthrough("custom", {}))
     """The user's own settings, from the key `custom` of --custom-config-path."""
-    origins: Settings = field(default_factory=lambda: Settings("origins", {}), compare=False, repr=False)
+    idle: Passthrough = field(default_factory=lambda: Passthrough("idle", {}), compare=False)
+    """Setting -> its value and why it has no effect, for settings that were given and act on nothing."""
+    origins: Passthrough = field(default_factory=lambda: Passthrough("origins", {}), compare=False, repr=False)
     """Setting -> where its value came from: default, command line, HF config, derived (and why)."""
 
     if not TYPE_CHECKING:  # strict typing sees the fields only; names behind a mapping are for users' hooks
@@ -78,35 +86,43 @@ class Args(
         def __getattr__(self, name: str) -> Any:
             # Reached only for what is no field. Dunder lookups (pickle, copy) must fail before `__dict__` is filled.
             if not name.startswith("__"):
-                for owner in ("megatron", "custom"):
+                for owner in _BEHIND:
                     settings = self.__dict__.get(owner)
                     if settings is not None and name in settings:
                         return settings[name]
             raise AttributeError(f"args has no setting {name!r}")
 
+    def was_given(self, name: str) -> bool:
+        """Whether the user gave a setting, on the command line or in a file (an engine's as `owner.name`)."""
+        return not self.origins.get(name, "default").startswith(("default", "derived", "HF config"))
+
     def replace(self, **changes: Any) -> Args:
-        """A copy with other values; Megatron's settings may be given by name. Raises `ConfigError` if unknown."""
+        """A copy with other values; settings of entries and of Megatron may be given by name.
+
+        Nothing is derived anew or checked. Raises `ConfigError` for an unknown name.
+        """
         own = {f.name for f in dataclasses.fields(self)}
-        inner = {k: changes.pop(k) for k in list(changes) if k not in own and k in self.megatron}
-        unknown = set(changes) - own
-        if unknown:
+        for owner in ("components", "megatron"):
+            mapping = getattr(self, owner)
+            inner = {name: changes.pop(name) for name in list(changes) if name not in own and name in mapping}
+            if inner:
+                changes[owner] = Passthrough(owner, {**changes.get(owner, mapping), **inner})
+        if unknown := set(changes) - own:
             raise ConfigError(f"got unknown settings {sorted(unknown)} in Args.replace")
-        if inner:
-            base = changes.get("megatron", self.megatron)
-            changes["megatron"] = Settings("megatron", {**base, **inner})
         return dataclasses.replace(self, **changes)
 
     def to_json_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy with secrets masked, and with the evaluation datasets that the settings mean."""
         from slime.settings.eval_config import eval_datasets
-        from slime.settings.table import secret_settings
+        from slime.settings.table import components_of, secret_settings
 
-        secrets = secret_settings()
+        secrets = secret_settings(components_of(self))
         out: dict[str, Any] = {"format": 1, "eval_datasets": [dict(vars(one)) for one in eval_datasets(self)]}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
-            if one.name in _MAPPINGS:
-                value = {k: _masked(v, (one.name, k) in secrets) for k, v in value.items()}
+            if one.name in MAPPINGS:
+                owner = "slime" if one.name == "components" else one.name
+                value = {k: _masked(v, (owner, k) in secrets) for k, v in value.items()}
             out[one.name] = _masked(value, ("slime", one.name) in secrets)
         return out
 

@@ -5,33 +5,45 @@ Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fract
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.settings.flags import coerce
+from slime.settings.flags import FlagTable, coerce
 from slime.settings.schema import owned_spellings
-from slime.settings.table import flag_table
 
-_KEY = ("slime", "custom_config_path")
+_FLAG = "--custom-config-path"
+
+Given = dict[tuple[str, str], Any]
+"""(owner, dest) -> value, as the user gave it."""
 
 
-def merge_custom_config(
-    given: dict[tuple[str, str], Any], origins: dict[tuple[str, str], str]
-) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
+def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+    """(path, content) of the file that a command line names; None without one. Raises `ConfigError`."""
+    path = None
+    for position, word in enumerate(words):
+        flag, inline, value = word.partition("=")
+        if flag.replace("_", "-") == _FLAG:
+            following = words[position + 1] if position + 1 < len(words) else None
+            path = value if inline else following
+    return None if path is None or path.startswith("--") or path.lower() == "none" else (path, _read(path))
+
+
+def merge_config(
+    given: Given, origins: dict[tuple[str, str], str], table: FlagTable, path: str, content: Mapping[str, Any]
+) -> tuple[Given, dict[str, Any]]:
     """(`given` with the file's settings, the file's `custom` mapping). Notes origins. Raises `ConfigError`.
 
     A setting that is on the command line too must have the same value there: one of the two would be ignored silently.
     """
-    path = given.get(_KEY)
-    if path is None:
-        return given, {}
-    content = _read(path)
-    custom = content.pop("custom", {})
+    custom = content.get("custom", {})
     if not isinstance(custom, dict):
         raise ConfigError(f"{path}: got custom: {custom!r}, which is no mapping; write names and values below it")
-    merged, table, owned = dict(given), flag_table(), owned_spellings()
+    merged, owned = dict(given), owned_spellings()
     for key, value in content.items():
+        if key == "custom":
+            continue
         where = f"{path}: {key}"
         name = "--" + str(key).replace("_", "-")
         if name in owned:

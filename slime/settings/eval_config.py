@@ -15,11 +15,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.settings.fields import flags_of
 from slime.settings.flags import FlagTable, coerce
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class EvalDatasetConfig:
     temperature: float
     """0 is greedy."""
     top_p: float
-    """TopPSet sampling."""
+    """Top-p sampling."""
     top_k: int
     """Top-k sampling, -1 is off."""
     max_response_len: int
@@ -98,7 +101,7 @@ _SETTINGS = {
 """Field -> the setting of the command line that it is taken from."""
 
 
-def eval_datasets(args: Any) -> tuple[EvalDatasetConfig, ...]:
+def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
     """The datasets that the settings name; none without any. Raises `ConfigError` for a file that cannot be meant."""
     common = {field: getattr(args, setting) for field, setting in _SETTINGS.items()}
     if args.eval_config is None:

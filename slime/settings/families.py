@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from slime.core.hf_config import read_hf_config
@@ -25,6 +27,22 @@ def architecture_of(hf_checkpoint: str, model_family: str | None = None) -> dict
         models.load_family(model_family)
     settings: dict[str, Any] = models.architecture(read_hf_config(hf_checkpoint))
     return settings
+
+
+def model_type_of(hf_checkpoint: str) -> str | None:
+    """The `model_type` of a checkpoint, by which its family is known; None for a folder without a config.json."""
+    path = Path(hf_checkpoint) / "config.json"
+    if not path.is_file():
+        return None
+    state = path.stat()
+    return _model_type(str(path), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=16)
+def _model_type(path: str, mtime_ns: int, num_bytes: int) -> str | None:
+    """Read once for each state of the file."""
+    model_type = read_hf_config(str(Path(path).parent)).get("model_type")
+    return None if model_type is None else str(model_type)
 
 
 def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

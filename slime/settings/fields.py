@@ -1,7 +1,8 @@
 """Fields of slime's own settings: how they are declared, and the flags and help texts made from them.
 
-A group is a frozen dataclass whose fields are documented by the string literal below them. That literal is the only
-copy of the text: --help reads it from the source, and only when help is asked for.
+A group (and an entry of a registry) is a frozen dataclass. Everything about a setting is one declaration: type,
+default, range, condition, derivation, and its text, the string literal below. That literal is the only copy of the
+text: --help reads it from the source, and only when help is asked for.
 """
 
 from __future__ import annotations
@@ -9,13 +10,40 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from slime.settings.flags import Flag
+
+
+class _Unset:
+    """The type of `UNSET`."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Final = _Unset()
+"""Of a given value: as if it had not been given (`--device auto`)."""
+
+
+def is_on(value: Any) -> bool:
+    """The usual `asks`: absent and switched off ask for nothing, so they may be given anywhere."""
+    return value is not None and value is not False
+
+
+def is_not_zero(value: Any) -> bool:
+    """`asks` of a coefficient or a count of which zero is none."""
+    return bool(value)
+
+
+def always(value: Any) -> bool:
+    """`asks` of a switch that asks for something on as well as off."""
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,12 +58,103 @@ class Need:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be; None is no bound."""
+    """What a number may be; None is no bound. With any bound the number has to be finite."""
 
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is finite and inside; not-a-number is outside of everything."""
+        if self == Range():
+            return True
+        return (
+            math.isfinite(value)
+            and (self.gt is None or value > self.gt)
+            and (self.ge is None or value >= self.ge)
+            and (self.lt is None or value < self.lt)
+            and (self.le is None or value <= self.le)
+        )
+
+    def text(self) -> str:
+        """The range in words, after "must be"."""
+        low = f"> {self.gt:g}" if self.gt is not None else f"at least {self.ge:g}" if self.ge is not None else ""
+        high = f"< {self.lt:g}" if self.lt is not None else f"at most {self.le:g}" if self.le is not None else ""
+        return " and ".join(part for part in (low, high) if part)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adjusted:
+    """A value that other settings put in place of a given or derived one."""
+
+    value: Any
+    why: str
+    """Told by --explain."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenBy:
+    """What names an entry of a registry, if not the value of the setting that belongs to the registry."""
+
+    name: Callable[[Any], str | None]
+    """Of the settings."""
+    what: str
+    """What the name is, in words, before the names that exist."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Declared:
+    """What a field says beyond its type and default; kept in the field's metadata."""
+
+    names: tuple[str, ...] = ()
+    """Further spellings of the flag."""
+    off_names: tuple[str, ...] = ()
+    """Further spellings that switch it off."""
+    choices: tuple[str, ...] | None = None
+    secret: bool = False
+    """Masked wherever it is written."""
+    append: bool = False
+    """A tuple to which each occurrence of the flag adds one entry."""
+    range: Range = Range()
+    needs: tuple[Need, ...] = ()
+    """All must hold for the setting to act; the first that does not is told."""
+    asks: Callable[[Any], bool] = is_on
+    """Whether a given value asks for something, so that it is worth telling that it does not act."""
+    chosen_from: str | None = None
+    """The registry, `pkg.module:REGISTRY`, that the value names an entry of."""
+    chosen_by: ChosenBy | None = None
+    """What names the entry in place of the value, which then only makes the user's own known."""
+    compute: Callable[[Any], Any] | None = None
+    """The value where the user gives none; None leaves the default."""
+    why: str | Callable[[Any], str] = ""
+    """The reason for that value."""
+    canonical: Callable[[Any], Any] | None = None
+    """The one spelling of a given value; `UNSET` drops it."""
+    adjust: Callable[[Any, Any], Adjusted | None] | None = None
+    """(value, settings) -> what stands in its place; None leaves it."""
+    required: str = ""
+    """What to give, where nothing can be derived and the run cannot do without."""
+    internal: bool = False
+    """Filled in by the run; it has no flag."""
+
+
+_KEY = "setting"
+
+
+def declared(field: dataclasses.Field[Any]) -> Declared:
+    """What the declaration of a field says; a plain default says nothing more."""
+    found: Declared = field.metadata.get(_KEY, _PLAIN)
+    return found
+
+
+_PLAIN = Declared()
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A field's default, made anew where it is mutable."""
+    factory: Any = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def opt(
@@ -51,65 +170,85 @@ def opt(
     lt: float | None = None,
     le: float | None = None,
     needs: Need | tuple[Need, ...] = (),
+    asks: Callable[[Any], bool] = is_on,
     chosen_from: str | None = None,
+    chosen_by: ChosenBy | None = None,
+    canonical: Callable[[Any], Any] | None = None,
+    adjust: Callable[[Any, Any], Adjusted | None] | None = None,
+    required: str = "",
 ) -> Any:
-    """A field with more than a default.
-
-    `names`, `off_names`: other spellings, and spellings that switch it off. `append`: a tuple to which each occurrence
-    of the flag adds one entry. `gt`, `ge`, `lt`, `le`: bounds of a number. `needs`: when it acts. `chosen_from`: the
-    value names an entry of the registry at this import path, `pkg.module:REGISTRY`.
-    """
-    metadata = {
-        "names": names,
-        "off_names": off_names,
-        "choices": choices,
-        "secret": secret,
-        "append": append,
-        "range": Range(gt, ge, lt, le),
-        "needs": (needs,) if isinstance(needs, Need) else needs,
-        "chosen_from": chosen_from,
-    }
-    if isinstance(default, (dict, list)):
-        frozen = default
-        return dataclasses.field(default_factory=lambda: type(frozen)(frozen), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    """A field with more than a default; `Declared` says what each argument means."""
+    says = Declared(
+        names=names,
+        off_names=off_names,
+        choices=choices,
+        secret=secret,
+        append=append,
+        range=Range(gt, ge, lt, le),
+        needs=(needs,) if isinstance(needs, Need) else needs,
+        asks=asks,
+        chosen_from=chosen_from,
+        chosen_by=chosen_by,
+        canonical=canonical,
+        adjust=adjust,
+        required=required,
+    )
+    return _field(default, says)
 
 
 def derived(
-    compute: Callable[[Any], Any] | None = None,
-    why: str | Callable[[Any], str] = "",
+    compute: Callable[[Any], Any],
+    why: str | Callable[[Any], str],
     *,
+    default: Any = None,
     names: tuple[str, ...] = (),
     off_names: tuple[str, ...] = (),
     choices: tuple[str, ...] | None = None,
+    append: bool = False,
     gt: float | None = None,
     ge: float | None = None,
     lt: float | None = None,
     le: float | None = None,
     needs: Need | tuple[Need, ...] = (),
+    asks: Callable[[Any], bool] = is_on,
     chosen_from: str | None = None,
+    canonical: Callable[[Any], Any] | None = None,
+    adjust: Callable[[Any, Any], Adjusted | None] | None = None,
+    required: str = "",
 ) -> Any:
     """A field that is computed from others when the user does not give it.
 
-    `compute` gets the settings, each derived when it is read; `why` is told by --explain. The rest as in `opt`.
+    `compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`);
+    where it returns None, the default stands. `why` is told by --explain. The rest is as in `Declared`.
     """
-    metadata = {
-        "names": names,
-        "off_names": off_names,
-        "choices": choices,
-        "derived": True,
-        "compute": compute,
-        "why": why,
-        "range": Range(gt, ge, lt, le),
-        "needs": (needs,) if isinstance(needs, Need) else needs,
-        "chosen_from": chosen_from,
-    }
-    return dataclasses.field(default=None, metadata=metadata)
+    says = Declared(
+        names=names,
+        off_names=off_names,
+        choices=choices,
+        append=append,
+        range=Range(gt, ge, lt, le),
+        needs=(needs,) if isinstance(needs, Need) else needs,
+        asks=asks,
+        chosen_from=chosen_from,
+        compute=compute,
+        why=why,
+        canonical=canonical,
+        adjust=adjust,
+        required=required,
+    )
+    return _field(default, says)
 
 
-def internal(default: Any = None) -> Any:
+def internal(compute: Callable[[Any], Any] | None = None, why: str = "") -> Any:
     """A field that the run fills in; it has no flag."""
-    return dataclasses.field(default=default, metadata={"internal": True})
+    return _field(None, Declared(internal=True, compute=compute, why=why))
+
+
+def _field(default: Any, says: Declared) -> Any:
+    if isinstance(default, (dict, list)):
+        frozen = default
+        return dataclasses.field(default_factory=lambda: type(frozen)(frozen), metadata={_KEY: says})
+    return dataclasses.field(default=default, metadata={_KEY: says})
 
 
 def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
@@ -131,40 +270,46 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
     return simple[hint], None, None, optional
 
 
-def flags_of(group: type, *, heading: str, docs: Mapping[str, str] | None = None) -> list[Flag]:
-    """The flags of the fields that `group` itself declares; `docs` are their help texts, if wanted."""
-    hints = typing.get_type_hints(group)
-    out = []
-    for field in dataclasses.fields(group):
-        if field.name not in inspect.get_annotations(group):
-            continue
-        meta = field.metadata
-        kind, nargs, choices, optional = _kind(hints[field.name])
-        dashed = field.name.replace("_", "-")
-        off = tuple(meta.get("off_names", ()))
-        if kind == "bool" and not dashed.startswith(("no-", "disable-", "skip-")):
-            off = (*off, f"--no-{dashed}")
-        factory: Any = field.default_factory
-        out.append(
-            Flag(
-                dest=field.name,
-                owner="slime",
-                names=(f"--{dashed}", *meta.get("names", ())),
-                kind=kind,
-                default=field.default if factory is dataclasses.MISSING else factory(),
-                doc=(docs or {}).get(field.name, ""),
-                group=heading,
-                off_names=off,
-                nargs=None if meta.get("append") else nargs,
-                append=bool(meta.get("append")),
-                choices=meta.get("choices") or choices,
-                optional=optional,
-                derived=bool(meta.get("derived")),
-                secret=bool(meta.get("secret")),
-                internal=bool(meta.get("internal")),
-            )
-        )
-    return out
+def own_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """The settings that a dataclass declares itself, its bases' left out."""
+    own = inspect.get_annotations(cls)
+    return [field for field in dataclasses.fields(cls) if field.name in own and field.init]
+
+
+def flags_of(cls: type, *, heading: str, docs: Mapping[str, str] | None = None) -> list[Flag]:
+    """The flags of the fields that `cls` itself declares; `docs` are their help texts, if wanted."""
+    hints = typing.get_type_hints(cls)
+    return [
+        _flag(field, hints[field.name], heading=heading, doc=(docs or {}).get(field.name, ""))
+        for field in own_fields(cls)
+    ]
+
+
+def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -> Flag:
+    says = declared(field)
+    kind, nargs, choices, optional = _kind(hint)
+    dashed = field.name.replace("_", "-")
+    off = says.off_names
+    if kind == "bool" and not dashed.startswith(("no-", "disable-", "skip-")):
+        off = (*off, f"--no-{dashed}")
+    default = default_of(field)
+    return Flag(
+        dest=field.name,
+        owner="slime",
+        names=(f"--{dashed}", *says.names),
+        kind=kind,
+        default=default,
+        doc=doc,
+        group=heading,
+        off_names=off,
+        nargs=None if says.append else nargs,
+        append=says.append,
+        choices=says.choices or choices,
+        optional=optional,
+        derived=says.compute is not None and default is None,
+        secret=says.secret,
+        internal=says.internal,
+    )
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -99,10 +99,16 @@ def _one(flag: Flag, text: str) -> Any:
     if flag.kind.endswith("_or_json"):
         base = flag.kind.removesuffix("_or_json")
         if text.lstrip().startswith(("[", "(")) or "," in text or "*" in text:
-            # Megatron writes layer patterns as Python expressions such as ([0]*3+[1])*8; plain lists are JSON.
-            return json.loads(text) if text.lstrip().startswith("[") and text.rstrip().endswith("]") else text
+            return _list_or_pattern(text)
         return text if base == "str" else _number(base, text)
     return _number(flag.kind, text)
+
+
+def _list_or_pattern(text: str) -> Any:
+    """A list as JSON, else the text: Megatron writes layer patterns as Python expressions such as ([0]*3+[1])*8."""
+    if "*" in text or "+" in text:
+        return text
+    return json.loads(text) if text.lstrip().startswith("[") and text.rstrip().endswith("]") else text
 
 
 def convert(flag: Flag, text: str, *, where: str) -> Any:

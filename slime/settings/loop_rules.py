@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from slime.settings.args import Args
-from slime.settings.derive import FULLY_ASYNC
-from slime.settings.rules import Rule, was_given
+from typing import TYPE_CHECKING
+
+from slime.settings.group import Rule
+from slime.settings.groups.hooks import FULLY_ASYNC
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 
 def sync_rules() -> tuple[Rule, ...]:
@@ -16,8 +20,8 @@ def _sync_trainer_syncs_every_step(args: Args) -> str | None:
     if args.update_weights_interval == 1:
         return None
     return (
-        f"got update_weights_interval {args.update_weights_interval} with train.py, which publishes after every step; "
-        "drop it or use train_async.py"
+        f"got update_weights_interval {args.update_weights_interval} with train.py, which syncs weights after every "
+        "step; drop it or use train_async.py"
     )
 
 
@@ -66,13 +70,13 @@ def _worker_is_not_refused(args: Args) -> str | None:
 
 
 def _one_schedule(args: Args) -> str | None:
-    if not was_given(args, "rollout_schedule"):
+    if not args.was_given("rollout_schedule"):
         return None
-    if was_given(args, "fully_async") and args.fully_async != (args.rollout_schedule == "fully_async"):
+    if args.was_given("fully_async") and args.fully_async != (args.rollout_schedule == "fully_async"):
         return (
             f"got --rollout-schedule {args.rollout_schedule} and --fully-async {args.fully_async}; drop one of the two"
         )
-    if args.rollout_schedule != "function" and was_given(args, "rollout_function_path"):
+    if args.rollout_schedule != "function" and args.was_given("rollout_function_path"):
         return (
             f"got --rollout-schedule {args.rollout_schedule} with --rollout-function-path, which only the schedule "
             "function calls; drop one of the two"
@@ -83,7 +87,7 @@ def _one_schedule(args: Args) -> str | None:
 def _worker_has_its_own_ways(args: Args) -> str | None:
     if not args.fully_async:
         return None
-    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if was_given(args, n)]
+    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if args.was_given(n)]
     if not wrong and args.loss_type != "sft_loss":
         return None
     return (

@@ -54,6 +54,28 @@ FIXED: dict[str, tuple[Any, str]] = {
     "moe_router_topk_limited_devices": (None, "groups of experts are the checkpoint's"),
     "moe_apply_probs_on_input": (False, "no supported family does"),
     "moe_latent_size": (None, "no supported family has it"),
+    "moe_pad_expert_input_to_capacity": (False, "experts have no capacity; no token is dropped"),
+    "overlap_moe_expert_parallel_comm": (False, "the trainer runs Megatron's plain and interleaved schedules"),
+    "hybrid_context_parallel": (False, "the trainer splits every row over all context-parallel ranks"),
+    "defer_embedding_wgrad_compute": (False, "log-probs are slime's own, and need the gradient at once"),
+    "softmax_type": ("vanilla", "no supported family has attention sinks"),
+    "softmax_scale": (None, "attention is scaled as in the checkpoint, and the engines"),
+    "window_size": (None, "no supported family slides a window"),
+    "window_attn_skip_freq": (None, "no supported family slides a window"),
+    "no_rope_freq": (None, "every layer of a supported family has its own rotary embedding, or none"),
+    "mrope_section": (None, "text has one position per token"),
+    "qk_l2_norm": (False, "norms of queries and keys are the checkpoint's"),
+    "qk_clip": (False, "nothing clips queries and keys after a step"),
+    "apply_query_key_layer_scaling": (False, "attention is scaled as in the checkpoint, and the engines"),
+    "apply_residual_connection_post_layernorm": (False, "all supported families are pre-norm"),
+    "activation_func_clamp_value": (None, "the activation is the checkpoint's"),
+    "glu_linear_offset": (0.0, "the activation is the checkpoint's"),
+    "use_fused_weighted_squared_relu": (False, "the activation is the checkpoint's"),
+    "heterogeneous_block_specs": (False, "layers are those of the checkpoint's family"),
+    "fused_single_qkv_rope": (False, "needs Transformer Engine"),
+    "use_te_activation_func": (False, "needs Transformer Engine"),
+    "use_kitchen": (False, "needs a package that the trainer runs without"),
+    "use_kitchen_attention": (False, "needs a package that the trainer runs without"),
     "nccl_ub": (False, "registered buffers cannot be offloaded"),
     "disable_symmetric_registration": (False, "goes with nccl_ub"),
     **dict.fromkeys(
@@ -67,6 +89,15 @@ FIXED: dict[str, tuple[Any, str]] = {
     "suggested_communication_unit_size": (None, "a setting of FSDP"),
 }
 """What the trainer of this release cannot do otherwise. A flag that says so is refused; the trainer reads it here."""
+
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"),
+        ("float32", "checkpoints hold float32 master weights and moments"),
+    ),
+    **dict.fromkeys(("fp8", "fp4", "mtp_num_layers"), (None, "this release does not train it")),
+}
+"""As `FIXED`, of settings that the trainer leaves to Megatron's default."""
 
 SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "lr": (1e-6, "a usual learning rate of RL on a pretrained model"),

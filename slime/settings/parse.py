@@ -1,4 +1,4 @@
-"""From a command line to `Args`: parse, read YAML, take the model's architecture from the checkpoint, derive, check.
+"""From a command line to `Args`: parse, read YAML, resolve; and how a program tells the user about mistakes.
 
 Imports no torch, transformers, Ray or engine, so that a wrong flag is answered at once.
 """
@@ -6,21 +6,17 @@ Imports no torch, transformers, Ray or engine, so that a wrong flag is answered 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, HookError, SlimeError
 from slime.settings.args import Args
-from slime.settings.derive import DERIVATIONS, Draft
-from slime.settings.families import architecture_of, contradictions
-from slime.settings.megatron_defaults import SLIME_DEFAULTS
-from slime.settings.schema import flags_of_owner, owned_spellings
-from slime.settings.settings import Settings
-from slime.settings.table import flag_table, own_flags
-
-Given = dict[tuple[str, str], Any]
-"""(owner, dest) -> value, as the user gave it."""
+from slime.settings.components import Components, entries_named_in, entries_named_on
+from slime.settings.custom_yaml import config_on, merge_config
+from slime.settings.resolve import resolve
+from slime.settings.schema import owned_spellings
+from slime.settings.table import components, flag_table
 
 
 def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
@@ -39,11 +35,25 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
         _answer(text)
     explain = "--explain" in words
     words = [w for w in words if w != "--explain"]
-    given = flag_table().parse(words, owned=owned_spellings())
-    args = resolve(given, synchronous=synchronous)
+    config = config_on(words)
+    known = _components_of(words, config)
+    table = flag_table(known)
+    given = table.parse(words, owned=owned_spellings())
+    origins = dict.fromkeys(given, "command line")
+    custom: dict[str, Any] = {}
+    if config is not None:
+        given, custom = merge_config(given, origins, table, *config)
+    args = resolve(given, components=known, origins=origins, custom=custom, synchronous=synchronous)
     if explain:
         _answer(answers.explain(args))
     return args
+
+
+def _components_of(words: Sequence[str], config: tuple[str, dict[str, Any]] | None) -> Components:
+    """Slime's settings with those of the user's entries, which bring flags of their own. Raises `ConfigError`."""
+    named = entries_named_in(config[1], components()) if config is not None else {}
+    named |= entries_named_on(words, components())
+    return components(tuple((setting, path) for setting, paths in named.items() for path in paths))
 
 
 def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
@@ -78,72 +88,6 @@ def _stop(message: str, code: int) -> NoReturn:
     """Ends the process; the exception that is being handled has been told, so it prints no traceback."""
     sys.stderr.write(message + "\n")
     raise SystemExit(code) from None
-
-
-def resolve(given: Given, *, synchronous: bool = True) -> Args:
-    """Settings as given -> `Args`: YAML, defaults, checkpoint, derivations, cross-checks. Raises `ConfigError`."""
-    from slime.settings.custom_yaml import merge_custom_config
-    from slime.settings.validation import check_required, validate
-
-    origins = {key: "command line" for key in given}
-    given, custom = merge_custom_config(given, origins)
-    draft = _defaults(given, origins)
-    check_required(draft.values)
-    problems = _take_architecture(draft)
-    for derivation in DERIVATIONS:
-        derivation(draft)
-    router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
-    args = Args(
-        **draft.values,
-        megatron=Settings("megatron", draft.megatron),
-        sglang=Settings("sglang", draft.sglang),
-        router=Settings("router", router),
-        custom=Settings("custom", custom),
-        origins=Settings("origins", draft.origins),
-    )
-    validate(args, synchronous=synchronous, problems=problems)
-    return args
-
-
-def _defaults(given: Given, origins: Mapping[tuple[str, str], str]) -> Draft:
-    """Defaults of slime and Megatron overlaid with what was given."""
-    own = {flag.dest for flag in own_flags()}
-    draft = Draft({}, {}, {d: v for (owner, d), v in given.items() if owner == "sglang"})
-    for flag in own_flags():
-        draft.values[flag.dest] = flag.default
-        draft.origins[flag.dest] = "default"
-    for flag in flags_of_owner("megatron"):
-        if flag.dest in own:
-            continue
-        draft.megatron[flag.dest] = flag.default
-        draft.origins[f"megatron.{flag.dest}"] = "default of Megatron"
-    for name, (value, why) in SLIME_DEFAULTS.items():
-        draft.megatron[name] = value
-        draft.origins[f"megatron.{name}"] = f"default of slime: {why}"
-    for (owner, dest), value in given.items():
-        name = dest if owner == "slime" else f"{owner}.{dest}"
-        draft.given.add(name)
-        draft.origins[name] = origins[owner, dest]
-        if owner == "slime":
-            draft.values[dest] = value
-        elif owner == "megatron":
-            draft.megatron[dest] = value
-    return draft
-
-
-def _take_architecture(draft: Draft) -> list[str]:
-    """Takes the model's architecture from the checkpoint; returns contradictions with flags."""
-    architecture = architecture_of(draft.values["hf_checkpoint"], draft.values["model_family"])
-    explicit = {
-        n.removeprefix("megatron."): draft.megatron[n.removeprefix("megatron.")]
-        for n in draft.given
-        if n.startswith("megatron.")
-    }
-    problems = contradictions(architecture, explicit)
-    for name, value in architecture.items():
-        draft.megatron[name] = value
-        draft.origins[f"megatron.{name}"] = "HF config"
-    return problems
 
 
 def _answer(text: str) -> NoReturn:

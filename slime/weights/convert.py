@@ -156,7 +156,7 @@ def _separate(shard: Tensor, dim: int, sizes: Sequence[int], groups: int) -> lis
 
 
 def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
-    want = table.hf_shape(hf_name)
+    want = table.shape_of(hf_name)
     if tuple(tensor.shape) != want:
         raise CheckpointError(
             f"got {hf_name} of shape {list(tensor.shape)}; config.json implies {list(want)}; "

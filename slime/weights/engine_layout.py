@@ -102,7 +102,7 @@ class ExpectedDigests:
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
         """Takes one full HF tensor. Raises `WeightSyncError` for one that is unknown, doubled or of a wrong shape."""
-        want = self._table.hf_shape(hf_name)
+        want = self._table.shape_of(hf_name)
         if hf_name in self._seen:
             raise WeightSyncError(f"got {hf_name} twice in one weight sync; each tensor may be sent once")
         if tuple(tensor.shape) != want:

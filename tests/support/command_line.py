@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import ConfigError
-from slime.settings import parse_args
+from slime.settings import Args, parse_args
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -43,3 +43,8 @@ def refused(argv: list[str], **kwargs: bool) -> str:
     with pytest.raises(ConfigError) as error:
         parse_args(argv, **kwargs)
     return str(error.value)
+
+
+def listed(args: Args) -> str:
+    """What is told to have no effect, a line for each setting."""
+    return "\n".join(f"{name} {text}" for name, text in args.idle.items())

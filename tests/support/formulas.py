@@ -157,7 +157,7 @@ def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple
     if what == "values":
         return row_cut.whole(token_values(states, toy.head), which, size), None
     states = _SumOverVocabShards.apply(states, layout.tp_group)
-    targets = batch.targets.index_select(0, which)
+    targets = batch.target_tokens.index_select(0, which)
     log_probs, entropy = token_log_probs(
         states, toy.output, targets, toy.shard, with_entropy=True, entropy_grad=True, chunk_tokens=5
     )

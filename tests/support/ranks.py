@@ -37,6 +37,8 @@ PRELOADED = ("tests.support.training_ranks",)
 """Imports the trainer."""
 LIMIT_S = 560.0
 """Of one function, on a busy machine."""
+OTHERS_S = 3.0
+"""After a failure: for the other ranks to say what happened to them."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -155,24 +157,31 @@ class Ranks:
     def _answers(self, workers: list[_Worker], deadline: float) -> list[bytes]:
         """One answer of each, by rank."""
         answers: dict[int, bytes] = {}
+        problems: list[str] = []
         while len(answers) < len(workers):
-            open_ranks = {w.connection: rank for rank, w in enumerate(workers) if rank not in answers}
-            ready = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
+            waiting = {w.connection: rank for rank, w in enumerate(workers) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankError(f"got no answer of ranks {sorted(open_ranks.values())} in time\n{self._logs(workers)}")
+                problems = problems or [f"got no answer of ranks {sorted(waiting.values())} in time"]
+                break
             for connection in ready:
-                rank = open_ranks[connection]  # type: ignore[index]
-                try:
-                    good, answer = workers[rank].connection.recv_bytes().split(b"\n", 1)
-                except (EOFError, ConnectionError):
-                    raise RankError(f"rank {rank} died\n{self._logs(workers)}") from None
-                if good != b"ok":
-                    raise RankError(f"rank {rank} raised\n{answer.decode()}\n{self._logs(workers)}")
-                answers[rank] = answer
+                rank = waiting[connection]  # type: ignore[index]
+                answers[rank], problem = self._answer(workers[rank], rank)
+                if problem and not problems:  # others may have been first, and this one may only have missed them
+                    deadline = min(deadline, time.monotonic() + OTHERS_S)
+                problems += [problem] if problem else []
+        if problems:
+            logs = "\n".join(w.log.read_text(errors="replace")[-3000:] for w in workers if w.log.exists())
+            raise RankError("\n".join([*problems, logs]))
         return [answers[rank] for rank in range(len(workers))]
 
-    def _logs(self, workers: list[_Worker]) -> str:
-        return "\n".join(w.log.read_text(errors="replace")[-3000:] for w in workers if w.log.exists())
+    def _answer(self, worker: _Worker, rank: int) -> tuple[bytes, str]:
+        """(what it returned, what is wrong with it)"""
+        try:
+            good, answer = worker.connection.recv_bytes().split(b"\n", 1)
+        except (EOFError, ConnectionError):
+            return b"", f"rank {rank} died"
+        return answer, "" if good == b"ok" else f"rank {rank} raised\n{answer.decode()}"
 
 
 @contextlib.contextmanager

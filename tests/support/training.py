@@ -9,22 +9,13 @@ import dataclasses
 import os
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.settings.derive import Draft, _algorithm
-from slime.settings.groups import (
-    AlgorithmArgs,
-    CriticArgs,
-    HookArgs,
-    OffPolicyArgs,
-    ParameterArgs,
-    TeacherArgs,
-    TrainingArgs,
-)
+from slime.settings import Args
+from slime.settings.resolve import assemble
 
 MEGATRON: dict[str, Any] = {
     "lr": 1e-3,
@@ -50,45 +41,25 @@ MEGATRON: dict[str, Any] = {
 """A constant schedule in float32 on one rank."""
 
 
-GROUPS = (AlgorithmArgs, OffPolicyArgs, TeacherArgs, CriticArgs, ParameterArgs, TrainingArgs, HookArgs)
-
-
-def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
+def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, **changes: Any) -> Args:
     """The settings that the trainer reads, with their public names and defaults; derived ones follow `changes`."""
-    values: dict[str, Any] = {f.name: f.default for group in GROUPS for f in dataclasses.fields(group)}
-    values |= {
+    values: dict[str, Any] = {
         "hf_checkpoint": str(checkpoint),
         "device": "cpu",
-        "run_dir": None,
         "distributed_timeout_minutes": 2,
+        "num_rollout": 1,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 16,
         "global_batch_size": 8,
         "num_steps_per_rollout": 1,
         "micro_batch_size": 2,
         "log_probs_chunk_size": 16,
-        "rollout_temperature": 1.0,
-        "rollout_top_p": 1.0,
-        "rollout_top_k": -1,
         "eps_clip_high": 0.28,
         "kl_loss_type": "k3",
         "mismatch_limit": 1e9,
-        "pause_generation_mode": "abort",
-        "no_save_optim": False,
-        "no_load_optim": False,
-        "no_load_rng": False,
-        "finetune": False,
     }
-    settings = {**MEGATRON, **(megatron or {})}
-    values |= changes
-    return SimpleNamespace(**values | derived_settings(values, settings, set(changes)), megatron=settings)
-
-
-def derived_settings(values: dict[str, Any], megatron: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """What `slime.settings.derive` makes of these settings where the names in `given` were given."""
-    assumed = {"n_samples_per_prompt": 2, "rollout_max_response_len": 16}
-    draft = Draft({**assumed, **values}, dict(megatron), {})
-    draft.given = {"eps_clip_high", *given}
-    _algorithm(draft)
-    return {name: draft.values[name] for name in draft.origins}
+    return assemble(values | changes, megatron={**MEGATRON, **(megatron or {})})
 
 
 def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:

@@ -38,7 +38,7 @@ def model(**changes: Any) -> tuple[FamilyTable, State]:
     """The table of a model with these settings, and weights for it."""
     table = table_for({**CONFIG, **changes})
     generator = torch.Generator().manual_seed(0)
-    return table, {n: torch.randn(table.hf_shape(n), generator=generator) for n in table.hf_names}
+    return table, {n: torch.randn(table.shape_of(n), generator=generator) for n in table.hf_names}
 
 
 def engine_tensors(

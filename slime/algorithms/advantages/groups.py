@@ -12,14 +12,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from slime.algorithms.advantages import AdvantageEstimator, Array, Estimate, RewardedBatch
 from slime.algorithms.advantages.returns import spread_advantage
-from slime.settings.fields import derived
+from slime.core.errors import ConfigError
+from slime.settings.conditions import OWN_ADVANTAGES
+from slime.settings.fields import always, derived
+
+if TYPE_CHECKING:
+    from slime.settings import Args
 
 EQUAL_TOLERANCE = 1e-12
 """Rewards this close, relative to the largest, are equal: the mean of siblings rounds, and 1e-17 / 1e-6 is noise."""
@@ -39,6 +44,8 @@ class GroupEstimator(AdvantageEstimator):
             else "rewards are compared within a group"
         ),
         off_names=("--disable-rewards-normalization",),
+        needs=OWN_ADVANTAGES,
+        asks=always,
     )
     """Subtract the group's mean reward. Off with --custom-reward-post-process-path, whose rewards are trained as they
     are."""
@@ -46,6 +53,14 @@ class GroupEstimator(AdvantageEstimator):
     @abstractmethod
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
         """Rewards [S] less what they are compared with; 0 where there is nothing to compare."""
+
+    def check(self, args: Args) -> None:
+        """What the reward hook returns is what is trained on."""
+        if args.custom_reward_post_process_path and self.rewards_normalization:
+            raise ConfigError(
+                "got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the "
+                "hook returns once more; drop the switch and normalise in the hook"
+            )
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
         """See `AdvantageEstimator`."""

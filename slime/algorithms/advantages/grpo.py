@@ -15,7 +15,8 @@ import numpy.typing as npt
 from slime.algorithms.advantages import ESTIMATORS, Array
 from slime.algorithms.advantages.groups import GroupEstimator, iter_groups, nothing_to_compare
 from slime.core.errors import ConfigError
-from slime.settings.fields import Need, derived, opt
+from slime.settings.conditions import OWN_ADVANTAGES
+from slime.settings.fields import Need, always, derived, opt
 
 if TYPE_CHECKING:
     from slime.settings import Args
@@ -24,7 +25,7 @@ STD_EPSILON = 1e-6
 """Added to the (unbiased) standard deviation."""
 SCALES = ("group", "batch", "none")
 
-_COMPARES = Need(lambda s: s.rewards_normalization, "rewards_normalization")
+_COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_normalization"))
 
 
 @ESTIMATORS.register("grpo")
@@ -41,6 +42,7 @@ class GroupRelative(GroupEstimator):
         ),
         off_names=("--disable-grpo-std-normalization",),
         needs=_COMPARES,
+        asks=always,
     )
     """Divide group rewards by their standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
     advantage_scale: Literal["group", "batch", "none"] = derived(
@@ -53,7 +55,7 @@ class GroupRelative(GroupEstimator):
     advantage_epsilon: float = opt(
         STD_EPSILON,
         ge=0,
-        needs=(_COMPARES, Need(lambda s: s.advantage_scale != "none", "advantage_scale group or batch")),
+        needs=(*_COMPARES, Need(lambda s: s.advantage_scale != "none", "advantage_scale group or batch")),
     )
     """Added to that standard deviation."""
 
@@ -63,8 +65,8 @@ class GroupRelative(GroupEstimator):
 
     def check(self, args: Args) -> None:
         """Two settings say whether rewards are divided; where both are given they say the same."""
-        given = [args.origins.get(name, "default") for name in ("grpo_std_normalization", "advantage_scale")]
-        both = not any(origin.startswith(("default", "derived")) for origin in given)
+        super().check(args)
+        both = args.was_given("grpo_std_normalization") and args.was_given("advantage_scale")
         if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
             raise ConfigError(
                 f"got grpo_std_normalization {self.grpo_std_normalization} with advantage_scale "

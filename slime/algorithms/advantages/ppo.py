@@ -16,6 +16,7 @@ from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Esti
 from slime.algorithms.advantages.returns import ReturnSettings, rewards_of_tokens
 from slime.algorithms.advantages.scan import CHUNK_TOKENS, reverse_scan
 from slime.core.errors import ConfigError
+from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class ProximalAdvantages(ReturnSettings, CriticEstimator):
     """The critic's values are the baseline of every token."""
 
-    lambd: float = opt(1.0, ge=0, le=1)
+    lambd: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
     """Lambda of generalized advantage estimation (ppo, arXiv:1506.02438)."""
 
     def estimate(self, batch: RewardedBatch) -> Estimate:

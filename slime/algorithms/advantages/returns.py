@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from slime.algorithms.advantages import Array, RewardedBatch
 from slime.core.errors import DataError
+from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
 
 OBSERVATIONS = ("skip", "through", "reset")
@@ -25,9 +26,9 @@ OBSERVATIONS = ("skip", "through", "reset")
 class ReturnSettings:
     """How the rewards of later tokens count."""
 
-    gamma: float = opt(1.0, ge=0, le=1)
+    gamma: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
     """Discount of later tokens' rewards (ppo, reinforce_plus_plus)."""
-    observation_returns: Literal["skip", "through", "reset"] = "skip"
+    observation_returns: Literal["skip", "through", "reset"] = opt("skip", needs=OWN_ADVANTAGES)
     """What tokens that the policy did not write (tool results) do to returns: they are skipped, count as time steps, or
     end the discounted sum (reinforce_plus_plus only)."""
 

@@ -58,6 +58,8 @@ class Correction(ABC):
     """Something that acts on the policy loss of tokens, by how they were sampled."""
 
     name: ClassVar[str]
+    switch: ClassVar[str] = ""
+    """The flag that asks for it, for messages."""
     needs_rollout_log_probs: ClassVar[bool] = True
     """Whether trained tokens must come with the engine's log-probs."""
 

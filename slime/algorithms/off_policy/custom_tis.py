@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
 from slime.core.errors import HookError
@@ -19,6 +19,8 @@ FLAG = "--custom-tis-function-path"
 @dataclass(frozen=True, kw_only=True)
 class CustomWeights(MismatchCorrection):
     """Lists per sample in; the changed loss, masks per sample and metrics [R] out."""
+
+    switch: ClassVar[str] = "--custom-tis-function-path"
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`. Raises `HookError` if the function breaks its contract."""

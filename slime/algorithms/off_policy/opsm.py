@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class OffPolicySequenceMasking(Correction):
     """Leaves out drifted sequences with a negative advantage (`--use-opsm`)."""
 
+    switch: ClassVar[str] = "--use-opsm"
+
     needs_rollout_log_probs: ClassVar[bool] = False
 
     opsm_delta: float = opt(1e-4, ge=0)

@@ -7,7 +7,7 @@ of another can be combined. Rejected tokens stay in the denominators of the loss
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Rejection(MismatchCorrection):
     """Leaves out what is out of the band (`--rejection-level`)."""
+
+    switch: ClassVar[str] = "--rejection-level"
 
     rejection_level: Level | None = None
     """Leave tokens (or whole sequences) out of the loss whose w is out of bounds, apart from the weight."""

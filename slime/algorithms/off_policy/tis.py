@@ -9,7 +9,7 @@ outside of it ("mask"), without a gradient of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
@@ -67,6 +67,8 @@ class WeightSettings:
 class ImportanceSampling(WeightSettings, MismatchCorrection):
     """Multiplies the policy loss by the weights."""
 
+    switch: ClassVar[str] = "--use-tis without --custom-tis-function-path"
+
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`."""
         weights = self.weights(tokens)
@@ -82,6 +84,8 @@ class ImportanceSampling(WeightSettings, MismatchCorrection):
 @dataclass(frozen=True, kw_only=True)
 class ReportedWeights(WeightSettings, MismatchCorrection):
     """Reports the weights without applying them (`--get-mismatch-metrics`)."""
+
+    switch: ClassVar[str] = "--get-mismatch-metrics"
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`."""

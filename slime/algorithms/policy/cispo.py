@@ -7,13 +7,13 @@ log-prob.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
 from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
 from slime.algorithms.policy.clip import ClipRange
 from slime.core.errors import ConfigError
-from slime.settings.fields import derived
+from slime.settings.fields import Need, derived, opt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,14 +21,35 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 
+_OWN_BOUNDS = "policy_loss ppo_clip or gspo, or cispo without bounds of its own that replace it"
+
+
+def _has_own_high(s: Any) -> bool:
+    return bool(s.was_given("cispo_clip_high"))
+
+
 @POLICY_LOSSES.register("cispo")
 @dataclass(frozen=True, kw_only=True)
 class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
     """The weight of each token is bounded; its gradient stays. The range of PPO gives the default of the bounds."""
 
-    cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip")
+    eps_clip: float = opt(
+        0.2,
+        gt=0,
+        le=1,
+        needs=Need(
+            lambda s: not s.was_given("cispo_clip_low") or (not _has_own_high(s) and not s.was_given("eps_clip_high")),
+            _OWN_BOUNDS,
+        ),
+    )
+    """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""
+    eps_clip_high: float = derived(
+        lambda s: s.eps_clip, "eps_clip", gt=0, needs=Need(lambda s: not _has_own_high(s), _OWN_BOUNDS)
+    )
+    """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
+    cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip", ge=0)
     """Lower bound of the CISPO weight itself; 0 is none. Default: 1 - eps_clip."""
-    cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high")
+    cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high", ge=0)
     """Upper bound of the CISPO weight itself. Default: 1 + eps_clip_high."""
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:

@@ -272,7 +272,7 @@ class FamilyTable:
         """All HF tensors, in export order."""
         return tuple(dict.fromkeys(name for e in self.entries for name in e.hf))
 
-    def hf_shape(self, hf_name: str) -> tuple[int, ...]:
+    def shape_of(self, hf_name: str) -> tuple[int, ...]:
         """Shape of a HF tensor as the config implies it."""
         entry = self.entry_of_hf(hf_name)
         shape = entry.row.shapes[entry.hf.index(hf_name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,13 @@ from slime.models.family import Family
 from slime.models.qwen3_next.flops import mixer_cost
 from slime.models.qwen3_next.linear import is_linear
 from slime.models.qwen3_next.weights import qwen_next_table
+from slime.settings.fields import opt
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from slime.settings import Args
 
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 """Of linear attention, after `linear_`, in HF's and in Megatron's configuration."""
@@ -32,8 +36,22 @@ class Qwen3Next(Family):
     refused_biases = ()
     layer_kinds = ("full_attention", "linear_attention")
 
-    qwen_gdn_backend: str = "auto"
-    """How gated delta nets are computed; see `delta_rule.delta_rule`."""
+    qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
+    """Linear attention of Qwen3-Next and Qwen3.5: kernels of flash-linear-attention (a GPU and half precision), plain
+    PyTorch, or the kernels where they are installed and can run."""
+
+    def check(self, args: Args) -> list[str]:
+        """A choice of kernels has what they need."""
+        if self.qwen_gdn_backend != "fla":
+            return []
+        problems = (
+            ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
+            ("the trainer runs on a CPU", args.device == "cpu"),
+            ("the training dtype is float32", not (args.megatron["bf16"] or args.megatron["fp16"])),
+        )
+        reasons = " and ".join(reason for reason, holds in problems if holds)
+        told = f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself"
+        return [told] if reasons else []
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Gated delta nets, gated attention, experts. Raises `ConfigError` for what is not trained."""

@@ -116,15 +116,15 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> T
 
     Zeros between the sequences of the row separate them, so that one convolution of the whole row does for all.
     """
-    padding = weight.size(-1) - 1
-    place = _places(lengths, padding, x.device)
-    row = x.new_zeros(x.size(0) + padding * len(lengths), x.size(1)).index_copy(0, place, x)
+    spacing = weight.size(-1) - 1
+    place = _places(lengths, spacing, x.device)
+    row = x.new_zeros(x.size(0) + spacing * len(lengths), x.size(1)).index_copy(0, place, x)
     out = functional.conv1d(row.mT.unsqueeze(0), weight, groups=x.size(1)).squeeze(0).mT
-    return out.index_select(0, place - padding)
+    return out.index_select(0, place - spacing)
 
 
 @functools.lru_cache(maxsize=8)
-def _places(lengths: tuple[int, ...], padding: int, device: torch.device) -> Tensor:
-    """[T] int64: where each token goes when `padding` entries are put ahead of each sequence."""
-    ahead = padding * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+def _places(lengths: tuple[int, ...], spacing: int, device: torch.device) -> Tensor:
+    """[T] int64: where each token goes when `spacing` entries are put ahead of each sequence."""
+    ahead = spacing * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
     return (torch.arange(sum(lengths)) + ahead).to(device)

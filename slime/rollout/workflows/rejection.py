@@ -19,10 +19,10 @@ from slime.core.sample import Sample
 from slime.rollout.filters import execution_rewards
 from slime.rollout.types import DynamicFilterOutput
 from slime.settings import Args
-from slime.settings.groups import RewardArgs
+from slime.settings.groups.reward import RewardSettings
 
 
-def _rewards(args: RewardArgs, samples: list[Sample]) -> dict[int, float]:
+def _rewards(args: RewardSettings, samples: list[Sample]) -> dict[int, float]:
     """Execution -> mean reward of its fan-out siblings, in the order of first appearance."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
@@ -30,7 +30,7 @@ def _rewards(args: RewardArgs, samples: list[Sample]) -> dict[int, float]:
     return {index: sum(values) / len(values) for index, values in rewards.items()}
 
 
-def _keep(args: RewardArgs, groups: list[list[Sample]], chosen: Callable[[dict[int, float]], set[int]]) -> None:
+def _keep(args: RewardSettings, groups: list[list[Sample]], chosen: Callable[[dict[int, float]], set[int]]) -> None:
     for group in groups:
         kept = chosen(_rewards(args, group))
         for sample in group:

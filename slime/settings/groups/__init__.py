@@ -1,62 +1,49 @@
-"""Slime's own settings, one file per group; `HEADINGS` gives their order and titles in --help."""
+"""Slime's own settings, one file per group. A new group is a file, a line below, and a base of `Args`."""
 
 from __future__ import annotations
 
-from slime.settings.groups.algorithm import AlgorithmArgs
-from slime.settings.groups.checkpoint import CheckpointArgs
-from slime.settings.groups.cluster import ClusterArgs
-from slime.settings.groups.critic import CriticArgs
-from slime.settings.groups.data import DataArgs
-from slime.settings.groups.debug import DebugArgs
-from slime.settings.groups.evaluation import EvalArgs
-from slime.settings.groups.hooks import HookArgs
-from slime.settings.groups.logging import LoggingArgs
-from slime.settings.groups.off_policy import OffPolicyArgs
-from slime.settings.groups.parameters import ParameterArgs
-from slime.settings.groups.reward import RewardArgs
-from slime.settings.groups.rollout import RolloutArgs
-from slime.settings.groups.serving import ServingArgs
-from slime.settings.groups.teacher import TeacherArgs
-from slime.settings.groups.training import TrainingArgs
-from slime.settings.groups.weights import WeightSyncArgs
+from slime.settings.group import Group
+from slime.settings.groups import (
+    algorithm,
+    algorithm_rules,
+    checkpoint,
+    cluster,
+    configuration,
+    critic,
+    data,
+    debug,
+    evaluation,
+    hooks,
+    logging,
+    off_policy,
+    parameters,
+    reward,
+    rollout,
+    serving,
+    teacher,
+    training,
+    training_rules,
+    weights,
+)
 
-__all__ = [
-    "HEADINGS",
-    "AlgorithmArgs",
-    "CheckpointArgs",
-    "ClusterArgs",
-    "CriticArgs",
-    "DataArgs",
-    "DebugArgs",
-    "EvalArgs",
-    "HookArgs",
-    "LoggingArgs",
-    "OffPolicyArgs",
-    "ParameterArgs",
-    "RewardArgs",
-    "RolloutArgs",
-    "ServingArgs",
-    "TeacherArgs",
-    "TrainingArgs",
-    "WeightSyncArgs",
-]
-
-HEADINGS: dict[type, str] = {
-    ClusterArgs: "Cluster and placement",
-    RolloutArgs: "Rollout",
-    DataArgs: "Data",
-    EvalArgs: "Evaluation",
-    RewardArgs: "Reward",
-    AlgorithmArgs: "Algorithm",
-    OffPolicyArgs: "Off-policy corrections",
-    TeacherArgs: "On-policy distillation",
-    CriticArgs: "Critic",
-    ParameterArgs: "Parameters and copies",
-    TrainingArgs: "Training batches",
-    CheckpointArgs: "Checkpoint",
-    WeightSyncArgs: "Weight sync",
-    ServingArgs: "Serving",
-    LoggingArgs: "Logging",
-    DebugArgs: "Debug",
-    HookArgs: "Hooks",
-}
+GROUPS: tuple[Group, ...] = (
+    Group(cluster.ClusterSettings, "Cluster and placement", cluster.RULES),
+    Group(rollout.RolloutSettings, "Rollout", rollout.RULES, rollout.PASSED),
+    Group(data.DataSettings, "Data"),
+    Group(evaluation.EvalSettings, "Evaluation", evaluation.RULES),
+    Group(reward.RewardSettings, "Reward", reward.RULES),
+    Group(algorithm.AlgorithmSettings, "Algorithm", algorithm_rules.RULES),
+    Group(off_policy.OffPolicySettings, "Off-policy corrections"),
+    Group(teacher.TeacherSettings, "On-policy distillation", teacher.RULES),
+    Group(critic.CriticSettings, "Critic"),
+    Group(parameters.ParameterSettings, "Parameters and copies", parameters.RULES),
+    Group(training.TrainingSettings, "Training batches", training_rules.RULES, training.PASSED),
+    Group(checkpoint.CheckpointSettings, "Checkpoint", checkpoint.RULES),
+    Group(weights.WeightSyncSettings, "Weight sync"),
+    Group(serving.ServingSettings, "Serving", serving.RULES),
+    Group(logging.LoggingSettings, "Logging"),
+    Group(debug.DebugSettings, "Debug", debug.RULES),
+    Group(hooks.HookSettings, "Hooks"),
+    Group(configuration.ConfigurationSettings, "Configuration"),
+)
+"""In the order of --help."""

@@ -2,38 +2,129 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from slime.settings.fields import derived, internal, opt
+from slime.core.ids import new_run_id
+from slime.settings.fields import UNSET, Adjusted, Need, derived, internal, opt
+from slime.settings.group import Rule
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+_SHARED = Need(lambda s: s.colocate, "--colocate: nobody else takes the memory")
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA device."""
+    return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _num_rollout_gpus(s: Any) -> int:
+    shared = s.actor_num_nodes * s.actor_num_gpus_per_node
+    return int(shared if s.colocate else s.rollout_num_gpus_per_engine)
+
+
+def _hands_over(s: Any) -> bool:
+    """Whether training and inference leave the GPU to each other."""
+    return bool(s.offload or (s.colocate and s.device == "cuda"))
+
+
+def _why_handed_over(s: Any) -> str:
+    if s.offload:
+        return "--offload"
+    if s.colocate:
+        return "--colocate on cuda" if s.device == "cuda" else "on a CPU there is no device memory to hand over"
+    return "training and inference do not share a GPU"
+
+
+def _without_trainer(value: Any, s: Any) -> Adjusted | None:
+    if value and s.debug_rollout_only:
+        return Adjusted(False, "--debug-rollout-only starts no trainer")
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterArgs:
+class ClusterSettings:
     """Placement of training and inference. On a CPU a "GPU" is a logical slot."""
 
-    device: str = derived(choices=("auto", "cpu", "cuda"))
+    device: str = derived(
+        lambda s: "cuda" if has_gpu() else "cpu",
+        lambda s: "/dev/nvidia* exists" if s.device == "cuda" else "no /dev/nvidia* on this machine",
+        choices=("auto", "cpu", "cuda"),
+        canonical=lambda value: UNSET if value == "auto" else value,
+    )
     """Where training and inference compute; auto means cuda if this machine has an NVIDIA device, else cpu."""
-    run_id: str = internal()
+    run_id: str = internal(lambda s: new_run_id(), "time and a random number")
     """Id of this start of the run: names its processes, temporary files and, without --run-dir, its folder."""
-    run_dir: str = derived()
+    run_dir: str = derived(lambda s: f"runs/{s.run_id}", "the run id")
     """Folder of this run: resolved settings, metrics, logs, report. Default runs/<run id>."""
-    actor_num_nodes: int = 1
+    actor_num_nodes: int = opt(1, ge=1)
     """Number of training nodes."""
-    actor_num_gpus_per_node: int = 1
+    actor_num_gpus_per_node: int = opt(1, ge=1)
     """Training GPUs (on a CPU: ranks) per node."""
-    rollout_num_gpus: int = derived()
+    rollout_num_gpus: int = derived(
+        _num_rollout_gpus, lambda s: "--colocate: the training GPUs" if s.colocate else "one engine"
+    )
     """Inference GPUs in all. Default: the training GPUs under --colocate, else those of one engine."""
-    rollout_num_gpus_per_engine: int = 1
+    rollout_num_gpus_per_engine: int = opt(1, ge=1)
     """GPUs of one SGLang server (its tensor-parallel size)."""
-    colocate: bool = False
+    colocate: bool = opt(False, adjust=_without_trainer)
     """Training and inference share the same GPUs and take turns."""
-    offload: bool = False
+    offload: bool = opt(False, needs=_SHARED)
     """Same as --offload-train --offload-rollout."""
-    offload_train: bool = derived()
+    offload_train: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
     """Training leaves the GPU while inference runs. Default: on under --colocate on cuda."""
-    offload_rollout: bool = derived()
+    offload_rollout: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
     """Inference leaves the GPU while training runs. Default: on under --colocate on cuda."""
-    train_env_vars: dict[str, str] = opt({})  # noqa: RUF009
+    train_env_vars: dict[str, str] = opt({})
     """Extra environment variables of the training processes, a JSON object."""
     distributed_timeout_minutes: int = 10
     """Limit of every collective of the training ranks, in minutes."""
+
+
+def engines_divide(args: Args) -> str | None:
+    """Inference GPUs form whole engines."""
+    total, each = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if args.debug_train_only or (total > 0 and each > 0 and total % each == 0):
+        return None
+    return (
+        f"got rollout_num_gpus {total} for engines of {each}: they form no whole engines; "
+        "change --rollout-num-gpus or --rollout-num-gpus-per-engine"
+    )
+
+
+def colocate_shares_all_gpus(args: Args) -> str | None:
+    """Colocated engines live on the training GPUs."""
+    num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if not args.colocate or args.debug_train_only or args.rollout_num_gpus <= num_train:
+        return None
+    return (
+        f"got --colocate with rollout_num_gpus {args.rollout_num_gpus} and {num_train} training GPUs: the others "
+        "would be shared with nobody; leave --rollout-num-gpus out"
+    )
+
+
+def one_host(args: Args) -> str | None:
+    """Engines and router listen on loopback."""
+    if args.actor_num_nodes <= 1:
+        return None
+    return (
+        f"got actor_num_nodes {args.actor_num_nodes}; in this release engines and router listen on loopback, so a "
+        "run lives on one host: use --actor-num-gpus-per-node"
+    )
+
+
+def engines_of_one_gpu(args: Args) -> str | None:
+    """An engine actor holds one GPU."""
+    each = args.rollout_num_gpus_per_engine
+    if args.device != "cuda" or args.debug_train_only or each <= 1:
+        return None
+    return (
+        f"got rollout_num_gpus_per_engine {each}; this release starts engines of one GPU: leave it at 1 and give "
+        f"--rollout-num-gpus {each} for as many engines"
+    )
+
+
+RULES: tuple[Rule, ...] = (engines_divide, colocate_shares_all_gpus, one_host, engines_of_one_gpu)

@@ -1,21 +1,27 @@
-"""The critic of --advantage-estimator ppo: a value model on the trainer's own ranks."""
+"""The critic of an advantage estimator that has one (ppo): a value model on the trainer's own ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from slime.settings.fields import derived
+from slime.settings.conditions import ADVANTAGES, CRITIC, estimator_of
+from slime.settings.fields import derived, is_not_zero, opt
+
+_NEEDS = (ADVANTAGES, CRITIC)
+
+
+def _initial(s: Any) -> str | None:
+    return s.hf_checkpoint if estimator_of(s).needs_critic else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticArgs:
-    """A second model of the policy's shape with a scalar head; it has the same parallel layout."""
+class CriticSettings:
+    """A second model of the policy's architecture with a scalar head; it has the same parallel layout."""
 
-    critic_load: str | None = None
+    critic_load: str | None = derived(_initial, "the critic starts from the policy's weights", needs=_NEEDS)
     """HF folder that the critic starts from. Default: --hf-checkpoint. Its value head starts at zero."""
-    critic_lr: float = derived()
+    critic_lr: float = derived(lambda s: s.megatron["lr"], "lr", gt=0, needs=_NEEDS)
     """Learning rate of the critic. Default: --lr."""
-    num_critic_only_steps: int = 0
+    num_critic_only_steps: int = opt(0, ge=0, needs=_NEEDS, asks=is_not_zero)
     """First steps that train the critic alone."""
-    value_clip: float = 0.2
-    """Range of a value's change per update (PPO)."""

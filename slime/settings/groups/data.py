@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.settings.fields import opt
+from slime.settings.fields import Need, opt
+from slime.settings.groups.hooks import SFT_ROLLOUT
+
+_RENDERS = Need(
+    lambda s: s.apply_chat_template or s.loss_type == "sft_loss" or s.rollout_function_path == SFT_ROLLOUT,
+    "--apply-chat-template",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataArgs:
+class DataSettings:
     """Which prompts, and how a row becomes one."""
 
     prompt_data: str | None = None
@@ -24,7 +30,7 @@ class DataArgs:
     """Column with tool descriptions for the chat template."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
-    apply_chat_template_kwargs: dict[str, Any] = opt({})  # noqa: RUF009
+    apply_chat_template_kwargs: dict[str, Any] = opt({}, needs=_RENDERS)
     """Arguments of the chat template, a JSON object."""
     data_source_path: str | None = None
-    """Class to use in place of the Data Buffer's prompt source (see --help hooks in the documentation)."""
+    """Class to use in place of the Data Buffer's prompt source (its methods: --help hooks)."""

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.settings.fields import derived
+from slime.settings.group import Rule
+from slime.settings.groups.hooks import SFT_ROLLOUT
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+
+def _trains_only(s: Any) -> bool | None:
+    if s.load_debug_rollout_data:
+        return True
+    evaluates = s.eval_prompt_data is not None or s.eval_config is not None
+    needs_no_engine = s.loss_type == "sft_loss" and s.rollout_function_path == SFT_ROLLOUT and not evaluates
+    return True if needs_no_engine else None
+
+
+def _why_trains_only(s: Any) -> str:
+    if s.load_debug_rollout_data:
+        return "--load-debug-rollout-data replays rollouts"
+    return "supervised fine-tuning without evaluation needs no engine"
+
+
+def _below_details(s: Any, kind: str, ending: str) -> str | None:
+    if s.dump_details is None:
+        return None
+    return str(Path(s.dump_details) / f"{kind}_data" / f"{{rollout_id}}.{ending}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DebugArgs:
+class DebugSettings:
     """Debugging aids."""
 
     debug_rollout_only: bool = False
     """Generate and grade; no trainer is started. With --num-rollout 0 and nothing to evaluate, engines and router serve
     until Ctrl-C."""
-    debug_train_only: bool = False
+    debug_train_only: bool = derived(_trains_only, _why_trains_only, default=False)
     """Train; no engine is started. Needs --load-debug-rollout-data, or an SFT rollout function."""
-    save_debug_rollout_data: str | None = None
+    save_debug_rollout_data: str | None = derived(lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details")
     """Write every rollout here; {rollout_id} in the path is replaced, by eval_STEP_NAME for an evaluation."""
-    save_debug_train_data: str | None = None
+    save_debug_train_data: str | None = derived(lambda s: _below_details(s, "train", "npz"), "--dump-details")
     """Write every batch for the trainer here, as numpy's .npz; {rollout_id} in the path is replaced."""
     dump_details: str | None = None
     """Folder for all of this: sets both --save-debug-... paths and gets the tokenizer."""
@@ -24,3 +53,16 @@ class DebugArgs:
     """Replay rollouts written by --save-debug-rollout-data instead of generating; implies --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = None
     """Replay only this part of each rollout's groups, half from its head and half from its tail."""
+
+
+def halves_are_compatible(args: Args) -> str | None:
+    """Half a loop is one half."""
+    if args.debug_rollout_only and args.debug_train_only:
+        return "got rollout-only and train-only together, so nothing would run; give one of them"
+    part = args.load_debug_rollout_data_subsample
+    if part is not None and not (0 < part <= 1 and args.load_debug_rollout_data):
+        return f"got load_debug_rollout_data_subsample {part}; give 0 < part <= 1 with --load-debug-rollout-data"
+    return None
+
+
+RULES: tuple[Rule, ...] = (halves_are_compatible,)

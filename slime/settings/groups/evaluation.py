@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from slime.settings.fields import derived
+from slime.settings.eval_config import eval_datasets
+from slime.settings.fields import derived, opt
+from slime.settings.group import Rule
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+
+def _same_as(name: str, *, ge: float | None = None) -> Any:
+    """A setting that is the rollout's unless it is given."""
+    return derived(lambda s: getattr(s, name), f"same as {name}", ge=ge)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalArgs:
+class EvalSettings:
     """Evaluation; every setting that is left out is the rollout's."""
 
-    eval_interval: int | None = None
+    eval_interval: int | None = opt(None, ge=1)
     """Steps between evaluations; none evaluates never."""
     skip_eval_before_train: bool = False
     """Do not evaluate before the first step."""
@@ -19,25 +30,58 @@ class EvalArgs:
     """Data sets as pairs: NAME FILE [NAME FILE ...]."""
     eval_config: str | None = None
     """YAML file with datasets that have settings of their own, in place of --eval-prompt-data."""
-    eval_input_key: str = derived()
+    eval_input_key: str = _same_as("input_key")
     """Column with the prompt. Default: input_key."""
-    eval_label_key: str | None = derived()
+    eval_label_key: str | None = _same_as("label_key")
     """Column with the answer. Default: label_key."""
-    eval_tool_key: str = derived()
+    eval_tool_key: str = _same_as("tool_key")
     """Column with the tools. Default: tool_key."""
-    eval_reward_key: str | None = derived()
+    eval_reward_key: str | None = _same_as("reward_key")
     """Key of a dict reward. Default: reward_key."""
-    n_samples_per_eval_prompt: int = 1
+    n_samples_per_eval_prompt: int = opt(1, ge=1)
     """Samples per evaluation prompt."""
-    eval_temperature: float = derived()
+    eval_temperature: float = _same_as("rollout_temperature")
     """Temperature; 0 is greedy. Default: rollout_temperature."""
-    eval_top_p: float = derived()
-    """TopPSet sampling. Default: rollout_top_p."""
-    eval_top_k: int = derived()
+    eval_top_p: float = _same_as("rollout_top_p")
+    """Top-p sampling. Default: rollout_top_p."""
+    eval_top_k: int = _same_as("rollout_top_k")
     """Top-k sampling. Default: rollout_top_k."""
-    eval_max_response_len: int = derived()
+    eval_max_response_len: int = _same_as("rollout_max_response_len", ge=1)
     """Most tokens of a response. Default: rollout_max_response_len."""
-    eval_max_prompt_len: int | None = derived()
+    eval_max_prompt_len: int | None = _same_as("rollout_max_prompt_len")
     """Longer prompts are filtered out. Default: rollout_max_prompt_len."""
     eval_min_new_tokens: int | None = None
     """Fewest tokens of a response."""
+
+
+def evaluation_can_be_sampled(args: Args) -> str | None:
+    """Zero is greedy, less is nothing."""
+    least = {"temperature": 0, "n_samples_per_eval_prompt": 1, "max_response_len": 1}
+    wrong = [] if args.eval_temperature >= 0 else [f"eval_temperature {args.eval_temperature}"]
+    wrong += [
+        f"{n} {getattr(d, n)} for evaluation on {d.name}"
+        for d in eval_datasets(args)
+        for n, low in least.items()
+        if getattr(d, n) < low
+    ]
+    return f"got {'; '.join(wrong)}: a temperature is 0 (greedy) or more, a count 1 or more" if wrong else None
+
+
+def evaluation_has_data(args: Args) -> str | None:
+    """Evaluation needs data, and data an interval."""
+    data = args.eval_prompt_data
+    if data is not None and (len(data) < 2 or len(data) % 2):
+        return f"got eval_prompt_data {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
+    if data is not None and args.eval_config is not None:
+        return "got --eval-prompt-data with --eval-config, which names the datasets; give one of them"
+    named = data is not None or args.eval_config is not None
+    if args.eval_interval is not None and not named and args.eval_function_path is None:
+        return f"got eval_interval {args.eval_interval} without --eval-prompt-data; give NAME FILE pairs"
+    if args.num_rollout == 0 and not named and args.eval_function_path is None and not args.debug_rollout_only:
+        return "got num_rollout 0, which only evaluates, without --eval-prompt-data; give NAME FILE pairs"
+    if named and args.eval_interval is None and args.num_rollout != 0:
+        return "got evaluation data without --eval-interval, so it would never be evaluated; give an interval"
+    return None
+
+
+RULES: tuple[Rule, ...] = (evaluation_can_be_sampled, evaluation_has_data)

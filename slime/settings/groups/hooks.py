@@ -3,53 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from slime.settings.fields import opt
+from slime.settings.conditions import ADVANTAGES, POLICY_TERM
+from slime.settings.fields import Adjusted, Need, derived, opt
+
+DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
+"""Rollout function of a run that samples step by step."""
+SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
+"""Rollout function of supervised fine-tuning: rows become samples, no engine."""
+FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
+"""The public name of `--fully-async`; its worker outlives a call, so that no function of one step could be it."""
+TEACHER_HOOK = "slime.rollout.workflows.teacher.judge"
+"""Sample hook that asks the server of `--opd-teacher-url`."""
+
+_SAMPLES = Need(
+    lambda s: s.rollout_function_path != SFT_ROLLOUT, "a rollout that samples; fine-tuning reads its samples"
+)
+_WEIGHTS = Need(lambda s: s.use_tis, "--use-tis")
+
+
+def _one_spelling(path: Any) -> Any:
+    """Rules know the built-in functions by one spelling."""
+    dotted = str(path).replace(":", ".")
+    return dotted if dotted in (SFT_ROLLOUT, FULLY_ASYNC, DEFAULT_ROLLOUT) else path
+
+
+def _own_worker(path: Any, s: Any) -> Adjusted | None:
+    refused = s.was_given("fully_async") and not s.fully_async
+    if path != FULLY_ASYNC or refused:
+        return None
+    return Adjusted(DEFAULT_ROLLOUT, f"{FULLY_ASYNC} means --fully-async")
+
+
+def _with_teacher(paths: Any, s: Any) -> Adjusted | None:
+    if s.opd_teacher_url is None:
+        return None
+    others = tuple(path for path in paths if path != TEACHER_HOOK)
+    return Adjusted((*others, TEACHER_HOOK), "--opd-teacher-url asks the teacher about each sample")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HookArgs:
-    """Import paths: `pkg.mod.fn`, `pkg.mod:fn` or `path/to/file.py:fn`."""
+class HookSettings:
+    """Import paths: `pkg.mod.fn`, `pkg.mod:fn` or `path/to/file.py:fn`. --help hooks shows every signature."""
 
-    rollout_function_path: str = "slime.rollout.loop.generate_rollout"
+    rollout_function_path: str = derived(
+        lambda s: SFT_ROLLOUT if s.loss_type == "sft_loss" else None,
+        "--loss-type sft_loss learns from the data, not from rewards",
+        default=DEFAULT_ROLLOUT,
+        canonical=_one_spelling,
+        adjust=_own_worker,
+    )
     """Generates one step: fn(args, rollout_id, data_source, evaluation=False)."""
     eval_function_path: str | None = None
     """Same signature, for evaluation. Default: the built-in evaluation."""
     custom_generate_function_path: str | None = None
     """One sample: async fn(args, sample, sampling_params[, evaluation]) -> Sample or list of samples."""
-    rollout_sample_hook_path: tuple[str, ...] = opt((), append=True)
+    rollout_sample_hook_path: tuple[str, ...] = opt((), append=True, adjust=_with_teacher)
     """Sees or replaces each finished sample before its reward: [async] fn(args, sample[, rollout_id, evaluation]) ->
     Sample or None (keeps it). Repeatable: called in the order of the flags."""
     custom_rm_path: str | None = None
     """Grader: fn(args, sample, **kw), sync or async; with --group-rm it gets and returns a list."""
-    dynamic_sampling_filter_path: str | None = None
+    dynamic_sampling_filter_path: str | None = opt(None, needs=_SAMPLES)
     """Keep a finished group? fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
     buffer_filter_path: str | None = None
     """Chooses buffered groups: fn(args, rollout_id, buffer, num_samples) -> groups."""
-    rollout_sample_filter_path: str | None = None
+    rollout_sample_filter_path: str | None = opt(None, needs=_SAMPLES)
     """Marks samples not to train on: fn(args, groups), sets sample.remove_sample."""
-    rollout_all_samples_process_path: str | None = None
+    rollout_all_samples_process_path: str | None = opt(None, needs=_SAMPLES)
     """Sees everything generated in a step, dropped groups too: fn(args, all_groups, data_source)."""
     custom_reward_post_process_path: str | None = None
     """Rewards to train on, in place of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
     """Replaces the conversion of samples to training data: fn(args, samples)."""
-    custom_advantage_function_path: str | None = None
+    custom_advantage_function_path: str | None = opt(None, needs=ADVANTAGES)
     """Replaces the estimator: fn(args, rollout_data), sets rollout_data["advantages"] (and "returns")."""
-    rollout_data_postprocess_path: str | None = None
+    rollout_data_postprocess_path: str | None = opt(None, needs=ADVANTAGES)
     """Last word on the advantages: fn(args, rollout_id, rollout_data), changes rollout_data["advantages"] and
     ["returns"] in place."""
     custom_loss_function_path: str | None = None
     """With --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
-    custom_tis_function_path: str | None = None
+    custom_tis_function_path: str | None = opt(None, needs=(POLICY_TERM, _WEIGHTS))
     """Replaces the weights of --use-tis: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
     total_lengths, response_lengths) -> (pg_loss, masks, metrics), called by keyword."""
-    custom_pg_loss_reducer_function_path: str | None = None
+    custom_pg_loss_reducer_function_path: str | None = opt(None, needs=POLICY_TERM)
     """Replaces the aggregation of the policy loss: fn(total_lengths, response_lengths, masks,
     calculate_per_token_loss) -> fn(token loss) -> scalar; the scalars of micro-batches are added up."""
     custom_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
     custom_eval_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, data, extra_metrics) -> bool; True replaces the default logging."""
-    custom_config_path: str | None = None
-    """YAML file with any of these settings by name; the key `custom` holds free settings for hooks, as args.custom."""

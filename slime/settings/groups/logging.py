@@ -9,7 +9,7 @@ from slime.settings.fields import opt
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingArgs:
+class LoggingSettings:
     """TensorBoard and Weights & Biases."""
 
     use_tensorboard: bool = False

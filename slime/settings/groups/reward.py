@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.core.errors import ConfigError
+from slime.core.loading import load_object
+from slime.settings.eval_config import eval_datasets
+from slime.settings.fields import opt
+from slime.settings.group import Rule
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+
+GRADERS = "slime.rewards.graders:GRADERS"
+"""The registry of graders, which stands above the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardArgs:
+class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
-    rm_type: str | None = None
+    rm_type: str | None = opt(None, chosen_from=GRADERS)
     """Grader: a built-in one, or the import path of a class of yours; metadata["rm_type"] of a row overrides it."""
     rm_url: str | None = None
     """Address of the grader of --rm-type remote_rm."""
@@ -19,9 +33,38 @@ class RewardArgs:
     """Which entry of a dict reward is the number to train on."""
     group_rm: bool = False
     """Grade all samples of a prompt in one call."""
-    reward_timeout_s: float = 30.0
+    reward_timeout_s: float = opt(30.0, gt=0)
     """Limit of one grading, in seconds; after it the sample is unscored, not zero."""
-    reward_num_workers: int = 2
+    reward_num_workers: int = opt(2, ge=1)
     """Grader processes."""
     reward_memory_limit_mb: int = 2048
     """Address space of one grader process, in MiB."""
+
+
+def grader_of(rm_type: str) -> Any:
+    """The entry of the graders' registry. Raises `ConfigError`."""
+    return load_object(GRADERS).get(rm_type)
+
+
+def grader_is_known(args: Args) -> str | None:
+    """A misspelt grader is found before any process starts."""
+    try:
+        for rm_type in (args.rm_type, *(d.rm_type for d in eval_datasets(args))):
+            if rm_type:
+                grader_of(rm_type)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def rewards_are_used_as_asked(args: Args) -> str | None:
+    """Several numbers need a key; batches need a service to go to."""
+    keys = ", ".join(grader_of(args.rm_type).score_keys) if args.rm_type and grader_is_known(args) is None else ""
+    if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
+        return f"got --rm-type {args.rm_type} without --reward-key; it returns several numbers, pick one of {keys}"
+    if args.rm_batch_size < 1 or (args.rm_batch_size > 1 and not args.rm_url):
+        return f"got --rm-batch-size {args.rm_batch_size}; give 1 or more, above 1 with the --rm-url that gets batches"
+    return None
+
+
+RULES: tuple[Rule, ...] = (grader_is_known, rewards_are_used_as_asked)

@@ -2,41 +2,116 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from slime.settings.fields import derived
+from slime.core.loading import load_object
+from slime.settings.data_files import count_rows
+from slime.settings.fields import Need, derived, opt
+from slime.settings.group import Passed, Rule
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+SCHEDULES = "slime.rollout.schedules:SCHEDULES"
+"""The registry of schedules."""
+
+
+def _rows_of_epochs(s: Any) -> int | None:
+    if s.num_epoch is None or not s.prompt_data or not s.rollout_batch_size:
+        return None
+    return int(s.num_epoch * (count_rows(s.prompt_data) // s.rollout_batch_size))
+
+
+def _why_rows(s: Any) -> str:
+    size = s.rollout_batch_size
+    return f"num_epoch {s.num_epoch} * ({count_rows(s.prompt_data)} rows // rollout_batch_size {size})"
+
+
+def _num_batches_ahead(s: Any) -> int:
+    """Batches under way; with more, long responses get old before they are finished."""
+    return min(s.max_weight_staleness or 0, 1) + 1
+
+
+def _lets_requests_go_on(s: Any) -> bool:
+    return bool(s.fully_async and s.pause_generation_mode != "abort")
+
+
+def _schedule(s: Any) -> str:
+    if s.fully_async:
+        return "fully_async"
+    return "step" if s.rollout_function_path == DEFAULT_ROLLOUT else "function"
+
+
+def _why_schedule(s: Any) -> str:
+    own = s.rollout_function_path
+    reasons = {"fully_async": "--fully-async", "step": "the default rollout function"}
+    return reasons.get(s.rollout_schedule, f"--rollout-function-path {own}")
+
+
+def _generates_all_the_time(s: Any) -> bool | None:
+    name = s.given("rollout_schedule")
+    if name is not None:
+        continuous: bool = load_object(SCHEDULES).get(name).continuous
+        return continuous
+    return True if s.given("rollout_function_path") == FULLY_ASYNC else None
+
+
+def _why_all_the_time(s: Any) -> str:
+    name = s.given("rollout_schedule")
+    return f"--rollout-function-path {FULLY_ASYNC}" if name is None else f"--rollout-schedule {name}"
+
+
+_WORKER = Need(lambda s: s.fully_async, "the worker of --fully-async")
+_PAUSES = Need(
+    lambda s: s.fully_async or s.pause_generation_mode == "abort",
+    "--fully-async: nothing else runs while weights are synced",
+)
+_CONTINUES = Need(lambda s: s.partial_rollout, "--partial-rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutArgs:
+class RolloutSettings:
     """Generation of the samples of one step, and the length of the loop."""
 
-    hf_checkpoint: str = ""
+    hf_checkpoint: str = opt("", required="--hf-checkpoint DIR names the model")
     """HF model folder: architecture, initial weights, tokenizer. Required."""
-    num_rollout: int = derived()
+    num_rollout: int = derived(
+        _rows_of_epochs, _why_rows, required="--num-rollout N (or --num-epoch N) is the length of the run"
+    )
     """Number of steps of the loop; 0 evaluates only. Required unless --num-epoch is given."""
-    num_epoch: int | None = None
+    num_epoch: int | None = opt(None, ge=1)
     """Passes over the prompt data; gives num_rollout = num_epoch * (rows // rollout_batch_size)."""
     start_rollout_id: int | None = None
     """First step of the loop. Default: the one after the loaded checkpoint, else 0."""
-    rollout_batch_size: int = derived()
+    rollout_batch_size: int = derived(
+        lambda s: 1 if s.given("num_rollout") == 0 else None,
+        "--num-rollout 0 generates no step",
+        ge=1,
+        required="--rollout-batch-size N is the number of prompts per step",
+    )
     """Prompts per step. Required."""
-    n_samples_per_prompt: int = 1
+    n_samples_per_prompt: int = opt(1, ge=1)
     """Executions (samples) per prompt."""
-    over_sampling_batch_size: int = derived()
+    over_sampling_batch_size: int = derived(lambda s: s.rollout_batch_size, "rollout_batch_size")
     """Prompts fetched per submission round; more than rollout_batch_size leaves room for filters."""
     rollout_temperature: float = 1.0
     """Sampling temperature; the trainer divides the logits by the same number."""
     rollout_top_p: float = 1.0
-    """TopPSet sampling. Only 1.0 can be trained on: the trainer's log-probs are over the whole vocabulary."""
+    """Top-p sampling. The trainer's log-probs are then those of the set of tokens that was sampled from; what would
+    compare them with those of the whole vocabulary is refused."""
     rollout_top_k: int = -1
-    """Top-k sampling, -1 is off. Only -1 can be trained on, for the same reason."""
-    rollout_max_response_len: int = 1024
+    """Top-k sampling, -1 is off. The trainer's log-probs are as with --rollout-top-p."""
+    rollout_max_response_len: int = opt(1024, ge=1)
     """Most tokens that one sample may generate."""
     rollout_max_context_len: int | None = None
     """Most tokens of prompt and response together."""
-    rollout_max_prompt_len: int | None = derived()
+    rollout_max_prompt_len: int | None = derived(
+        lambda s: None if s.rollout_max_context_len is None else s.rollout_max_context_len - 1,
+        "rollout_max_context_len - 1",
+    )
     """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is given."""
     rollout_skip_special_tokens: bool = False
     """Leave special tokens out of the response text (never out of the trained ids)."""
@@ -48,31 +123,117 @@ class RolloutArgs:
     """Shuffle the prompts anew in each epoch, by rollout_seed + epoch."""
     rollout_seed: int = 42
     """Seed of the shuffle and, where the engine samples by seed, of sampling."""
-    partial_rollout: bool = False
+    partial_rollout: bool = derived(
+        lambda s: True if s.fully_async else None,
+        "--fully-async syncs weights while groups are half done",
+        default=False,
+    )
     """Keep the tokens of samples that the end of a step interrupts, and continue them later."""
-    mask_offpolicy_in_partial_rollout: bool = False
+    mask_offpolicy_in_partial_rollout: bool = opt(False, needs=_CONTINUES)
     """Train only the tokens that the newest weights sampled in a continued sample."""
-    update_weights_interval: int = 1
+    update_weights_interval: int = opt(1, ge=1)
     """Steps between weight syncs (train_async.py only)."""
-    rollout_schedule: str = derived(chosen_from="slime.rollout.schedules:SCHEDULES")
+    rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
     """When groups are started and which are trained: step, fully_async, function, or an import path of a class of yours
     (see the documentation of customization). Default: fully_async with fully_async, function where
     rollout_function_path names one of its own, otherwise step."""
-    fully_async: bool = False
+    fully_async: bool = derived(_generates_all_the_time, _why_all_the_time, default=False)
     """Generate without pause, also while weights are synced: a worker keeps groups running, and each step trains the
     oldest finished ones (train_async.py only). Default: whether rollout_schedule generates all the time, as the one
     that rollout_function_path slime.rollout.fully_async.generate_rollout_fully_async means."""
-    max_groups_in_flight: int | None = derived()
+    max_groups_in_flight: int | None = derived(
+        lambda s: _num_batches_ahead(s) * s.rollout_batch_size if s.fully_async else None,
+        lambda s: f"{_num_batches_ahead(s)} * rollout_batch_size, max_weight_staleness {s.max_weight_staleness}",
+        needs=_WORKER,
+    )
     """Groups that the worker of fully_async has running or finished and waiting, at most. Default: 2 *
     rollout_batch_size, half of that if max_weight_staleness is 0."""
-    max_weight_staleness: int | None = derived()
+    max_weight_staleness: int | None = derived(lambda s: 2 if s.fully_async else None, "--fully-async")
     """No trained sample holds a token sampled by weights more than so many versions (trained steps) before those that
     are trained; groups with older ones start over. Finished groups beyond a batch are then kept. Default: 2 with
     fully_async; otherwise a step trains what was sampled in it, but for what partial_rollout continues."""
-    pause_generation_mode: Literal["abort", "retract", "in_place"] = "abort"
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
     """What a weight sync does to requests under way (fully_async): abort ends them, and they are sent again with their
     tokens; retract and in_place let them go on under the new weights, retract after reading all tokens anew, in_place
     with the keys and values of the old weights. The weight sync before a checkpoint always ends them, so that it holds
     their tokens."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""
+
+
+PASSED: tuple[Passed, ...] = (
+    Passed(
+        "sglang",
+        "disable_radix_cache",
+        lambda s: True if _lets_requests_go_on(s) else None,
+        lambda s: f"--pause-generation-mode {s.pause_generation_mode}: prefixes are of old weights",
+    ),
+    Passed(  # the versions of a sample then say whether its keys and values are of several
+        "sglang",
+        "chunked_prefill_size",
+        lambda s: -1 if s.fully_async and s.pause_generation_mode == "in_place" else None,
+        "--pause-generation-mode in_place: prompts are read at once",
+    ),
+)
+
+
+def temperature_is_positive(args: Args) -> str | None:
+    """Greedy samples have no log-prob to learn from."""
+    if args.rollout_temperature > 0:
+        return None
+    return (
+        f"got rollout_temperature {args.rollout_temperature}: greedy samples of a prompt are all equal and their "
+        "log-probs divide by zero; give a value > 0 (--eval-temperature 0 is fine)"
+    )
+
+
+def sampled_set_is_not_empty(args: Args) -> str | None:
+    """Top-p and top-k leave something to sample."""
+    if 0 < args.rollout_top_p <= 1 and (args.rollout_top_k >= 1 or args.rollout_top_k == -1):
+        return None
+    return (
+        f"got rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}; "
+        "give 0 < top_p <= 1, and top_k >= 1 or -1 for all"
+    )
+
+
+def engines_divide_by_the_temperature(args: Args) -> str | None:
+    """An environment variable of SGLang takes the temperature out of its log-probs."""
+    if args.rollout_temperature == 1.0 or args.debug_train_only:
+        return None
+    if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() not in ("1", "true", "yes", "y"):
+        return None
+    return (
+        f"got SGLANG_RETURN_ORIGINAL_LOGPROB in the environment with rollout_temperature "
+        f"{args.rollout_temperature}: engines would report log-probs at temperature 1, and the trainer those that "
+        "tokens were sampled with; unset it"
+    )
+
+
+def over_sampling_covers_batch(args: Args) -> str | None:
+    """Fewer prompts than a batch never fill it."""
+    if args.over_sampling_batch_size >= args.rollout_batch_size:
+        return None
+    return (
+        f"got over_sampling_batch_size {args.over_sampling_batch_size} below rollout_batch_size "
+        f"{args.rollout_batch_size}; raise it or leave it out"
+    )
+
+
+def lengths_fit(args: Args) -> str | None:
+    """Prompt and response fit into the context."""
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    if context is not None and prompt is not None and prompt > context - 1:
+        return (
+            f"got rollout_max_prompt_len {prompt} above rollout_max_context_len {context} - 1; no token would be left"
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    temperature_is_positive,
+    sampled_set_is_not_empty,
+    engines_divide_by_the_temperature,
+    over_sampling_covers_batch,
+    lengths_fit,
+)

@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from slime.settings.fields import internal
+from slime.settings.fields import internal, opt
+from slime.settings.group import Rule
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingArgs:
+class ServingSettings:
     """Limits of the inference side."""
 
-    sglang_server_concurrency: int = 512
+    sglang_server_concurrency: int = opt(512, ge=1)
     """Most requests in flight per engine."""
-    engine_start_timeout_s: float = 600.0
+    engine_start_timeout_s: float = opt(600.0, gt=0)
     """Limit of one engine's start, in seconds."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: float = opt(600.0, gt=0)
     """Limit of one generate request, in seconds."""
     sglang_router_ip: str | None = internal()
     """Host of the run's router; set when it has started."""
     sglang_router_port: int | None = internal()
     """Port of the run's router; set when it has started."""
+
+
+PLAIN_ENGINE = {
+    "quantization": (None,),
+    "pp_size": (None, 1),
+    "ep_size": (None, 1),
+    "dp_size": (None, 1),
+    "enable_dp_attention": (None, False),
+    "enable_eplb": (None, False),
+    "moe_a2a_backend": (None, "none"),
+    "speculative_algorithm": (None,),
+}
+"""Settings of SGLang -> values under which an engine's ranks shard tensors by tensor parallelism alone."""
+
+
+def engines_hold_what_tables_say(args: Args) -> str | None:
+    """The weight tables know engines whose ranks shard tensors by tensor parallelism alone, unquantised."""
+    if args.debug_rollout_only or args.debug_train_only:
+        return None
+    odd = [name for name, plain in PLAIN_ENGINE.items() if args.sglang.get(name) not in plain]
+    if not odd:
+        return None
+    return (
+        f"got --sglang-{odd[0].replace('_', '-')} {args.sglang[odd[0]]}: the engine would hold other tensors than "
+        "the trainer verifies after each sync; leave it out"
+    )
+
+
+def engine_divides_heads(args: Args) -> str | None:
+    """SGLang shards query heads over the ranks of an engine."""
+    tp, heads = args.rollout_num_gpus_per_engine, args.megatron["num_attention_heads"]
+    if args.debug_train_only or tp < 1 or heads % tp == 0:
+        return None
+    return f"got rollout_num_gpus_per_engine {tp}, which does not divide the {heads} attention heads; choose a divisor"
+
+
+RULES: tuple[Rule, ...] = (engine_divides_heads, engines_hold_what_tables_say)

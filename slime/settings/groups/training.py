@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from slime.settings.fields import derived, opt
+from slime.settings.families import model_type_of
+from slime.settings.fields import ChosenBy, Need, derived, opt
+from slime.settings.group import Passed
+
+
+def _executions(s: Any) -> int:
+    return int(s.rollout_batch_size * s.n_samples_per_prompt)
+
+
+def _num_given_steps(s: Any) -> int | None:
+    """The given number of steps per rollout, if it can be one."""
+    steps = s.given("num_steps_per_rollout")
+    return steps if steps is not None and steps > 0 else None
+
+
+def _why_batch(s: Any) -> str:
+    steps = _num_given_steps(s)
+    if steps is None:
+        return "rollout_batch_size * n_samples_per_prompt, one step per rollout"
+    return f"{_executions(s)} executions // {steps} steps per rollout"
+
+
+_DYNAMIC = Need(lambda s: s.use_dynamic_batch_size, "--use-dynamic-batch-size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingArgs:
+class TrainingSettings:
     """Batching, seed and the trainer's self-checks. Model, optimizer and schedule are Megatron's own flags."""
 
-    global_batch_size: int = derived()
+    global_batch_size: int = derived(lambda s: _executions(s) // (_num_given_steps(s) or 1), _why_batch, ge=1)
     """Executions (prompts x samples) per optimizer step. Default: those of a
     rollout // num_steps_per_rollout."""
-    num_steps_per_rollout: int = derived()
+    num_steps_per_rollout: int = derived(
+        lambda s: max(_executions(s) // max(s.global_batch_size, 1), 1),
+        lambda s: f"{_executions(s)} executions // {max(s.global_batch_size, 1)}",
+        ge=1,
+    )
     """Optimizer steps per generated batch. Default: 1, or what global_batch_size implies."""
-    micro_batch_size: int = 1
+    micro_batch_size: int = opt(1, ge=1)
     """Samples per forward pass, packed without padding."""
     use_dynamic_batch_size: bool = False
     """Fill micro-batches up to max_tokens_per_gpu instead."""
-    max_tokens_per_gpu: int | None = None
+    max_tokens_per_gpu: int | None = opt(None, needs=_DYNAMIC)
     """Most tokens in a micro-batch with --use-dynamic-batch-size."""
-    use_dynamic_global_batch_size: bool = False
+    use_dynamic_global_batch_size: bool = derived(
+        lambda s: True if s.load_debug_rollout_data_subsample is not None else None,
+        "--load-debug-rollout-data-subsample changes the number of samples",
+        default=False,
+    )
     """Train whatever number of executions a rollout has, in num_steps_per_rollout steps of nearly equal size."""
     balance_data: bool = False
     """Spread samples over data-parallel ranks by the floating-point operations that they cost."""
@@ -30,11 +62,46 @@ class TrainingArgs:
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
     seed: int = 1234
     """Seed of initialisation and dropout."""
-    model_family: str | None = None
+    model_family: str | None = opt(
+        None,
+        chosen_from="slime.models:FAMILIES",
+        chosen_by=ChosenBy(lambda s: model_type_of(s.hf_checkpoint), "a checkpoint of model_type"),
+    )
     """A model family of your own, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
     pkg.module:ClassName. None: slime's own families."""
-    qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
-    """Linear attention of Qwen3-Next and Qwen3.5: kernels of flash-linear-attention (a GPU and half precision), plain
-    PyTorch, or the kernels where they are installed and can run."""
     mismatch_limit: float | None = None
     """Largest accepted difference between trainer and engine log-probs; none takes the limit of the dtype."""
+
+
+def _dtype(s: Any) -> str:
+    return "float16" if s.megatron["fp16"] else "bfloat16" if s.megatron["bf16"] else "float32"
+
+
+def _num_iters(s: Any) -> int:
+    return int(s.num_rollout * (s.num_steps_per_rollout or 1))
+
+
+def _warm_up(s: Any) -> int | None:
+    fraction, iters = s.megatron["lr_warmup_fraction"], s.megatron["lr_decay_iters"]
+    return math.ceil(fraction * iters) if fraction is not None and iters else None
+
+
+def _needs_sequence_parallel(s: Any) -> bool | None:
+    m = s.megatron
+    return True if m["num_moe_experts"] and (m["tensor_model_parallel_size"] or 1) > 1 else None
+
+
+_DTYPE = "training dtype (--bf16 default, --fp16, --no-bf16)"
+
+PASSED: tuple[Passed, ...] = (
+    Passed("megatron", "bf16", lambda s: False if s.megatron["fp16"] else None, "--fp16 was given"),
+    Passed("megatron", "params_dtype", _dtype, _DTYPE),
+    Passed("megatron", "pipeline_dtype", _dtype, _DTYPE),
+    Passed("sglang", "dtype", _dtype, "training dtype (auto would serve float32 as float16)"),
+    Passed("megatron", "train_iters", _num_iters, "num_rollout * num_steps_per_rollout"),
+    Passed("megatron", "lr_decay_iters", lambda s: max(_num_iters(s), 1), "train_iters"),
+    Passed("megatron", "lr_warmup_iters", _warm_up, "lr_warmup_fraction * lr_decay_iters"),
+    Passed("megatron", "start_weight_decay", lambda s: s.megatron["weight_decay"], "weight_decay"),
+    Passed("megatron", "end_weight_decay", lambda s: s.megatron["weight_decay"], "weight_decay"),
+    Passed("megatron", "sequence_parallel", _needs_sequence_parallel, "experts under tensor parallelism need it"),
+)

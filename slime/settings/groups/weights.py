@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from slime.settings.fields import derived
+from slime.settings.fields import UNSET, derived, opt
+
+
+def _separate(s: Any) -> bool:
+    return s.device == "cuda" and not s.colocate
+
+
+def _one_name(value: Any) -> Any:
+    return {"auto": UNSET, "nccl": "distributed"}.get(value, value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSyncArgs:
+class WeightSyncSettings:
     """Weight sync. Every sync is verified; there is no switch for that."""
 
-    update_weight_transport: str = derived(choices=("auto", "tensor", "distributed", "nccl", "disk"))
+    update_weight_transport: str = derived(
+        lambda s: "distributed" if _separate(s) else "tensor",
+        lambda s: "trainer and engines have GPUs of their own" if _separate(s) else "trainer and engines share memory",
+        chosen_from="slime.weights.transports:TRANSPORTS",
+        canonical=_one_name,
+    )
     """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;
-    disk: a shared folder. auto: distributed on cuda without --colocate, else tensor."""
-    update_weight_disk_dir: str | None = derived()
-    """Folder for the disk transport. Default: <run_dir>/weights."""
-    update_weight_disk_keep_files: bool = False
-    """Keep published weight folders after the engines loaded them."""
-    update_weight_buffer_size: int = 512 * 1024 * 1024
+    disk: a shared folder; or the import path of a transport of your own. auto: distributed on cuda without --colocate,
+    else tensor."""
+    update_weight_buffer_size: int = opt(512 * 1024 * 1024, ge=1)
     """Bytes per bucket."""
-    weight_sync_timeout_s: float = 300.0
+    weight_sync_timeout_s: float = opt(300.0, gt=0)
     """Limit of one weight sync, in seconds."""

@@ -84,7 +84,7 @@ class _Settings:
 def score_tokens(
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
+    target_tokens: Tensor,
     shard: VocabShard,
     *,
     temperature: float = 1.0,
@@ -94,7 +94,7 @@ def score_tokens(
     top_p: float = 1.0,
     top_k: int = -1,
 ) -> TokenScores:
-    """Scores `targets` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature), within top-k and top-p.
+    """Scores `target_tokens` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature) and top-k, top-p.
 
     hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` if `entropy_grad`. `chunk_tokens`
     0: all rows at once. `top_p`, `top_k` as SGLang reads them (see `top_p`). Collective over `shard.group`.
@@ -103,15 +103,15 @@ def score_tokens(
     settings = _Settings(
         shard, 1.0 / temperature, with_entropy, with_entropy and entropy_grad, rows, float(top_p), int(top_k)
     )
-    log_probs, entropy, full, outside = _TokenScores.apply(hidden, weight, targets, settings)
+    log_probs, entropy, full, outside = _TokenScores.apply(hidden, weight, target_tokens, settings)
     return TokenScores(log_probs, entropy if with_entropy else None, full, outside)
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, **options: Unpack[ScoreOptions]
+    hidden: Tensor, weight: Tensor, target_tokens: Tensor, shard: VocabShard, **options: Unpack[ScoreOptions]
 ) -> tuple[Tensor, Tensor | None]:
     """`log_probs` and `entropy` of `score_tokens`, whose options it takes."""
-    scores = score_tokens(hidden, weight, targets, shard, **options)
+    scores = score_tokens(hidden, weight, target_tokens, shard, **options)
     return scores.log_probs, scores.entropy
 
 
@@ -243,8 +243,8 @@ class _Chunk:
     top_p_set: TopPSet | None
 
 
-def _forward_chunk(raw: Tensor, targets: Tensor, settings: _Settings, wide: torch.dtype) -> _Chunk:
-    """raw [n, V_valid]: local logits; targets [n]."""
+def _forward_chunk(raw: Tensor, target_tokens: Tensor, settings: _Settings, wide: torch.dtype) -> _Chunk:
+    """raw [n, V_valid]: local logits; target_tokens [n]."""
     shard, scale = settings.shard, settings.inverse_temperature
     slices, fused = _row_slices(raw), _is_fused(raw)
     sums_of = _compiled(_sums) if fused else _sums
@@ -253,7 +253,7 @@ def _forward_chunk(raw: Tensor, targets: Tensor, settings: _Settings, wide: torc
     else:
         top = torch.full((raw.size(0),), -float("inf"), dtype=wide, device=raw.device)
     shard.all_reduce(top, dist.ReduceOp.MAX)
-    local, held = shard.local(targets)
+    local, held = shard.local(target_tokens)
     sums = top.new_zeros(3, raw.size(0))
     for rows in [slice(None)] if fused else slices:
         sums[0, rows], sums[1, rows] = sums_of(raw[rows], top[rows], scale, settings.with_entropy)
@@ -285,7 +285,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
+        ctx: Any, hidden: Tensor, weight: Tensor, target_tokens: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.num_rows, weight = weight.size(0), weight[: settings.shard.num_valid]
         wide, step = _wide(hidden), settings.chunk_tokens
@@ -293,7 +293,7 @@ class _TokenScores(torch.autograd.Function):
         chunks: list[_Chunk] = []
         for start in range(0, hidden.size(0), step):
             raw = _logits(hidden[start : start + step], weight, buffer)
-            chunks.append(_forward_chunk(raw, targets[start : start + step], settings, wide))
+            chunks.append(_forward_chunk(raw, target_tokens[start : start + step], settings, wide))
 
         def whole(name: str, dtype: torch.dtype = wide) -> Tensor:
             parts = [getattr(chunk, name) for chunk in chunks]
@@ -303,7 +303,7 @@ class _TokenScores(torch.autograd.Function):
         log_kept, outside = whole("log_kept"), whole("outside", torch.bool)
         full = target - log_total
         log_probs = target - log_kept if settings.truncated else full.clone()
-        ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy, log_kept)
+        ctx.save_for_backward(hidden, weight, target_tokens, top, log_total, entropy, log_kept)
         ctx.settings, ctx.top_p_sets = settings, [chunk.top_p_set for chunk in chunks]
         ctx.mark_non_differentiable(full, outside, *(() if settings.entropy_grad else (entropy,)))
         return log_probs, entropy, full, outside
@@ -348,10 +348,10 @@ def _with_padding(grad: Tensor | None, weight: Tensor, num_rows: int) -> Tensor:
 
 def _row_factors(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> _RowFactors:
     """The factors of all rows, from the gradients with respect to the outputs [T]."""
-    _, _, targets, _, log_total, entropy, log_kept = ctx.saved_tensors
+    _, _, target_tokens, _, log_total, entropy, log_kept = ctx.saved_tensors
     settings: _Settings = ctx.settings
     scale = settings.inverse_temperature
-    local, held = settings.shard.local(targets)
+    local, held = settings.shard.local(target_tokens)
     own = torch.where(held, grad_log_probs * scale, 0.0)
     curve = -grad_entropy * scale if settings.entropy_grad else None  # dH/dlogit = -p (log p + H) / temperature
     slope = torch.zeros_like(own) if curve is None else curve * entropy

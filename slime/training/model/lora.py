@@ -55,15 +55,15 @@ class Adapters:
         rank = args.lora_rank
         assert rank is not None, "adapters are made where --lora-rank is given"
         self.scale = float(args.lora_alpha or 2.0 * rank) / rank
-        targets = _targets(table, args.lora_target_modules)
-        self.table = _with_rows(table, targets, rank)
+        adapted = _adapted(table, args.lora_target_modules)
+        self.table = _with_rows(table, adapted, rank)
         self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
         """Global names of the adapters of all ranks."""
         self._layers: dict[str, Module] = {}
         for chunk in chunks:
             for local_name, module in list(chunk.named_modules()):
                 name = global_name(chunk, f"{local_name}.weight")
-                if name in targets:
+                if name in adapted:
                     self._attach(name, module, int(args.seed))
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
 
 
-def _targets(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[str]:
+def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[str]:
     """Names of the weights that get an adapter, of all ranks; the experts of a layer together."""
     linears = [e for e in table.entries if LINEAR.search(e.megatron) and e.row.trained]
     chosen: set[tuple[str, str]] = set()
@@ -170,8 +170,8 @@ def _row_key(entry: Entry) -> tuple[str, str]:
     return (layer[1] if layer else "", entry.row.megatron)
 
 
-def _with_rows(table: FamilyTable, targets: frozenset[str], rank: int) -> FamilyTable:
-    chosen = {_row_key(e) for e in table.entries if e.megatron in targets}
+def _with_rows(table: FamilyTable, adapted: frozenset[str], rank: int) -> FamilyTable:
+    chosen = {_row_key(e) for e in table.entries if e.megatron in adapted}
     layers = tuple(
         rows + tuple(r for row in rows if (str(i), row.megatron) in chosen for r in adapter_rows(row, rank))
         for i, rows in enumerate(table.layers)

@@ -86,10 +86,10 @@ class PolicyModel(GPTModel):
         position_ids: Tensor,
         packed: PackedSequences,
         positions: Tensor,
-        targets: Tensor,
+        target_tokens: Tensor,
         **options: Unpack[ScoreOptions],
     ) -> Tensor | TokenScores:
-        """Scores float32 [R] of `targets` [R] predicted at `positions` [R] of a row of T tokens, as `score_tokens`.
+        """Scores float32 [R] of `target_tokens` [R] predicted at `positions` [R] of a row; see `score_tokens`.
 
         Each context-parallel rank evaluates the positions that it holds, and all of them get all results. A chunk that
         is not the last returns the hidden states for the next.
@@ -99,12 +99,14 @@ class PolicyModel(GPTModel):
             return hidden
         shard, size = packed.shard, positions.size(0)
         if shard is None:
-            return score_tokens(hidden.index_select(0, positions), self.output_weight(), targets, self.shard, **options)
+            return score_tokens(
+                hidden.index_select(0, positions), self.output_weight(), target_tokens, self.shard, **options
+            )
         which, positions = shard.owned(positions)
         scores = score_tokens(
             hidden.index_select(0, positions),
             self.output_weight(),
-            targets.index_select(0, which),
+            target_tokens.index_select(0, which),
             self.shard,
             **options,
         )

@@ -34,8 +34,8 @@ class VocabShard:
         parts[self.group.rank()] = x
         return self.all_reduce(parts)[: self.group.rank()].sum(dim=0).to(x.dtype)
 
-    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def local(self, target_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Local row of each global id [T] (0 where another rank holds it) and bool [T]: whether it is local."""
-        local = targets - self.start
+        local = target_tokens - self.start
         held = (local >= 0) & (local < self.num_valid)
         return torch.where(held, local, torch.zeros_like(local)), held

@@ -105,7 +105,7 @@ class LogProbs:
             batch.position_ids,
             batch.packed,
             batch.predicting,
-            batch.targets,
+            batch.target_tokens,
             temperature=float(args.rollout_temperature) if samples else 1.0,
             with_entropy=with_entropy,
             entropy_grad=with_entropy and bool(args.entropy_coef),

@@ -123,7 +123,7 @@ class MicroBatch:
     packed: PackedSequences
     predicting: Tensor
     """[R] int64 index in [0, T) whose hidden state predicts the response token."""
-    targets: Tensor
+    target_tokens: Tensor
     """[R] int64"""
     sequences: Sequences
     """Which sample each response token belongs to."""
@@ -193,7 +193,7 @@ def to_device(
         position_ids=tensor(row.position_ids),
         packed=packed_sequences(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device),
         predicting=tensor(row.response_positions),
-        targets=tensor(row.target_tokens[row.response_positions]),
+        target_tokens=tensor(row.target_tokens[row.response_positions]),
         sequences=Sequences(tensor(np.repeat(np.arange(len(samples)), lengths)), len(samples)),
         mask=tensor(mask),
         weights=tensor(_join([prepared.weights[p] for p in positions], np.float32)),

@@ -62,7 +62,7 @@ class MismatchMeter:
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
         """log_probs [R]: the trainer's, detached."""
-        if batch.targets.numel() == 0:
+        if batch.target_tokens.numel() == 0:
             return
         sampled = batch.sampled > 0
         current = sampled & (batch.versions == self._version)

@@ -17,7 +17,7 @@ from slime.core.batch import TrainBatch
 from slime.core.sample import Sample
 from slime.rewards.types import Scored
 from slime.rollout.manager import RolloutManager
-from tests.support import hostile_rewards
+from tests.contract.rollout import hostile_rewards
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
@@ -77,7 +77,7 @@ def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float) -> tuple[
         "--reward-num-workers",
         "2",
         "--custom-generate-function-path",
-        "tests.support.hostile_rewards:generate",
+        "tests.contract.rollout.hostile_rewards:generate",
         num_rows=2 * num_prompts,
     )
 

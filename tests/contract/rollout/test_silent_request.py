@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slime.rollout.manager import BUFFER_FILE, RolloutManager
+from tests.contract.rollout.swallowing_proxy import SwallowingProxy, swallowing
 from tests.support.engine_state import relabel
 from tests.support.rollout import rollout_args
-from tests.support.swallowing_proxy import SwallowingProxy, swallowing
 
 pytestmark = pytest.mark.slow
 HOOKS = str(Path(__file__).parents[2] / "unit" / "rollout" / "rollout_hooks.py")

@@ -85,7 +85,7 @@ def test_kl_in_the_reward_acts(tiny_qwen3: Path, tmp_path: Path, make_backend: M
         backend = make_backend(tiny_qwen3, kl_coef=0.5, **settings)
         prepared = backend.with_advantages(batch)
         advantages, metrics = prepared.aims.advantages, prepared.aims.metrics
-        backend.args.kl_coef = 0.0
+        backend.args = backend.args.replace(kl_coef=0.0)
         plain = backend.with_advantages(batch).aims.advantages
         assert metrics["train/kl_in_reward"] != 0.0
         assert any(not np.allclose(a, b) for a, b in zip(advantages, plain, strict=True)), estimator
@@ -103,7 +103,7 @@ def test_log_probs_are_those_of_the_top_p_set(tiny_qwen3: Path, make_backend: Ma
     on_policy = with_samples(
         batch, [dataclasses.replace(s, rollout_log_probs=x) for s, x in zip(batch.samples, full, strict=True)]
     )
-    backend.args.mismatch_limit = 1e-5
+    backend.args = backend.args.replace(mismatch_limit=1e-5)
     metrics = backend.train(on_policy)
     assert metrics["train/tis"] == pytest.approx(1.0, abs=1e-4), (
         "both sides of the weight are of the whole distribution"

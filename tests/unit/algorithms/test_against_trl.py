@@ -35,7 +35,7 @@ from slime.algorithms.policy.ppo_clip import clipped_policy_loss
 from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.sequences import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
-from tests.support.trl_reference import Batch, Case, Trl, random_batch
+from tests.unit.algorithms.trl_reference import Batch, Case, Trl, random_batch
 
 NUM_BATCHES = 1000
 TOLERANCE = 1e-6

@@ -30,7 +30,7 @@ def test_digests_of_many_experts_take_time_in_proportion() -> None:
     """49152 expert tensors of Qwen3-Next, without data: what remains is bookkeeping, while engines are paused."""
     table = table_for(SYNCED["Qwen3-Next-80B-A3B"][0])
     expected = ExpectedDigests(table, [], lambda tensors: "")
-    tensors = [(name, torch.empty(table.hf_shape(name), device="meta")) for name in table.hf_names]
+    tensors = [(name, torch.empty(table.shape_of(name), device="meta")) for name in table.hf_names]
     started = time.process_time()
     for name, tensor in tensors:
         expected.add(name, tensor)

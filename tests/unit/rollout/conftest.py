@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.patient_loop import PatientPolicy
+from tests.unit.rollout.patient_loop import PatientPolicy
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -219,7 +219,10 @@ def test_loading_from_the_empty_save_folder_is_a_fresh_start(base: list[str], tm
     assert parse_args([*base, "--load", folder, "--save", folder]).load is None
     (tmp_path / "ckpt" / ".writing_step_000000").mkdir(parents=True)
     assert parse_args([*base, "--load", folder + "/", "--save", folder]).load is None, "a crash before the first save"
-    assert "which needs --load" in refused([*base, "--load", folder, "--save", folder, "--ckpt-step", "4"])
+    step = [*base, "--load", folder, "--save", folder, "--ckpt-step", "4"]
+    assert "which needs --load" in parse_args(step).idle["ckpt_step"]
+    assert "which needs --load" in refused([*step, "--strict"])
+    assert not parse_args([*base, "--load", folder, "--save", folder, "--finetune", "--strict"]).idle, "a later start"
 
 
 def test_a_run_that_is_to_continue_does_not_start_anew(base: list[str], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.settings import parse_args
-from tests.support.command_line import refused
+from tests.support.command_line import listed, refused
 
 REFUSALS = [
     ("--global-batch-size 3", "does not divide"),
@@ -31,40 +31,30 @@ REFUSALS = [
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient is zero"),
     ("--n-samples-per-prompt 1", "every advantage is zero"),
     ("--custom-reward-post-process-path a.b --rewards-normalization", "once more"),
-    ('--apply-chat-template-kwargs {"a":1}', "which needs --apply-chat-template"),
     ("--start-rollout-id -1", "count from 0"),
     ("--prompt-data data.jsonl@[1:2:3]", "@[start:stop]"),
     ("--save-hf {step}", "only {rollout_id} is known"),
     ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "reference twice"),
     ("--calculate-per-token-loss --loss-aggregation sequence_sum", "give one of them"),
-    ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss ppo_clip or gspo"),
-    ("--gamma 0.9", "which needs advantage_estimator ppo or reinforce_plus_plus"),
-    ("--custom-tis-function-path a.b", "which needs --use-tis"),
     ("--use-tis --tis-clip 0.5 --tis-clip-low 0.6", "tis_clip_low 0.6 and tis_clip 0.5"),
     ("--advantage-estimator ppo --observation-returns reset", "skip or through"),
     ("--advantage-estimator ppo --lambd 1.5", "lambd 1.5"),
     ("--use-opd", "without --opd-type"),
     ("--use-opd --opd-type megatron", "the folder goes with"),
     ("--use-dynamic-global-batch-size --global-batch-size 4", "no fixed size"),
-    ("--critic-load missing", "critic_load missing"),
-    ("--kl-loss-coef 0.1", "which needs --use-kl-loss"),
+    ("--advantage-estimator ppo --critic-load missing", "critic_load missing"),
     ("--use-tis --use-rollout-logprobs", "compare"),
     ("--loss-type custom_loss", "without the other"),
     ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
     ("--eval-interval 2", "--eval-prompt-data"),
     ("--eval-prompt-data only-a-name", "pairs"),
     ("--save-interval 2", "without --save"),
-    ("--async-save", "which needs --save"),
     ("--save s --save-keep-last 0", "must be at least 1"),
-    ("--save s --save-retain-interval 5", "which needs --save-keep-last"),
-    ("--ckpt-step 3", "which needs --load"),
-    ("--finetune", "which needs --load"),
     ("--prompt-data missing.jsonl", "does not exist"),
     ("--hf-checkpoint missing", "config.json does not exist"),
     ("--rm-type remote_rm", "--rm-url"),
     ("--group-rm", "--custom-rm-path"),
     ("--debug-rollout-only --debug-train-only", "nothing would run"),
-    ("--offload", "which needs --colocate"),
     ("--hidden-dropout 0.1", "drop the flag"),
     ("--moe-aux-loss-coeff 0.1", "other tokens of its micro-batch"),
     ("--expert-model-parallel-size 2", "0 experts"),
@@ -86,9 +76,32 @@ REFUSALS = [
 ]
 
 
+IDLE = [
+    ('--apply-chat-template-kwargs {"a":1}', "which needs --apply-chat-template"),
+    ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss gspo or ppo_clip"),
+    ("--gamma 0.9", "which needs advantage_estimator ppo or reinforce_plus_plus"),
+    ("--custom-tis-function-path a.b", "which needs --use-tis"),
+    ("--kl-loss-coef 0.1", "which needs --use-kl-loss"),
+    ("--async-save", "which needs --save"),
+    ("--save s --save-retain-interval 5", "which needs --save-keep-last"),
+    ("--ckpt-step 3", "which needs --load"),
+    ("--finetune", "which needs --load"),
+    ("--offload", "which needs --colocate"),
+    ("--critic-load missing", "critic_load missing"),
+    ("--qwen-gdn-backend torch", "a checkpoint of model_type qwen3_next"),
+    ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
+]
+
+
 @pytest.mark.parametrize(("flags", "said"), REFUSALS)
 def test_what_cannot_work_is_refused(base: list[str], flags: str, said: str) -> None:
     assert said in refused([*base, *flags.split()])
+
+
+@pytest.mark.parametrize(("flags", "said"), IDLE)
+def test_what_would_be_ignored_is_listed_and_refused_with_strict(base: list[str], flags: str, said: str) -> None:
+    assert said in listed(parse_args([*base, *flags.split()]))
+    assert said in refused([*base, *flags.split(), "--strict"])
 
 
 def test_async_and_colocate_exclude_each_other(base: list[str]) -> None:
@@ -97,7 +110,7 @@ def test_async_and_colocate_exclude_each_other(base: list[str]) -> None:
 
 
 def test_all_contradictions_are_reported_together(base: list[str]) -> None:
-    message = refused([*base, "--kl-loss-coef", "1", "--rollout-temperature", "0", "--num-layers", "9"])
+    message = refused([*base, "--kl-loss-coef", "1", "--rollout-temperature", "0", "--num-layers", "9", "--strict"])
     assert "3 problems" in message
 
 

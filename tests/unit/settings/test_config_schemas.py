@@ -43,8 +43,8 @@ def test_engine_spellings_do_not_collide_with_slimes() -> None:
 
 
 def test_every_setting_that_the_code_reads_exists() -> None:
-    known = {f.name for f in dataclasses.fields(Args)} | {"replace", "to_json_dict"}
-    known |= {f.dest for f in flag_table().flags if f.owner == "megatron"}
+    known = {f.name for f in dataclasses.fields(Args)} | {"replace", "to_json_dict", "was_given"}
+    known |= {f.dest for f in flag_table().flags if f.owner in ("slime", "megatron")}
     stray = []
     for path in [*(ROOT / "slime").rglob("*.py"), ROOT / "train.py", ROOT / "train_async.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -58,7 +58,14 @@ def test_every_setting_that_the_code_reads_exists() -> None:
 
 def test_every_setting_is_read_somewhere() -> None:
     """A flag that nothing implements must not be accepted."""
-    within_config = {"num_epoch", "num_steps_per_rollout", "custom_config_path", "offload", "grpo_std_normalization"}
+    within_config = {
+        "num_epoch",
+        "num_steps_per_rollout",
+        "custom_config_path",
+        "offload",
+        "grpo_std_normalization",
+        "strict",
+    }
     within_config |= {"use_tis", "use_opsm", "get_mismatch_metrics"}  # they choose --off-policy-corrections
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
     paths.append(ROOT / "slime" / "settings" / "eval_config.py")  # makes the datasets that the rollout samples

@@ -1,4 +1,4 @@
-"""A setting of the algorithm acts on what the run computes, or it is refused."""
+"""A setting that does not act on what the run computes is listed, and refused with --strict."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import dataclasses
 
 import pytest
 
-from slime.settings import Args, parse_args
-from slime.settings.effect_rules import BOTH_WAYS, NEEDS, OFF_AT_ZERO
-from slime.settings.groups import AlgorithmArgs, CriticArgs, OffPolicyArgs, TeacherArgs
-from tests.support.command_line import refused
+from slime.settings import parse_args
+from slime.settings.answers import explain
+from slime.settings.fields import declared
+from slime.settings.groups.algorithm import AlgorithmSettings
+from slime.settings.groups.critic import CriticSettings
+from slime.settings.groups.off_policy import OffPolicySettings
+from slime.settings.groups.teacher import TeacherSettings
+from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
+from slime.settings.megatron_effects import NEEDS
+from slime.settings.schema import flags_of_owner
+from slime.settings.table import components
+from tests.support.command_line import listed, refused
 
 ALWAYS_ACT = {
     "loss_type": "it chooses what is minimised",
@@ -23,11 +31,16 @@ CUSTOM = "--loss-type custom_loss --custom-loss-function-path a.b"
 HOOK = "--custom-advantage-function-path a.b"
 TIS_HOOK = "--use-tis --custom-tis-function-path a.b"
 
-IDLE = [
+CONTRADICTIONS = [
     # Without advantages the policy loss is zero.
     (NO_ADVANTAGES, "all advantages would be zero"),
     (f"{NO_ADVANTAGES} --use-kl-loss", "all advantages would be zero"),
-    (f"{NO_ADVANTAGES} --kl-coef 0.1", "kl_coef 0.1, which needs advantages"),
+    ("--disable-grpo-std-normalization --advantage-scale group", "says the contrary"),
+    ("--grpo-std-normalization --advantage-scale none", "says the contrary"),
+]
+
+IDLE = [
+    (f"{NO_ADVANTAGES} --entropy-coef 0.1 --kl-coef 0.1", "kl_coef 0.1, which needs advantages"),
     (f"{NO_ADVANTAGES} --use-kl-loss --kl-loss-coef 0.1 --use-opd --opd-type sglang", "use_opd True"),
     (f"{NO_ADVANTAGES} --entropy-coef 0.1 {HOOK}", "custom_advantage_function_path a.b"),
     (f"{NO_ADVANTAGES} --entropy-coef 0.1 --eps-clip 0.1", "eps_clip 0.1, which needs the policy loss"),
@@ -50,30 +63,28 @@ IDLE = [
     (f"{CUSTOM} --use-rollout-logprobs", "use_rollout_logprobs True"),
     (f"{CUSTOM} --get-mismatch-metrics", "get_mismatch_metrics True"),
     # Corrections.
-    ("--rejection-veto 0.1", "which needs --rejection-level"),
-    ("--rejection-low 0.1", "which needs --rejection-level"),
-    ("--rejection-high 3", "which needs --rejection-level"),
-    ("--tis-clip 3", "which needs --use-tis or --get-mismatch-metrics"),
-    ("--tis-clip-low 0.1", "which needs --use-tis or --get-mismatch-metrics"),
-    ("--tis-mode mask", "which needs --use-tis or --get-mismatch-metrics"),
-    ("--tis-level sequence", "which needs --use-tis or --get-mismatch-metrics"),
+    ("--rejection-veto 0.1", "which needs off_policy_corrections rejection (--rejection-level)"),
+    ("--rejection-low 0.1", "which needs off_policy_corrections rejection (--rejection-level)"),
+    ("--rejection-high 3", "which needs off_policy_corrections rejection (--rejection-level)"),
+    ("--tis-clip 3", "or tis_metrics (--get-mismatch-metrics)"),
+    ("--tis-clip-low 0.1", "or tis_metrics (--get-mismatch-metrics)"),
+    ("--tis-mode mask", "or tis_metrics (--get-mismatch-metrics)"),
+    ("--tis-level sequence", "or tis_metrics (--get-mismatch-metrics)"),
     ("--custom-tis-function-path a.b", "which needs --use-tis"),
-    (f"{TIS_HOOK} --tis-clip 3", "--custom-tis-function-path replaces them"),
-    (f"{TIS_HOOK} --tis-level sequence", "--custom-tis-function-path replaces them"),
+    (f"{TIS_HOOK} --tis-clip 3", "without --custom-tis-function-path"),
+    (f"{TIS_HOOK} --tis-level sequence", "without --custom-tis-function-path"),
     (f"{TIS_HOOK} --get-mismatch-metrics", "--custom-tis-function-path replaces them"),
-    ("--opsm-delta 0.1", "which needs --use-opsm"),
+    ("--opsm-delta 0.1", "which needs off_policy_corrections opsm (--use-opsm)"),
     # Bounds.
     ("--policy-loss sapo --eps-clip 0.1", "eps_clip 0.1"),
     ("--advantage-estimator sapo --eps-clip-high 0.1", "eps_clip_high 0.1"),
-    ("--policy-loss sapo --eps-clip-c 3", "which needs policy_loss ppo_clip or gspo"),
+    ("--policy-loss sapo --eps-clip-c 3", "which needs policy_loss gspo or ppo_clip"),
     ("--policy-loss cispo --eps-clip-high 4 --cispo-clip-high 2", "bounds of its own"),
     ("--policy-loss cispo --eps-clip 0.1 --cispo-clip-low 0 --cispo-clip-high 2", "bounds of its own"),
     ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 4 --cispo-clip-low 0", "eps_clip 0.1"),
     ("--cispo-clip-low 0", "which needs policy_loss cispo"),
     ("--sapo-tau-positive 2", "which needs policy_loss sapo"),
     # Advantages.
-    ("--disable-grpo-std-normalization --advantage-scale group", "says the contrary"),
-    ("--grpo-std-normalization --advantage-scale none", "says the contrary"),
     *(
         (f"--advantage-estimator {e} --disable-grpo-std-normalization", "grpo_std_normalization False")
         for e in ("rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -164,14 +175,23 @@ OUT_OF_RANGE = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), IDLE)
-def test_a_setting_that_would_do_nothing_is_refused(base: list[str], flags: str, said: str) -> None:
+@pytest.mark.parametrize(("flags", "said"), CONTRADICTIONS)
+def test_a_run_that_would_learn_nothing_is_refused(base: list[str], flags: str, said: str) -> None:
     assert said in refused([*base, *flags.split()])
+
+
+@pytest.mark.parametrize(("flags", "said"), IDLE)
+def test_a_setting_that_does_nothing_is_listed_and_refused_with_strict(base: list[str], flags: str, said: str) -> None:
+    words = [*base, *flags.split()]
+    loop = "--keep-old-actor" not in words
+    assert said in listed(parse_args(words, synchronous=loop))
+    assert said in refused([*words, "--strict"], synchronous=loop)
 
 
 @pytest.mark.parametrize("flags", ACTING)
 def test_a_setting_that_acts_is_taken(base: list[str], flags: str) -> None:
-    parse_args([*base, *flags.replace("MODEL", base[1]).split()])
+    args = parse_args([*base, *flags.replace("MODEL", base[1]).split(), "--strict"])
+    assert not args.idle
 
 
 @pytest.mark.parametrize("flags", OUT_OF_RANGE)
@@ -181,9 +201,61 @@ def test_a_coefficient_is_a_number_that_makes_sense(base: list[str], flags: str)
 
 
 def test_no_setting_of_the_algorithm_is_forgotten() -> None:
-    groups = (AlgorithmArgs, OffPolicyArgs, TeacherArgs, CriticArgs)
-    fields = {f.name for group in groups for f in dataclasses.fields(group)}
-    needy = {name for need in NEEDS for name in need.settings.split()}
-    assert not needy & ALWAYS_ACT.keys(), "a setting that always acts needs nothing"
-    assert fields - needy == ALWAYS_ACT.keys(), "say in NEEDS what a new setting needs, or here why it always acts"
-    assert needy | OFF_AT_ZERO | BOTH_WAYS <= {f.name for f in dataclasses.fields(Args)}, "a name that is no setting"
+    groups = (AlgorithmSettings, OffPolicySettings, TeacherSettings, CriticSettings)
+    free = {f.name for group in groups for f in dataclasses.fields(group) if not declared(f).needs}
+    assert free == ALWAYS_ACT.keys(), "declare what a new setting needs, or say here why it always acts"
+    entries = set(components().of_entries())
+    assert not entries & ALWAYS_ACT.keys(), "a setting of an entry acts where the entry is chosen"
+
+
+def test_what_has_no_effect_is_told_once_with_the_flag_that_was_given(base: list[str]) -> None:
+    args = parse_args([*base, "--tis-clip", "3", "--lora-alpha", "8"])
+    assert dict(args.idle) == {
+        "tis_clip": "3.0, which needs off_policy_corrections tis (--use-tis without --custom-tis-function-path) "
+        "or tis_metrics (--get-mismatch-metrics)",
+        "lora_alpha": "8.0, which needs --lora-rank",
+    }
+    text = explain(args)
+    assert text.index("tis_clip 3.0, which needs") < text.index("Given, read and derived:")
+    assert args.to_json_dict()["idle"] == dict(args.idle)
+
+
+def test_what_has_no_effect_is_not_looked_for(base: list[str]) -> None:
+    assert "ref_load" in parse_args([*base, "--ref-load", "missing"]).idle
+    assert "critic_load" in parse_args([*base, "--critic-load", "missing"]).idle
+
+
+def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None:
+    stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
+    assert NEEDS.keys() <= stored.keys() and not NEEDS.keys() & UNSUPPORTED.keys()
+    assert NEEDS.keys() & FIXED.keys() == {"moe_router_load_balancing_type"}, (
+        "fixed, and harmless without a coefficient"
+    )
+    for name, (value, _) in UNSUPPORTED.items():
+        assert stored[name].default == value, name
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 8192", "seq_length 8192, which needs rows of one length"),
+        ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
+        ("--attention-backend flash", "which needs Transformer Engine"),
+        ("--muon-momentum 0.9", "which needs another optimizer than Adam"),
+        ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
+    ],
+)
+def test_a_flag_of_megatron_that_acts_on_nothing_is_listed(base: list[str], flags: str, said: str) -> None:
+    args = parse_args([*base, *flags.split()])
+    assert said in listed(args)
+    assert said in refused([*base, *flags.split(), "--strict"])
+    assert args.megatron["moe_router_load_balancing_type"] == "none", "told as it runs"
+
+
+def test_a_flag_of_megatron_at_its_default_asks_for_nothing(base: list[str]) -> None:
+    assert not parse_args([*base, "--attention-softmax-in-fp32", "--seq-length", "4096", "--strict"]).idle
+
+
+@pytest.mark.parametrize("flags", ["--window-size 5 0", "--qk-l2-norm", "--exp-avg-dtype bf16", "--softmax-scale 0.1"])
+def test_a_flag_of_megatron_that_asks_for_another_model_is_refused(base: list[str], flags: str) -> None:
+    assert "drop the flag" in refused([*base, *flags.split()])

@@ -46,7 +46,9 @@ def test_what_it_cannot_do_is_refused(base: list[str], flags: str, said: str) ->
 
 
 def test_a_choice_of_kernels_without_linear_attention_is_refused(base: list[str]) -> None:
-    assert "without gated delta nets" in refused([*base, "--qwen-gdn-backend", "torch"])
+    words = [*base, "--qwen-gdn-backend", "torch"]
+    assert "a checkpoint of model_type qwen3_next" in parse_args(words).idle["qwen_gdn_backend"]
+    assert "a checkpoint of model_type qwen3_next" in refused([*words, "--strict"])
     assert "--layernorm-zero-centered-gamma" in refused([*base, "--layernorm-zero-centered-gamma"])
 
 

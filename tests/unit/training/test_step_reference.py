@@ -69,7 +69,7 @@ def trainer_step(
             mb = to_device(prepared, positions, torch.device("cpu"), pad_to_multiple=8)
             log_p = logits.log_softmax(-1)[mb.tokens[mb.predicting]]
             entropy = -(log_p.exp() * log_p).sum(-1)
-            parts = objective_of(args).loss(mb, whole_scores(log_p.gather(1, mb.targets[:, None])[:, 0], entropy))
+            parts = objective_of(args).loss(mb, whole_scores(log_p.gather(1, mb.target_tokens[:, None])[:, 0], entropy))
             parts.loss.backward()
             total += parts.loss.item()
             for name, value in parts.sums.items():

@@ -25,7 +25,7 @@ MIXER = "linear_attn."
 
 def _state(table: FamilyTable) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.rand(table.hf_shape(name), generator=generator) + 0.1 for name in table.hf_names}
+    return {name: torch.rand(table.shape_of(name), generator=generator) + 0.1 for name in table.hf_names}
 
 
 def _resident(table: FamilyTable, state: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:

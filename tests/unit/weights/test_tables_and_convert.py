@@ -34,7 +34,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 def random_hf(table: FamilyTable, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {n: torch.randn(table.hf_shape(n), generator=generator).to(dtype) for n in table.hf_names}
+    return {n: torch.randn(table.shape_of(n), generator=generator).to(dtype) for n in table.hf_names}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c['model_type']}-{len(c)}")
@@ -94,7 +94,7 @@ def test_the_names_are_those_of_transformers() -> None:
         table = table_for(model_config.to_dict())
         named = {n: tuple(p.shape) for n, p in by_checkpoint_name(model.named_parameters()).items()}
         table.check(hf_names=named)
-        assert {n: table.hf_shape(n) for n in named} == named
+        assert {n: table.shape_of(n) for n in named} == named
 
 
 def test_a_missed_or_doubled_tensor_is_refused_by_name() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ConfigError
+from slime.settings.fields import declared
 from slime.weights.transports import TRANSPORTS, Transport
 from slime.weights.transports.disk import DiskTransport
 
@@ -95,7 +96,8 @@ def test_each_says_where_it_works(name: str, given: dict[str, Any], refused: str
 
 
 def test_a_run_has_a_folder_for_weights_only_if_it_sends_files() -> None:
-    compute = DiskTransport.__dataclass_fields__["update_weight_disk_dir"].metadata["compute"]
+    compute = declared(DiskTransport.__dataclass_fields__["update_weight_disk_dir"]).compute
+    assert compute is not None, "it is derived"
     assert compute(settings(update_weight_transport="disk")) == "runs/a/weights"
     assert compute(settings(update_weight_transport="tensor")) is None
 

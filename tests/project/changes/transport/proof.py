@@ -1,4 +1,4 @@
-"""The transport is chosen by name and brings weights through the protocol, verified; a lost tensor is noticed."""
+"""The transport is chosen on the command line and brings verified weights; a lost one is noticed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`Settings`: an immutable, picklable mapping that explains a missing key.
+"""`Passthrough`: the settings of somebody else, as an immutable, picklable mapping that explains a missing key.
 
-Holds the settings that belong to Megatron, SGLang, the router and the user; `dict(settings)` gives a plain copy.
+Holds what belongs to Megatron, SGLang, the router, the chosen entries of registries and the user, by field name.
+`dict(settings)` gives a plain copy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-class Settings(Mapping[str, Any]):
+class Passthrough(Mapping[str, Any]):
     """Read-only mapping of one owner's settings, by field name. Values are JSON data."""
 
     __slots__ = ("_owner", "_values")
@@ -37,7 +38,7 @@ class Settings(Mapping[str, Any]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        return f"Settings({self._owner!r}, {self._values!r})"
+        return f"Passthrough({self._owner!r}, {self._values!r})"
 
-    def __reduce__(self) -> tuple[type[Settings], tuple[str, dict[str, Any]]]:
-        return Settings, (self._owner, self._values)
+    def __reduce__(self) -> tuple[type[Passthrough], tuple[str, dict[str, Any]]]:
+        return Passthrough, (self._owner, self._values)

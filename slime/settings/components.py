@@ -1,0 +1,201 @@
+"""Slime's own settings: the fields of the groups, and those of the entries that registries hold.
+
+A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered name
+or by the import path of a user's class. The fields of an entry are settings like any other. A field that several
+entries inherit from one base is one setting; an entry that declares it again changes its default or derivation where
+it is chosen.
+
+Invariants
+1. A name is one setting: a group's, else that of one base of entries. Two bases that declare it are an error.
+2. An entry's field that has the name of a group's setting takes that setting's value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.core.loading import load_object
+from slime.core.registry import Registry
+from slime.settings.fields import ChosenBy, declared, field_docs, flags_of, own_fields
+from slime.settings.flags import Flag
+
+Fields = dict[str, dataclasses.Field[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """A setting that names entries of a registry."""
+
+    setting: str
+    registry: Registry[Any]
+    chosen_by: ChosenBy | None = None
+
+    def names(self, settings: Any) -> tuple[str, ...]:
+        """Of the entries that `settings` choose."""
+        return named(getattr(settings, self.setting) if self.chosen_by is None else self.chosen_by.name(settings))
+
+    @property
+    def what(self) -> str:
+        """Whose names they are, in messages."""
+        return self.setting if self.chosen_by is None else self.chosen_by.what
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """An entry that has a certain field."""
+
+    chooser: Chooser
+    entry: type
+    label: str
+    """Its registered name, or the path by which the user named it."""
+    field: dataclasses.Field[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An entry that the settings name."""
+
+    chooser: Chooser
+    name: str
+    entry: type
+
+    def problems(self, settings: Any) -> list[str]:
+        """What its own `check(settings)` says cannot work: it returns a message or several, or raises one."""
+        if not hasattr(self.entry, "check"):
+            return []
+        try:
+            told = self.chooser.registry.build(self.name, settings).check(settings) or ()
+        except ConfigError as error:
+            return [str(error)]
+        return [told] if isinstance(told, str) else list(told)
+
+
+class Components:
+    """Every setting of slime's own, by name."""
+
+    def __init__(self, groups: Sequence[type], user_entries: Iterable[tuple[str, str]] = ()) -> None:
+        """`groups`: the dataclasses of settings. `user_entries`: (setting, import path) of entries to load.
+
+        Raises `ConfigError` for a path at which no entry is, and for a field that two bases declare.
+        """
+        self.groups = tuple(groups)
+        self.own: Fields = {field.name: field for group in self.groups for field in own_fields(group)}
+        self.choosers = tuple(
+            Chooser(name, _registry(path), declared(field).chosen_by)
+            for name, field in self.own.items()
+            if (path := declared(field).chosen_from)
+        )
+        self._readers: dict[str, list[Reader]] = {}
+        self._roots: dict[str, type] = {}
+        for chooser in self.choosers:
+            for entry in dict.fromkeys(entry for _, entry in chooser.registry):
+                if entry.__module__.startswith(f"{chooser.registry.package}."):  # a user's counts once it is named
+                    self._add(chooser, entry, str(entry.name))
+        for setting, path in user_entries:
+            chooser = next(c for c in self.choosers if c.setting == setting)
+            self._add(chooser, chooser.registry.get(path), path)
+
+    def knows(self, name: str) -> bool:
+        """Whether a group or an entry has a setting of this name."""
+        return name in self.own or name in self._readers
+
+    def of_entries(self) -> tuple[str, ...]:
+        """The settings that entries have and no group."""
+        return tuple(self._readers)
+
+    def readers(self, name: str) -> tuple[Reader, ...]:
+        """The entries that read a setting of entries."""
+        return tuple(self._readers.get(name, ()))
+
+    def chosen(self, settings: Any) -> Iterator[Choice]:
+        """The entries that the settings name. Raises `ConfigError` for a name that none has."""
+        for chooser in self.choosers:
+            yield from self._choices(chooser, settings)
+
+    def field_of(self, name: str, settings: Any) -> dataclasses.Field[Any]:
+        """The declaration of a setting; of those of several entries, that of the one which `settings` choose."""
+        if name in self.own:
+            return self.own[name]
+        readers = self._readers[name]
+        for reader in readers:
+            if any(choice.entry is reader.entry for choice in self._choices(reader.chooser, settings)):
+                return reader.field
+        return readers[0].field
+
+    def flags(self, *, with_docs: bool = False) -> list[Flag]:
+        """The flags of the entries' settings; their texts are read from the source only if wanted."""
+        out = []
+        for name, readers in self._readers.items():
+            root, registry = self._roots[name], readers[0].chooser.registry
+            docs = field_docs(root) if with_docs else {}
+            if with_docs:
+                labels = ", ".join(dict.fromkeys(reader.label for reader in readers))
+                docs[name] = f"{docs.get(name, '')} Read by {labels}.".strip()
+            heading = f"{registry.what.capitalize()}: settings of the entries of {registry.flag}"
+            out += [flag for flag in flags_of(root, heading=heading, docs=docs) if flag.dest == name]
+        return sorted(out, key=lambda flag: flag.group)
+
+    @staticmethod
+    def _choices(chooser: Chooser, settings: Any) -> Iterator[Choice]:
+        for name in chooser.names(settings):
+            yield Choice(chooser, name, chooser.registry.get(name))
+
+    def _add(self, chooser: Chooser, entry: type, label: str) -> None:
+        known = any(reader.entry is entry for readers in self._readers.values() for reader in readers)
+        if known or not dataclasses.is_dataclass(entry):
+            return
+        for field in dataclasses.fields(entry):
+            if field.name in self.own or not field.init:
+                continue
+            root = [c for c in entry.__mro__ if field.name in vars(c).get("__annotations__", {})][-1]
+            if self._roots.setdefault(field.name, root) is not root:
+                raise ConfigError(
+                    f"got the setting {field.name} of {root.__qualname__} and of "
+                    f"{self._roots[field.name].__qualname__}, which would share a flag; let both inherit it from one "
+                    "base, or rename one"
+                )
+            self._readers.setdefault(field.name, []).append(Reader(chooser, entry, label, field))
+
+
+def named(value: Any) -> tuple[str, ...]:
+    """The names in the value of a setting that names entries: none, one or several."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def entries_named_on(words: Sequence[str], components: Components) -> dict[str, tuple[str, ...]]:
+    """Setting -> import paths of users' entries that a command line names; nothing else of it is looked at."""
+    spellings = {f"--{c.setting.replace('_', '-')}": c for c in components.choosers}
+    out: dict[str, tuple[str, ...]] = {}
+    for position, word in enumerate(words):
+        flag, inline, value = word.partition("=")
+        chooser = spellings.get("--" + flag[2:].replace("_", "-")) if flag.startswith("--") else None
+        if chooser is None:
+            continue
+        end = next((i for i in range(position + 1, len(words)) if words[i].startswith("--")), len(words))
+        out[chooser.setting] = _paths(chooser, [value] if inline else words[position + 1 : end])
+    return out
+
+
+def entries_named_in(content: Mapping[str, Any], components: Components) -> dict[str, tuple[str, ...]]:
+    """Setting -> import paths of users' entries that a file of settings names."""
+    plain = {str(key).replace("-", "_"): value for key, value in content.items()}
+    found = {c: plain[c.setting] for c in components.choosers if c.setting in plain}
+    return {c.setting: _paths(c, [v for v in named(value) if isinstance(v, str)]) for c, value in found.items()}
+
+
+def _paths(chooser: Chooser, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(n for n in names if ("." in n or ":" in n) and n not in chooser.registry)
+
+
+@cache
+def _registry(path: str) -> Registry[Any]:
+    found = load_object(path)
+    assert isinstance(found, Registry), f"{path} is no registry"
+    return found

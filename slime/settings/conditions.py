@@ -1,0 +1,53 @@
+"""Conditions of several groups' settings: what a run has to compute for them to act."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.core.loading import load_object
+from slime.settings.fields import Need
+
+ESTIMATORS = "slime.algorithms.advantages:ESTIMATORS"
+"""The registry of advantage estimators, which stands above the settings."""
+
+
+def estimator_of(s: Any) -> Any:
+    """The class of the advantage estimator. Raises `ConfigError` for a name that none has."""
+    return load_object(ESTIMATORS).get(s.advantage_estimator)
+
+
+def computes_advantages(s: Any) -> bool:
+    """Whether the run turns rewards into advantages."""
+    return s.loss_type != "sft_loss" and bool(s.compute_advantages_and_returns)
+
+
+def has_policy_term(s: Any) -> bool:
+    """Whether slime's own policy loss is minimised."""
+    return s.loss_type == "policy_loss" and bool(s.compute_advantages_and_returns)
+
+
+def has_kl(s: Any) -> bool:
+    """Whether a KL to the reference is computed."""
+    return bool(s.kl_coef) or (s.use_kl_loss and s.loss_type == "policy_loss")
+
+
+_POLICY_TERM_TEXT = "the policy loss: loss_type policy_loss, without --disable-compute-advantages-and-returns"
+
+ADVANTAGES = Need(
+    computes_advantages,
+    "advantages: loss_type policy_loss or custom_loss, without --disable-compute-advantages-and-returns",
+)
+OWN_ADVANTAGES = Need(
+    lambda s: not s.custom_advantage_function_path, "an estimator; --custom-advantage-function-path replaces it"
+)
+POLICY_TERM = Need(has_policy_term, _POLICY_TERM_TEXT)
+POLICY_LOSS = Need(lambda s: s.loss_type == "policy_loss", "loss_type policy_loss")
+SAMPLED_LOSS = Need(lambda s: s.loss_type in ("policy_loss", "custom_loss"), "loss_type policy_loss or custom_loss")
+CRITIC = Need(lambda s: estimator_of(s).needs_critic, "an advantage_estimator with a critic, as ppo")
+KL = Need(has_kl, "--kl-coef, or --use-kl-loss with loss_type policy_loss")
+KL_LOSS = Need(lambda s: s.use_kl_loss, "--use-kl-loss")
+REFERENCE = Need(lambda s: s.use_kl_loss or bool(s.kl_coef), "--use-kl-loss or --kl-coef")
+ENGINE_LOG_PROBS = Need(
+    lambda s: has_policy_term(s) or (s.loss_type == "policy_loss" and s.use_kl_loss and s.use_unbiased_kl),
+    f"{_POLICY_TERM_TEXT}; or --use-unbiased-kl",
+)

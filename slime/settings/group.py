@@ -1,0 +1,39 @@
+"""What a group of settings consists of, beside its dataclass: its heading, its rules, and what it sets for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+Rule = Callable[["Args"], "str | None"]
+"""None, or what was got, because of what it cannot work, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A setting of Megatron or SGLang that is computed where the user does not give it."""
+
+    owner: Literal["megatron", "sglang"]
+    name: str
+    compute: Callable[[Any], Any]
+    """Of the settings, each derived when it is read. None leaves the owner's default."""
+    why: str | Callable[[Any], str]
+    """The reason for the value, told by --explain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group of slime's own settings."""
+
+    settings: type
+    """A frozen dataclass, a base of `Args`."""
+    heading: str
+    """Above its flags in --help."""
+    rules: tuple[Rule, ...] = ()
+    """What cannot work, told before any process starts; in the order in which it is told."""
+    passed: tuple[Passed, ...] = ()
+    """What it sets for Megatron and SGLang."""

@@ -1,0 +1,15 @@
+"""How the settings themselves are given and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationSettings:
+    """Where settings come from beside the command line, and how strictly they are taken."""
+
+    custom_config_path: str | None = None
+    """YAML file with any of these settings by name; the key `custom` holds free settings for hooks, as args.custom."""
+    strict: bool = False
+    """A setting that is given and has no effect is an error. Default: it is listed when the run starts."""

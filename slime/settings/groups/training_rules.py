@@ -1,0 +1,129 @@
+"""What the trainer cannot do: layouts of ranks, kernels, and settings of Megatron that it fixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slime.settings.group import Rule
+from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+
+def world_divides(args: Args) -> str | None:
+    """Ranks form whole models."""
+    m, world = args.megatron, args.actor_num_nodes * args.actor_num_gpus_per_node
+    tp, pp, cp, ep = (
+        m[f"{name}_parallel_size"] or 1 for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+    )
+    if min(tp, pp, cp, ep) >= 1 and world % (tp * pp * cp) == 0 and world % (ep * pp) == 0:
+        return None
+    return (
+        f"got {world} training GPUs with tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, "
+        f"context_parallel_size {cp} and expert_model_parallel_size {ep}: the product of the first three, or that "
+        "of the second and the last, does not divide them; change --actor-num-gpus-per-node or a size"
+    )
+
+
+def tensor_parallel_divides_heads(args: Args) -> str | None:
+    """A rank holds whole heads."""
+    m = args.megatron
+    tp = max(m["tensor_model_parallel_size"], 1)
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if m[name] % tp:
+            return (
+                f"got tensor_model_parallel_size {tp}, which does not divide {name} {m[name]} of the checkpoint; "
+                "choose a divisor"
+            )
+    return None
+
+
+def only_supported_parallelism(args: Args) -> str | None:
+    """What this release trains, and cuts that leave whole layers and experts on every rank."""
+    m = args.megatron
+    pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1
+    if vp > 1 and pp == 1:
+        return (
+            f"got virtual_pipeline_model_parallel_size {vp} without pipeline stages to interleave; give "
+            "--pipeline-model-parallel-size or leave it out"
+        )
+    uneven = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
+    )
+    if m["num_layers"] % (pp * vp) and not any(m[n] for n in uneven):
+        return (
+            f"got {m['num_layers']} layers for pipeline_model_parallel_size {pp} and "
+            f"virtual_pipeline_model_parallel_size {vp}, which do not divide them; choose divisors, or give "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        )
+    ep, experts = m["expert_model_parallel_size"] or 1, m["num_moe_experts"] or 0
+    if ep > 1 and (not experts or experts % ep):
+        return f"got expert_model_parallel_size {ep} for {experts} experts; choose a divisor of their number"
+    if experts and m["moe_token_dispatcher_type"] not in ("allgather", "alltoall"):
+        return f"got moe_token_dispatcher_type {m['moe_token_dispatcher_type']}, which needs DeepEP; use alltoall"
+    if experts and (m["tensor_model_parallel_size"] or 1) > 1 and not m["sequence_parallel"]:
+        return "got --no-sequence-parallel for experts under tensor parallelism, which need it; drop the flag"
+    return None
+
+
+def linear_attention_is_cut_by_key_heads(args: Args) -> str | None:
+    """A recurrence runs through whole sequences."""
+    m = args.megatron
+    if m["experimental_attention_variant"] != "gated_delta_net":
+        return None
+    tp, cp, heads = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1, m["linear_num_key_heads"]
+    if heads % tp:
+        return f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor"
+    if cp > 1:
+        return (
+            f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
+            "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size"
+        )
+    return None
+
+
+def one_dtype(args: Args) -> str | None:
+    """A model has one training dtype."""
+    if args.megatron["fp16"] and args.megatron["bf16"]:
+        return "got --fp16 and --bf16 together; give one of them"
+    return None
+
+
+def one_warm_up(args: Args) -> str | None:
+    """Two flags say how long the warm-up is."""
+    fraction, iters = args.megatron["lr_warmup_fraction"], args.megatron["lr_warmup_iters"]
+    if fraction is None or not args.was_given("megatron.lr_warmup_iters"):
+        return None
+    return f"got lr_warmup_fraction {fraction} with lr_warmup_iters {iters}, which it would replace; give one of them"
+
+
+def dynamic_batches_have_a_limit(args: Args) -> str | None:
+    """A micro-batch is limited by samples or by tokens."""
+    if args.use_dynamic_batch_size and not args.max_tokens_per_gpu:
+        return "got --use-dynamic-batch-size without --max-tokens-per-gpu, which is its limit; give it"
+    return None
+
+
+def fixed_settings_are_left_alone(args: Args) -> str | None:
+    """A flag that the trainer would override silently is refused."""
+    for name, (value, why) in (*FIXED.items(), *UNSUPPORTED.items()):
+        if args.megatron[name] != value and f"megatron.{name}" not in args.idle:
+            return f"got {name} {args.megatron[name]}; the trainer always uses {value} ({why}): drop the flag"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    world_divides,
+    tensor_parallel_divides_heads,
+    only_supported_parallelism,
+    linear_attention_is_cut_by_key_heads,
+    one_dtype,
+    one_warm_up,
+    dynamic_batches_have_a_limit,
+    fixed_settings_are_left_alone,
+)

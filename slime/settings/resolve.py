@@ -1,0 +1,118 @@
+"""From given values to `Args`: defaults, the checkpoint's architecture, derivations, what has no effect, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime.settings.architecture import take_architecture
+from slime.settings.args import Args
+from slime.settings.components import Components, entries_named_in
+from slime.settings.custom_yaml import Given
+from slime.settings.effects import engine_settings_without_effect, own_settings_without_effect
+from slime.settings.group import Passed
+from slime.settings.groups import GROUPS
+from slime.settings.megatron_defaults import FIXED, SLIME_DEFAULTS
+from slime.settings.passthrough import Passthrough
+from slime.settings.resolver import Resolver
+from slime.settings.schema import flags_of_owner
+from slime.settings.table import components as slime_components
+from slime.settings.validation import check_required, validate
+
+
+def resolve(
+    given: Given,
+    *,
+    components: Components,
+    origins: Mapping[tuple[str, str], str],
+    custom: Mapping[str, Any],
+    synchronous: bool = True,
+) -> Args:
+    """The settings of a run. Raises one `ConfigError` for everything that cannot work.
+
+    `given` and `origins`: values and where each was given, by (owner, dest); `custom`: the user's own settings;
+    `synchronous`: the loop is train.py's, not train_async.py's.
+    """
+    where = {_spelled(owner, dest): text for (owner, dest), text in origins.items()}
+    resolver = Resolver(
+        components,
+        {_spelled(owner, dest): value for (owner, dest), value in given.items()},
+        origins=where,
+        megatron=megatron_defaults(components),
+        passed=_passed(),
+    )
+    check_required(resolver, components)
+    problems, idle = take_architecture(resolver)
+    router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
+    resolver.origins |= {f"router.{name}": where[f"router.{name}"] for name in router}
+    args = _args(resolver, router=Passthrough("router", router), custom=Passthrough("custom", custom))
+    args = _with_idle(args, components, idle)
+    validate(args, components, synchronous=synchronous, problems=problems)
+    return args
+
+
+def assemble(given: Mapping[str, Any], *, megatron: Mapping[str, Any]) -> Args:
+    """`Args` of given values by name, derivations included: without a command line, a checkpoint or any check.
+
+    `megatron` is taken as it is. What has neither a given value nor a default is None. For tests and notebooks that
+    need the settings of a part.
+    """
+    named = entries_named_in(given, slime_components())
+    components = slime_components(tuple((setting, path) for setting, paths in named.items() for path in paths))
+    unknown = [name for name in given if not components.knows(name)]
+    assert not unknown, f"no settings of slime: {unknown}"
+    resolver = Resolver(
+        components,
+        dict(given),
+        origins=dict.fromkeys(given, "given"),
+        megatron={name: (value, "given") for name, value in megatron.items()},
+        passed={},
+    )
+    return _args(resolver)
+
+
+def megatron_defaults(components: Components) -> dict[str, tuple[Any, str]]:
+    """Megatron's settings that are none of slime's -> default and whose it is."""
+    out: dict[str, tuple[Any, str]] = {
+        flag.dest: (flag.default, "default of Megatron")
+        for flag in flags_of_owner("megatron")
+        if flag.dest not in components.own
+    }
+    return out | {name: (value, f"default of slime: {why}") for name, (value, why) in SLIME_DEFAULTS.items()}
+
+
+def _spelled(owner: str, dest: str) -> str:
+    return dest if owner == "slime" else f"{owner}.{dest}"
+
+
+def _passed() -> dict[tuple[str, str], Passed]:
+    rules = [rule for group in GROUPS for rule in group.passed]
+    out: dict[tuple[str, str], Passed] = {(rule.owner, rule.name): rule for rule in rules}
+    assert len(out) == len(rules), "a setting of an engine is derived in two places"
+    return out
+
+
+def _args(resolver: Resolver, **others: Passthrough) -> Args:
+    """Every setting, resolved."""
+    components = resolver.components
+    values: dict[str, Any] = {name: getattr(resolver, name) for name in components.own}
+    of_entries = {name: getattr(resolver, name) for name in components.of_entries()}
+    values["components"] = Passthrough("components", of_entries)
+    for owner in ("megatron", "sglang"):
+        values[owner] = Passthrough(owner, getattr(resolver, owner))
+    values |= others
+    return Args(**values, origins=Passthrough("origins", resolver.origins))
+
+
+def _with_idle(args: Args, components: Components, architecture: Mapping[str, str]) -> Args:
+    """Notes what has no effect. What the trainer fixes is then told as it runs, not as it was given."""
+    defaults = {flag.dest: flag.default for flag in flags_of_owner("megatron")}
+    engine = engine_settings_without_effect(args, defaults)
+    idle = {**own_settings_without_effect(args, components), **engine, **architecture}
+    fixed = {name: FIXED[name] for name in FIXED if f"megatron.{name}" in engine}
+    origins = {f"megatron.{name}": f"derived: the trainer always uses it ({why})" for name, (_, why) in fixed.items()}
+    return args.replace(
+        megatron=Passthrough("megatron", {**args.megatron, **{name: value for name, (value, _) in fixed.items()}}),
+        idle=Passthrough("idle", idle),
+        origins=Passthrough("origins", {**args.origins, **origins}),
+    )
