@@ -90,6 +90,14 @@ def test_replaced_words_stay_out_of_names() -> None:
     assert not wrong, "one word for each thing (docs/glossary.md):\n" + "\n".join(sorted(wrong))
 
 
+def test_replaced_words_stay_out_of_documents() -> None:
+    """Those that mean nothing else in English."""
+    words = re.compile(r"\b(publication|publish the weights|weights are published|nucleus|poison|reaper)", re.I)
+    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    wrong = [f"{p.name}: {m[0]}" for p in texts if p != GLOSSARY for m in words.finditer(p.read_text())]
+    assert not wrong, "one word for each thing (docs/glossary.md):\n" + "\n".join(wrong)
+
+
 def test_no_exception_that_is_no_longer_needed() -> None:
     assert not ALLOWED.keys() - identifiers().keys(), "remove them from ALLOWED"
 
