@@ -71,7 +71,7 @@ def only_supported_parallelism(args: Args) -> str | None:
     return None
 
 
-def linear_attention_is_split_by_key_heads(args: Args) -> str | None:
+def linear_attention_is_cut_by_key_heads(args: Args) -> str | None:
     """A recurrence runs through whole sequences."""
     m = args.megatron
     if m["experimental_attention_variant"] != "gated_delta_net":
@@ -121,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     world_divides,
     tensor_parallel_divides_heads,
     only_supported_parallelism,
-    linear_attention_is_split_by_key_heads,
+    linear_attention_is_cut_by_key_heads,
     one_dtype,
     one_warm_up,
     dynamic_batches_have_a_limit,

@@ -25,6 +25,8 @@ COMMAND = re.compile(r"`slime ([a-z]+)\b(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps"}
 """Placeholders, what argparse brings, and flags of pip."""
+OF_ENTRIES = {"--temper", "--num-words"}
+"""Flags of entries that documents show as a user's own: known once the entry is named."""
 NOT_HERE = re.compile(
     r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)"
 )
@@ -39,7 +41,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 def known_flags() -> set[str]:
     """Flags that parse, flags that are refused with a way out, and those of the project's other programs."""
-    known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS}
+    known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS, *OF_ENTRIES}
     for parser in subcommands().values():
         known |= set(parser._option_string_actions)
     for folder in ("examples", "recipes", "benchmarks"):
