@@ -204,7 +204,7 @@ def speeds(figures: Figures) -> str:
     """Means over the seeds, a row per mode; ratios with the least and the most of a seed."""
     rows = [
         "| mode | samples/s | | trained tokens/s | | sampled tokens/s | mean length trained, issued | "
-        "age of a token: mean, oldest | train s | publish s |",
+        "age of a token: mean, oldest | train s | weight sync s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, mode in figures.items():

@@ -166,8 +166,8 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 def token_weights(masks: Sequence[Tensor]) -> list[Tensor]:
     """The weight of each token in the loss of its step: a mean over the answers of the mean over an answer's tokens.
 
-    The denominators are those of the whole step. Were they those of a micro-batch, the gradient would depend on how the
-    step is cut: that is the classical mistake.
+    The denominators are those of the whole step. With those of a micro-batch the gradient would depend on how the step
+    is split, a classical mistake.
     """
     return [mask / mask.sum().clamp(min=1) / len(masks) for mask in masks]
 

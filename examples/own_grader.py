@@ -2,8 +2,9 @@
 
     python train.py ... --rm-type examples.own_grader --num-words 50
 
-It runs where the built-in ones do: without network, where the kernel permits, and without the settings of the run.
-A function with `--custom-rm-path` (`examples/brief_reward.py`) is less to write; it sees all settings of the run.
+Its field `num_words` is a setting, with a flag of its own. It runs where the built-in ones do: without network, where
+the kernel permits, and without the settings of the run. A function with `--custom-rm-path`
+(`examples/brief_reward.py`) is less to write; it sees all settings of the run.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from slime.settings import Args
+
 
 class Family(ABC):
     """One family of models. Its weight map is its own; the rest has a default."""
@@ -53,6 +55,10 @@ class Family(ABC):
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """The Megatron settings in which it departs from `decoder_architecture`. Raises `ConfigError`."""
         return {}
+
+    def check(self, args: Args) -> list[str]:
+        """What the settings of a run ask of it that cannot work, each as a message."""
+        return []
 
     # --- its tensors --------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slime.core.loading import load_object
 from slime.settings.group import Rule
-from slime.settings.groups.hooks import FULLY_ASYNC
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
+from slime.settings.groups.rollout import SCHEDULES
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -70,16 +72,14 @@ def _worker_is_not_refused(args: Args) -> str | None:
 
 
 def _one_schedule(args: Args) -> str | None:
-    if not args.was_given("rollout_schedule"):
-        return None
-    if args.was_given("fully_async") and args.fully_async != (args.rollout_schedule == "fully_async"):
+    name = args.rollout_schedule
+    if load_object(SCHEDULES).get(name).continuous != args.fully_async:
+        switch = "--fully-async" if args.fully_async else "--no-fully-async"
+        return f"got --rollout-schedule {name} and {switch} (or the function that means it); drop one of the two"
+    if name != "function" and args.rollout_function_path != DEFAULT_ROLLOUT:
         return (
-            f"got --rollout-schedule {args.rollout_schedule} and --fully-async {args.fully_async}; drop one of the two"
-        )
-    if args.rollout_schedule != "function" and args.was_given("rollout_function_path"):
-        return (
-            f"got --rollout-schedule {args.rollout_schedule} with --rollout-function-path, which only the schedule "
-            "function calls; drop one of the two"
+            f"got --rollout-schedule {name} with --rollout-function-path {args.rollout_function_path}, which only the "
+            "schedule function calls; drop one of the two"
         )
     return None
 

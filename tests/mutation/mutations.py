@@ -6,33 +6,8 @@ tests that have to notice it (`SUITES`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-SUITES: dict[str, tuple[str, ...]] = {
-    "algorithms": ("tests/unit/algorithms/test_*.py",),
-    "data": ("tests/unit/data/test_packing.py", "tests/unit/data/test_schedule.py"),
-    "training": ("tests/unit/training/test_step_reference.py",),
-    "log_probs": ("tests/unit/training/test_log_probs*.py",),
-    "steps": ("tests/contract/training/test_steps_against_torch.py",),
-    "critic": ("tests/contract/training/test_critic_steps.py",),
-    "buffer": ("tests/unit/buffer/test_data_buffer.py",),
-    "evaluation": ("tests/unit/rollout/test_evaluation_apart.py",),
-}
-"""The fast tests of each room, as patterns: on formula level where there is one, else with a real tiny trainer."""
-LEFT_OUT = ("test_against_trl.py", "test_toy_convergence.py")
-"""Not run against mutations: they take longer than all the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """One bug."""
-
-    suite: str
-    file: str
-    """Below slime/."""
-    before: str
-    after: str
-
+from tests.mutation.loop_mutations import ROLLOUT, STEPS
+from tests.mutation.record import Mutation
 
 ALGORITHMS: dict[str, Mutation] = {
     "groups by position": Mutation(
@@ -342,51 +317,6 @@ LOG_PROBS: dict[str, Mutation] = {
         "training/model/log_probs.py",
         "entropy = log_total - weighted / total",
         "entropy = log_total + weighted / total",
-    ),
-}
-
-STEPS: dict[str, Mutation] = {
-    "gradients of the step before": Mutation(
-        "steps",
-        "training/step/train.py",
-        "        zero_grad(trainable)\n        metrics = ",
-        "        metrics = ",
-    ),
-    "a clip for each optimizer": Mutation(
-        "steps", "training/step/optimizer.py", "total_norm=norm)", "total_norm=float(inner.get_grad_norm()))"
-    ),
-    "a critic of advantages": Mutation(
-        "critic",
-        "training/step/micro_batch.py",
-        "returns=of(aims.returns)",
-        "returns=of(aims.advantages)",
-    ),
-    "a critic felt by every tensor-parallel rank": Mutation(
-        "critic",
-        "training/model/policy.py",
-        "_Share.apply(hidden, self.config.tensor_model_parallel_size)",
-        "_Share.apply(hidden, 1)",
-    ),
-}
-
-ROLLOUT: dict[str, Mutation] = {
-    "every epoch in the same order": Mutation(
-        "buffer", "buffer/prompts.py", "(self._seed + self.epoch)", "(self._seed)"
-    ),
-    "no epoch is shuffled": Mutation(
-        "buffer", "buffer/prompts.py", "            if self._shuffle:\n", "            if False:\n"
-    ),
-    "held-out groups are training's": Mutation(
-        "evaluation", "rollout/evaluate.py", "group_index=-1 - number", "group_index=number"
-    ),
-    "held-out executions are training's": Mutation(
-        "evaluation", "rollout/evaluate.py", "index=-1 - first_index", "index=first_index"
-    ),
-    "datasets share executions": Mutation(
-        "evaluation", "rollout/evaluate.py", "        first_index += len(samples)\n", ""
-    ),
-    "evaluation runs as training": Mutation(
-        "evaluation", "rollout/evaluate.py", "hooks.generate, evaluation=True", "hooks.generate, evaluation=False"
     ),
 }
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.mutations import LEFT_OUT, MUTATIONS, QUICK, SUITES, Mutation
+from tests.mutation.mutations import MUTATIONS, QUICK
+from tests.mutation.record import LEFT_OUT, SUITES, Mutation
 
 ROOT = Path(__file__).parents[2]
 UNIT_ROOMS = ("algorithms", "buffer", "data", "rollout", "training")

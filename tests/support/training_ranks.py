@@ -8,7 +8,9 @@ by default). Every rank writes its part of a checkpoint into `after_N` and, with
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,25 +66,22 @@ def train_layout(seat: Seat, spec: dict[str, Any]) -> Outcome:
     batch = random_batch(seed=spec.get("seed", 0))
     all_gradients = {}
     for name, scenario in spec["scenarios"].items():
-        changed = training_args(Path(spec["checkpoint"]), **{**settings, **scenario.get("args", {})})
-        kept = dict(vars(args))
-        vars(args).update({k: v for k, v in vars(changed).items() if k != "megatron"})
         order = scenario.get("order") or range(len(batch.samples))
-        gradients = backend.gradients(with_samples(batch, [batch.samples[i] for i in order]))
+        with _changed(args, {**settings, **scenario.get("args", {})}):
+            gradients = backend.gradients(with_samples(batch, [batch.samples[i] for i in order]))
         if seat.rank == 0:
             all_gradients[name] = _on_host(gradients)
-        vars(args).update(kept)
     result: dict[str, Any] = {"log_probs": [x.tolist() for x in backend.log_probs(batch)], "metrics": []}
     if spec.get("load"):
         backend.load(Path(spec["load"]))
     if spec.get("export"):
         backend.save_hf(out / "hf")
-    errors = errors_of(backend, batch) if spec.get("provoke", True) else {}
-    vars(args).update(spec.get("round_args", {}))
-    for done in range(1, spec.get("rounds", 0) + 1):
-        result["metrics"].append(backend.train(batch))
-        if done == spec.get("save_after"):
-            backend.save(out / f"after_{done}")
+    errors = errors_of(backend, batch, settings) if spec.get("provoke", True) else {}
+    with _changed(args, {**settings, **spec.get("round_args", {})}):
+        for done in range(1, spec.get("rounds", 0) + 1):
+            result["metrics"].append(backend.train(batch))
+            if done == spec.get("save_after"):
+                backend.save(out / f"after_{done}")
     if spec.get("save_end"):
         backend.save(out / "end")
     weights = _on_host(dict(backend.iter_hf_tensors()))
@@ -95,7 +94,19 @@ def _on_host(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
-def errors_of(backend: Any, batch: Any) -> dict[str, str]:
+@contextlib.contextmanager
+def _changed(args: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Other settings of a backend in the block, with what follows from them; Megatron's stay."""
+    kept = dict(vars(args))
+    changed = training_args(Path(args.hf_checkpoint), **settings)
+    vars(args).update({name: value for name, value in vars(changed).items() if name != "megatron"})
+    try:
+        yield
+    finally:
+        vars(args).update(kept)
+
+
+def errors_of(backend: Any, batch: Any, settings: dict[str, Any]) -> dict[str, str]:
     """What this rank is told about a NaN in one sample, and about log-probs that one sample's engine got wrong."""
     hook = {"custom_tis_function_path": f"{__file__}:first_rank_fails", "use_tis": True}
     cases: dict[str, tuple[float, dict[str, Any]]] = {
@@ -103,17 +114,16 @@ def errors_of(backend: Any, batch: Any) -> dict[str, str]:
         "gap": (50.0, {"mismatch_limit": 20.0}),
         "hook": (0.0, hook),
     }
-    out, kept = {}, dict(vars(backend.args))
+    out = {}
     for kind, (shift, changes) in cases.items():
         samples = list(batch.samples)
         broken = samples[3].rollout_log_probs + np.float32(shift)
         samples[3] = dataclasses.replace(samples[3], rollout_log_probs=broken)
-        vars(backend.args).update(changes)
-        try:
-            backend.train(with_samples(batch, samples))
-        except (NumericsError, HookError, ZeroDivisionError) as error:
-            out[kind] = str(error)
-        vars(backend.args).update(kept)
+        with _changed(backend.args, {**settings, **changes}):
+            try:
+                backend.train(with_samples(batch, samples))
+            except (NumericsError, HookError, ZeroDivisionError) as error:
+                out[kind] = str(error)
     return out
 
 

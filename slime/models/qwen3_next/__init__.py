@@ -41,17 +41,8 @@ class Qwen3Next(Family):
     PyTorch, or the kernels where they are installed and can run."""
 
     def check(self, args: Args) -> list[str]:
-        """A choice of kernels has what they need."""
-        if self.qwen_gdn_backend != "fla":
-            return []
-        problems = (
-            ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
-            ("the trainer runs on a CPU", args.device == "cpu"),
-            ("the training dtype is float32", not (args.megatron["bf16"] or args.megatron["fp16"])),
-        )
-        reasons = " and ".join(reason for reason, holds in problems if holds)
-        told = f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself"
-        return [told] if reasons else []
+        """A recurrence runs through whole sequences, on ranks that hold whole key heads; kernels can run."""
+        return [*_layout_problems(args), *self._kernel_problems(args)]
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Gated delta nets, gated attention, experts. Raises `ConfigError` for what is not trained."""
@@ -108,3 +99,29 @@ class Qwen3Next(Family):
     def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:
         """See `flops`."""
         return mixer_cost(hf_config, layer)
+
+    def _kernel_problems(self, args: Args) -> list[str]:
+        if self.qwen_gdn_backend != "fla":
+            return []
+        problems = (
+            ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
+            ("the trainer runs on a CPU", args.device == "cpu"),
+            ("the training dtype is float32", not (args.megatron["bf16"] or args.megatron["fp16"])),
+        )
+        reasons = " and ".join(reason for reason, holds in problems if holds)
+        told = f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself"
+        return [told] if reasons else []
+
+
+def _layout_problems(args: Args) -> list[str]:
+    m = args.megatron
+    tp, cp, heads = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1, m["linear_num_key_heads"]
+    out = []
+    if heads % tp:
+        out.append(f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor")
+    if cp > 1:
+        out.append(
+            f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
+            "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size"
+        )
+    return out

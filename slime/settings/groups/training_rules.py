@@ -71,22 +71,6 @@ def only_supported_parallelism(args: Args) -> str | None:
     return None
 
 
-def linear_attention_splits_by_key_heads(args: Args) -> str | None:
-    """A recurrence runs through whole sequences."""
-    m = args.megatron
-    if m["experimental_attention_variant"] != "gated_delta_net":
-        return None
-    tp, cp, heads = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1, m["linear_num_key_heads"]
-    if heads % tp:
-        return f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor"
-    if cp > 1:
-        return (
-            f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
-            "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size"
-        )
-    return None
-
-
 def one_dtype(args: Args) -> str | None:
     """A model has one training dtype."""
     if args.megatron["fp16"] and args.megatron["bf16"]:
@@ -121,7 +105,6 @@ RULES: tuple[Rule, ...] = (
     world_divides,
     tensor_parallel_divides_heads,
     only_supported_parallelism,
-    linear_attention_splits_by_key_heads,
     one_dtype,
     one_warm_up,
     dynamic_batches_have_a_limit,

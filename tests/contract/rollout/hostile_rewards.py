@@ -14,7 +14,7 @@ ACTS: dict[int, str] = {}
 """Execution id -> what happens to its reward; the test fills it."""
 GIANT: list[str] = []
 """One string of 1 GB, made by the test before it measures anything."""
-REWARD = f"{Path(__file__).parents[1] / 'unit' / 'rewards' / 'hostile.py'}:act"
+REWARD = f"{Path(__file__).parents[2] / 'unit' / 'rewards' / 'hostile.py'}:act"
 RATES = {"hang": 0.05, "raise": 0.05, "none": 0.05, "nan": 0.05}
 
 

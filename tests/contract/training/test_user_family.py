@@ -63,7 +63,7 @@ def test_a_file_is_a_family(tmp_path: Path, make_backend: Callable[..., Any]) ->
     file.write_text(FAMILY)
     batch = random_batch(seed=3)
     want = make_backend(qwen3, **SFT).gradients(batch)
-    with pytest.raises(ConfigError, match=r"house_model.*--model-family"):
+    with pytest.raises(ConfigError, match="house_model"):
         make_backend(own, **SFT)
     backend = make_backend(own, model_family=str(file), **SFT)
     got = backend.gradients(batch)

@@ -11,17 +11,26 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.models import FAMILIES, Family, architecture, family_of, load_family, table_for
-from tests.support.published import SYNCED
+from tests.support.command_line import QWEN3, complete
 
 ROOT = Path(__file__).parents[3]
 TOY = '''
+from dataclasses import dataclass
+
 from slime.models import FAMILIES, Family
 from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
 
 
 @FAMILIES.register("toy_of_the_tests")
+@dataclass(frozen=True, kw_only=True)
 class Toy(Family):
-    """Norms of q and k, and nothing else of its own."""
+    """Norms of q and k, and a setting."""
+
+    toy_strength: float = 1.0
+    """What it is."""
+
+    def check(self, args):
+        return ["got a toy that is too weak"] if self.toy_strength < 0 else []
 
     def departures(self, hf_config):
         return {"qk_layernorm": True}
@@ -67,25 +76,32 @@ def test_questions_about_a_model_import_neither_torch_nor_megatron() -> None:
 
 
 def test_a_family_is_one_file_of_the_users_own(tmp_path: Path) -> None:
+    """With a setting, whose flag is known as soon as the file is named, and a check of its own."""
     file = tmp_path / "toy_family.py"
     file.write_text(TOY)
-    config, _ = SYNCED["Llama-3.1-8B"]
-    config = {**config, "model_type": "toy_of_the_tests"}
+    words = [*complete(tmp_path), "--model-family", str(file), "--toy-strength"]
+    config = Path(words[words.index("--hf-checkpoint") + 1]) / "config.json"
+    config.write_text(json.dumps({**QWEN3, "model_type": "toy_of_the_tests"}))
     code = (
-        "import sys, json\n"
-        "from slime.settings.families import architecture_of\n"
+        "import sys\n"
         "from slime.core.hf_config import read_hf_config\n"
         "from slime.models import family_of, table_for\n"
-        "settings = architecture_of(sys.argv[1], sys.argv[2])\n"
-        "config = read_hf_config(sys.argv[1])\n"
-        "assert settings['qk_layernorm'] and settings['num_layers'] == len(table_for(config).layers)\n"
+        "from slime.settings import parse_args\n"
+        "args = parse_args(sys.argv[1:])\n"
+        "config = read_hf_config(args.hf_checkpoint)\n"
+        "assert args.megatron['qk_layernorm'] and args.megatron['num_layers'] == len(table_for(config).layers)\n"
+        "assert args.toy_strength == family_of(config, args).toy_strength == 2.5\n"
         "assert family_of(config).flops(config).forward(8) > 0\n"
+        "assert 'torch' not in sys.modules\n"
     )
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(file)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 0, run.stderr
+
+    def run(strength: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *words, strength]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    good, bad = run("2.5"), run("-1")
+    assert good.returncode == 0, good.stderr
+    assert "too weak" in bad.stderr and "ConfigError" in bad.stderr, bad.stderr
 
 
 def test_a_family_that_is_registered_for_nothing_is_refused(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ REPLACED_NAMES = {"model_shape": "architecture", "megatron_shape": "architecture
 ALLOWED = {
     "PR_SET_CHILD_SUBREAPER": "the name that Linux gives it",
     "lora_target_modules": "the name that PEFT gives it",
+    "engines_hold_what_tables_say": "engines hold weights, and are not paused",
     "_targets": "modules that adapters are put on: PEFT's word",
     "targets": "token ids to predict: the word of every loss function",
 }
@@ -87,6 +88,14 @@ def test_replaced_words_stay_out_of_names() -> None:
         found |= {run: word for run, word in REPLACED_NAMES.items() if run in joined}
         wrong += [f"{place}: {name}: not {old!r}, say {new}" for old, new in found.items()]
     assert not wrong, "one word for each thing (docs/glossary.md):\n" + "\n".join(sorted(wrong))
+
+
+def test_replaced_words_stay_out_of_documents() -> None:
+    """Those that mean nothing else in English."""
+    words = re.compile(r"\b(publication|publish the weights|weights are published|nucleus|poison|reaper)", re.I)
+    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    wrong = [f"{p.name}: {m[0]}" for p in texts if p != GLOSSARY for m in words.finditer(p.read_text())]
+    assert not wrong, "one word for each thing (docs/glossary.md):\n" + "\n".join(wrong)
 
 
 def test_no_exception_that_is_no_longer_needed() -> None:

@@ -1,0 +1,30 @@
+"""What a mutation is, and which tests have to notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "algorithms": ("tests/unit/algorithms/test_*.py",),
+    "data": ("tests/unit/data/test_packing.py", "tests/unit/data/test_schedule.py"),
+    "training": ("tests/unit/training/test_step_reference.py",),
+    "log_probs": ("tests/unit/training/test_log_probs*.py",),
+    "steps": ("tests/contract/training/test_steps_against_torch.py",),
+    "critic": ("tests/contract/training/test_critic_steps.py",),
+    "buffer": ("tests/unit/buffer/test_data_buffer.py",),
+    "evaluation": ("tests/unit/rollout/test_evaluation_apart.py",),
+}
+"""The fast tests of each room, as patterns: on formula level where there is one, else with a real tiny trainer."""
+LEFT_OUT = ("test_against_trl.py", "test_toy_convergence.py")
+"""Not run against mutations: they take longer than all the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One bug."""
+
+    suite: str
+    file: str
+    """Below slime/."""
+    before: str
+    after: str
