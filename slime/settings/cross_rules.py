@@ -107,8 +107,7 @@ def custom_loss_has_a_function(args: Args) -> str | None:
 def rewards_are_defined(args: Args) -> str | None:
     """A policy learns from rewards, or from a teacher; what is sampled to be kept is judged by them."""
     learns = args.loss_type == "policy_loss" or args.rollout_function_path == DEFAULT_ROLLOUT
-    taught = args.use_opd and args.opd_teacher_url is not None
-    needs = learns and not args.debug_train_only and args.num_rollout != 0 and not taught
+    needs = learns and not args.debug_train_only and args.num_rollout != 0 and args.opd_teacher_url is None
     if args.rm_type == "remote_rm" and not args.rm_url:
         return "got --rm-type remote_rm without --rm-url; give its address"
     if args.group_rm and not args.custom_rm_path:
@@ -154,7 +153,7 @@ def files_exist(args: Args) -> str | None:
         ("critic_load", args.critic_load),
         ("opd_teacher_load", args.opd_teacher_load),
     ):
-        if folder is not None and name not in args.idle and not Path(folder).is_dir():
+        if folder is not None and not Path(folder).is_dir():
             return f"got {name} {folder}, which is no folder; give an existing one"
     return None
 

@@ -1,5 +1,7 @@
 """Settings that are given and act on nothing: listed when the run starts, refused with --strict.
 
+Such a setting is resolved as if it had not been given, so that it is without effect wherever it is read.
+
 A setting acts if the conditions of its declaration hold and, if it belongs to entries of a registry, one of them is
 chosen. What an engine's flag needs is in `megatron_effects`.
 """
@@ -15,13 +17,14 @@ from slime.settings.megatron_effects import NEEDS
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
+    from slime.settings.resolver import Resolver
 
 
-def own_settings_without_effect(settings: Any, components: Components) -> dict[str, str]:
-    """Setting -> its value and what it would need, for settings of slime's and of entries."""
+def own_settings_without_effect(settings: Resolver, components: Components) -> dict[str, str]:
+    """Setting -> its given value and what it would need, for settings of slime's and of entries."""
     out = {}
     for name in (*components.own, *components.of_entries()):
-        says, value = declared(components.field_of(name, settings)), getattr(settings, name)
+        says, value = declared(components.field_of(name, settings)), settings.given(name)
         if settings.was_given(name) and says.asks(value):
             text = what_is_missing(name, settings, components)
             if text is not None:

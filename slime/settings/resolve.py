@@ -12,7 +12,7 @@ from slime.settings.custom_yaml import Given
 from slime.settings.effects import engine_settings_without_effect, own_settings_without_effect
 from slime.settings.group import Passed
 from slime.settings.groups import GROUPS
-from slime.settings.megatron_defaults import FIXED, SLIME_DEFAULTS
+from slime.settings.megatron_defaults import SLIME_DEFAULTS
 from slime.settings.passthrough import Passthrough
 from slime.settings.resolver import Resolver
 from slime.settings.schema import flags_of_owner
@@ -33,22 +33,33 @@ def resolve(
     `given` and `origins`: values and where each was given, by (owner, dest); `custom`: the user's own settings;
     `synchronous`: the loop is train.py's, not train_async.py's.
     """
+    values = {_spelled(owner, dest): value for (owner, dest), value in given.items()}
     where = {_spelled(owner, dest): text for (owner, dest), text in origins.items()}
-    resolver = Resolver(
-        components,
-        {_spelled(owner, dest): value for (owner, dest), value in given.items()},
-        origins=where,
-        megatron=megatron_defaults(components),
-        passed=_passed(),
-    )
+    resolver = _resolver(components, values, where)
     check_required(resolver, components)
     problems, idle = take_architecture(resolver)
+    args = _args(resolver)
+    list(components.chosen(resolver))  # a name that no entry has is an error, whether it would act or not
+    idle |= own_settings_without_effect(resolver, components)
+    idle |= engine_settings_without_effect(args, {flag.dest: flag.default for flag in flags_of_owner("megatron")})
+    if idle:  # they act on nothing, whoever reads them
+        resolver = _resolver(components, {name: v for name, v in values.items() if name not in idle}, where)
+        take_architecture(resolver)
+        args = _args(resolver)
     router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
-    resolver.origins |= {f"router.{name}": where[f"router.{name}"] for name in router}
-    args = _args(resolver, router=Passthrough("router", router), custom=Passthrough("custom", custom))
-    args = _with_idle(args, components, idle)
+    args = args.replace(
+        router=Passthrough("router", router),
+        custom=Passthrough("custom", custom),
+        idle=Passthrough("idle", idle),
+        origins=Passthrough("origins", {**args.origins, **{f"router.{n}": where[f"router.{n}"] for n in router}}),
+    )
     validate(args, components, synchronous=synchronous, problems=problems)
     return args
+
+
+def _resolver(components: Components, given: Mapping[str, Any], where: Mapping[str, str]) -> Resolver:
+    """Of the values given on the command line and in the file."""
+    return Resolver(components, given, origins=where, megatron=megatron_defaults(components), passed=_passed())
 
 
 def assemble(given: Mapping[str, Any], *, megatron: Mapping[str, Any]) -> Args:
@@ -92,7 +103,7 @@ def _passed() -> dict[tuple[str, str], Passed]:
     return out
 
 
-def _args(resolver: Resolver, **others: Passthrough) -> Args:
+def _args(resolver: Resolver) -> Args:
     """Every setting, resolved."""
     components = resolver.components
     values: dict[str, Any] = {name: getattr(resolver, name) for name in components.own}
@@ -100,19 +111,4 @@ def _args(resolver: Resolver, **others: Passthrough) -> Args:
     values["components"] = Passthrough("components", of_entries)
     for owner in ("megatron", "sglang"):
         values[owner] = Passthrough(owner, getattr(resolver, owner))
-    values |= others
     return Args(**values, origins=Passthrough("origins", resolver.origins))
-
-
-def _with_idle(args: Args, components: Components, architecture: Mapping[str, str]) -> Args:
-    """Notes what has no effect. What the trainer fixes is then told as it runs, not as it was given."""
-    defaults = {flag.dest: flag.default for flag in flags_of_owner("megatron")}
-    engine = engine_settings_without_effect(args, defaults)
-    idle = {**own_settings_without_effect(args, components), **engine, **architecture}
-    fixed = {name: FIXED[name] for name in FIXED if f"megatron.{name}" in engine}
-    origins = {f"megatron.{name}": f"derived: the trainer always uses it ({why})" for name, (_, why) in fixed.items()}
-    return args.replace(
-        megatron=Passthrough("megatron", {**args.megatron, **{name: value for name, (value, _) in fixed.items()}}),
-        idle=Passthrough("idle", idle),
-        origins=Passthrough("origins", {**args.origins, **origins}),
-    )

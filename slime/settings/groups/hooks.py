@@ -37,7 +37,7 @@ def _own_worker(path: Any, s: Any) -> Adjusted | None:
 
 
 def _with_teacher(paths: Any, s: Any) -> Adjusted | None:
-    if s.opd_teacher_url is None or not s.use_opd:
+    if s.opd_teacher_url is None:
         return None
     others = tuple(path for path in paths if path != TEACHER_HOOK)
     return Adjusted((*others, TEACHER_HOOK), "--opd-teacher-url asks the teacher about each sample")

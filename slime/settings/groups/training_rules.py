@@ -96,7 +96,7 @@ def dynamic_batches_have_a_limit(args: Args) -> str | None:
 def fixed_settings_are_left_alone(args: Args) -> str | None:
     """A flag that the trainer would override silently is refused."""
     for name, (value, why) in (*FIXED.items(), *UNSUPPORTED.items()):
-        if args.megatron[name] != value and f"megatron.{name}" not in args.idle:
+        if args.megatron[name] != value:
             return f"got {name} {args.megatron[name]}; the trainer always uses {value} ({why}): drop the flag"
     return None
 

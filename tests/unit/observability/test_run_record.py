@@ -35,6 +35,14 @@ def make_folder(path: Path) -> RunFolder:
     return RunFolder.create(path, run_id="run-1", args={"lr": 1e-5, "wandb_key": "abc", "megatron": {"bf16": True}})
 
 
+def test_a_start_records_what_had_no_effect(tmp_path: Path) -> None:
+    idle = {"lora_alpha": "8.0, which needs --lora-rank"}
+    folder = RunFolder.create(tmp_path / "run", run_id="run-1", args={}, without_effect=idle)
+    make_folder(folder.path)
+    starts = json.loads((folder.path / "run.json").read_text())["starts"]
+    assert [start["without_effect"] for start in starts] == [idle, {}]
+
+
 def test_a_folder_is_made_whole_and_joined_on_resume(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
     folder.metrics.write_text('{"train/step": 0}\n')

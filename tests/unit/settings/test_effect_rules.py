@@ -220,6 +220,16 @@ def test_what_has_no_effect_is_told_once_with_the_flag_that_was_given(base: list
     assert args.to_json_dict()["idle"] == dict(args.idle)
 
 
+def test_what_has_no_effect_is_as_if_it_had_not_been_given(base: list[str]) -> None:
+    plain, words = (
+        parse_args(base),
+        "--offload-train --ref-load missing --critic-load missing --tis-clip 9 --seq-length 9",
+    )
+    args = parse_args([*base, *words.split()])
+    assert len(args.idle) == 5
+    assert args.replace(run_id=plain.run_id) == plain
+
+
 def test_what_has_no_effect_is_not_looked_for(base: list[str]) -> None:
     assert "ref_load" in parse_args([*base, "--ref-load", "missing"]).idle
     assert "critic_load" in parse_args([*base, "--critic-load", "missing"]).idle
