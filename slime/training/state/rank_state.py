@@ -195,14 +195,14 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     """
     reader = ShardReader(directory)
     meta = reader.metas[min(kept.info.rank, len(reader.metas) - 1)]
-    targets = list(_targets(kept, reader, with_optimizer))
+    destinations = list(_destinations(kept, reader, with_optimizer))
     _check(reader, meta, kept, with_optimizer)
-    for role, name, parameter, target, _, optimizer in targets:
+    for role, name, parameter, target, _, optimizer in destinations:
         dtype = target.dtype if optimizer is None else None
         _check_split(reader.any(role, name), kept.shard(name)[1], parameter, dtype, directory)
     for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
         optimizer.state.clear()
-    for role, name, _, target, start, optimizer in targets:
+    for role, name, _, target, start, optimizer in destinations:
         tp_rank, tp_size = kept.shard(name)
         if reader.any(role, name).tp_size == tp_size:
             source = reader.flat(role, name, tp_rank, start, start + target.numel())
@@ -267,7 +267,7 @@ def _optimizers(trainable: Trainable) -> list[Any]:
     return [inner.optimizer for inner in trainable.inner if inner.optimizer is not None]
 
 
-def _targets(
+def _destinations(
     kept: Kept, reader: ShardReader, with_optimizer: bool
 ) -> Iterator[tuple[str, str, Tensor, Tensor, int, Any]]:
     """(role, name, parameter, target, start, optimizer) of all that is restored.
