@@ -42,7 +42,6 @@ REPLACED_NAMES = {"model_shape": "architecture", "megatron_shape": "architecture
 ALLOWED = {
     "PR_SET_CHILD_SUBREAPER": "the name that Linux gives it",
     "lora_target_modules": "the name that PEFT gives it",
-    "engines_hold_what_tables_say": "engines hold weights, and are not paused",
     "_targets": "modules that adapters are put on: PEFT's word",
     "targets": "token ids to predict: the word of every loss function",
 }
