@@ -42,8 +42,6 @@ REPLACED_NAMES = {"model_shape": "architecture", "megatron_shape": "architecture
 ALLOWED = {
     "PR_SET_CHILD_SUBREAPER": "the name that Linux gives it",
     "lora_target_modules": "the name that PEFT gives it",
-    "_targets": "modules that adapters are put on: PEFT's word",
-    "targets": "token ids to predict: the word of every loss function",
 }
 """Names that keep such a word, each with the reason."""
 
