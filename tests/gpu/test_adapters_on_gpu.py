@@ -1,4 +1,4 @@
-"""Adapters and copies of the policy on a GPU: pinned host memory, sleep and wake, one GPU against a CPU.
+"""Adapters and other policies on a GPU: pinned host memory, sleep and wake, one GPU against a CPU.
 
 python -m pytest tests/gpu/test_adapters_on_gpu.py
 """
@@ -30,7 +30,7 @@ def _backend(checkpoint: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{"lora_rank": 4}, {"freeze_params_name_list": ("embed",)}], ids=str)
-def test_copies_are_lent_and_given_back(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_other_policies_are_lent_and_given_back(settings: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = write_tiny_model(tmp_path / "model", "qwen3", tied=False, head_dim=64)
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": str(checkpoint), "ref_update_interval": 1}
     backend = _backend(checkpoint, device="cuda", keep_old_actor=True, **kl, **settings)
@@ -43,12 +43,12 @@ def test_copies_are_lent_and_given_back(settings: dict[str, Any], tmp_path: Path
     before = {name: p.detach().clone() for name, p in backend._parameters.items()}
     after = backend.log_probs(batch)
     assert max(np.abs(a - b).max() for a, b in zip(start, after, strict=True)) > 1e-3, "nothing was trained"
-    reference = backend._copies.log_probs("reference", backend._prepare(batch))
+    reference = backend._others.log_probs("reference", backend._context, backend._prepare(batch))
     assert all(np.array_equal(a, b) for a, b in zip(reference, after, strict=True)), "the policy became the reference"
     backend.sleep()
     backend.wake()
     assert all(torch.equal(p, before[name]) for name, p in backend._parameters.items())
-    assert all(p.is_pinned() for p in backend._copies._host._copies["reference"].values())
+    assert all(p.is_pinned() for p in backend._others._host._policies["reference"].values())
     backend.close()
 
 

@@ -140,7 +140,7 @@ def test_a_reference_of_the_base_costs_a_copy_of_the_adapters(
     batch = random_batch()
     backend = make_backend(tiny_qwen3, **LORA, use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(tiny_qwen3))
     base = sum(float(x.sum()) for x in backend.log_probs(batch))
-    assert {n for n in backend._others._host._copies["reference"]} == {n for n in backend._parameters if "lora_" in n}
+    assert {n for n in backend._others._host._policies["reference"]} == {n for n in backend._parameters if "lora_" in n}
     for _ in range(2):
         metrics = backend.train(batch)
     mean = metrics["train/ref_log_probs"]
