@@ -182,6 +182,16 @@ def _warms_up(s: Any) -> bool:
     return bool(s.megatron["lr_warmup_iters"] or s.megatron["lr_warmup_fraction"])
 
 
+def _recomputes_modules(s: Any) -> bool:
+    """The older flag of experts means the selective one."""
+    return s.megatron["recompute_granularity"] == "selective" or bool(s.megatron["moe_layer_recompute"])
+
+
+def _stages_wait_for_each_other(s: Any) -> bool:
+    m = s.megatron
+    return (m["pipeline_model_parallel_size"] or 1) > 1 and (m["virtual_pipeline_model_parallel_size"] or 1) == 1
+
+
 def _draws_graphs(s: Any) -> bool:
     m = s.megatron
     return bool(m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none")
@@ -228,14 +238,14 @@ _CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
         ("recompute_method", "recompute_num_layers", "distribute_saved_activations"),
     ),
     (
-        Need(lambda s: s.megatron["recompute_granularity"] == "selective", "--recompute-granularity selective"),
+        Need(_recomputes_modules, "--recompute-granularity selective"),
         ("recompute_modules",),
     ),
     (
         Need(_is_on("recompute_granularity"), "--recompute-granularity"),
         ("num_microbatches_with_partial_activation_checkpoints",),
     ),
-    (Need(_decays, "a rate that decays: --lr-decay-style other than constant"), ("min_lr", "decoupled_min_lr")),
+    (Need(_decays, "a rate that decays: --lr-decay-style other than constant"), ("min_lr",)),
     (
         Need(
             lambda s: _decays(s) or s.megatron["lr_warmup_fraction"] is not None,
@@ -249,7 +259,15 @@ _CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
     ),
     (Need(_warms_up, "a warm-up: --lr-warmup-iters or --lr-warmup-fraction"), ("lr_warmup_init",)),
     (
-        Need(_is_on("fp16"), "--fp16"),
+        Need(
+            lambda s: _decays(s) and s.megatron["decoupled_lr"] is not None,
+            "--decoupled-lr, and --lr-decay-style other than constant",
+        ),
+        ("decoupled_min_lr",),
+    ),
+    (Need(_is_on("qk_layernorm"), "a checkpoint with norms of queries and keys"), ("apply_wd_to_qk_layernorm",)),
+    (
+        Need(lambda s: s.megatron["fp16"] and not s.megatron["loss_scale"], "--fp16, without --loss-scale"),
         ("hysteresis", "initial_loss_scale", "loss_scale_window", "min_loss_scale"),
     ),
     (
@@ -261,7 +279,6 @@ _CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
         (
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
-            "batch_p2p_sync",
             "deallocate_pipeline_outputs",
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
@@ -270,14 +287,8 @@ _CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        Need(
-            lambda s: (
-                _above_one("pipeline_model_parallel_size")(s)
-                and not _above_one("virtual_pipeline_model_parallel_size")(s)
-            ),
-            "pipeline stages that are not interleaved",
-        ),
-        ("batch_p2p_comm",),
+        Need(_stages_wait_for_each_other, "pipeline stages that are not interleaved"),
+        ("batch_p2p_comm", "batch_p2p_sync"),
     ),
     (
         Need(_above_one("virtual_pipeline_model_parallel_size"), "--virtual-pipeline-model-parallel-size above 1"),
