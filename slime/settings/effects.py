@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from slime.settings.args import MASK
 from slime.settings.components import Components
 from slime.settings.fields import Need, declared
-from slime.settings.flags import Flag
+from slime.settings.flags import MASK, Flag
 from slime.settings.megatron_defaults import SLIME_DEFAULTS
 from slime.settings.megatron_effects import NEEDS
 
@@ -37,7 +36,7 @@ def own_settings_without_effect(settings: Resolver, components: Components) -> d
 
 def what_is_missing(name: str, settings: Any, components: Components) -> str | None:
     """The first condition of a setting that does not hold, in words; None if it acts."""
-    needs = declared(components.field_of(name, settings)).needs
+    needs = declared(components.field_of(name, settings)).conditions
     missing = _first_missing(needs, settings)
     if missing is not None or name in components.own:
         return missing
@@ -45,7 +44,7 @@ def what_is_missing(name: str, settings: Any, components: Components) -> str | N
     readers = [reader for reader in components.readers(name) if reader.entry in chosen]
     if not readers:
         return " or ".join(_choices_with(name, components))
-    texts = [_first_missing(declared(components.own[r.chooser.setting]).needs, settings) for r in readers]
+    texts = [_first_missing(declared(components.own[r.chooser.setting]).conditions, settings) for r in readers]
     return None if None in texts else texts[0]
 
 
