@@ -14,7 +14,7 @@ from slime.settings.families import architecture_of, contradictions
 from slime.settings.fields import Need
 from slime.settings.resolver import Resolver
 
-_NEEDS: Mapping[str, Need] = {
+NEEDS: Mapping[str, Need] = {
     "kv_channels": Need(
         lambda m: not m.get("multi_latent_attention"),
         "attention with one size of a head; latent attention has --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
@@ -43,7 +43,7 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
     for name, value in architecture.items():
         if resolver.was_given(f"megatron.{name}"):
             given = resolver.given(f"megatron.{name}")
-            need = _NEEDS.get(name)
+            need = NEEDS.get(name)
             if _says(name, given, architecture) == _says(name, value, architecture):
                 pass
             elif need is not None and not need.acts(architecture):

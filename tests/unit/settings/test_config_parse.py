@@ -339,3 +339,15 @@ def test_one_run_has_one_id(base: list[str]) -> None:
     args = parse_args(words)
     assert args.run_dir == f"runs/{args.run_id}"
     assert "unknown flag --run-id" in refused([*base, "--run-id", "mine"])
+
+
+def test_the_earlier_name_of_the_mismatch_limit_is_known(base: list[str]) -> None:
+    assert parse_args([*base, "--logprob-gap-limit", "0.5"]).mismatch_limit == 0.5
+
+
+def test_help_says_no_default_of_what_must_be_given_and_breaks_no_flag() -> None:
+    lines = help_text("slime").splitlines()
+    texts = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines) if line.startswith("  --")}
+    assert texts["--hf-checkpoint"].endswith("Required.")
+    assert texts["--rollout-max-response-len"].endswith("[default 1024]")
+    assert not [line for line in lines if line.endswith("-")], "a flag is not broken at its hyphens"
