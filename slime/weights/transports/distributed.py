@@ -51,8 +51,6 @@ class DistributedTransport(Transport):
 class DistributedChannel(Channel):
     """Broadcasts to engines."""
 
-    name = "distributed"
-
     def __init__(self, context: TransportContext) -> None:
         self._backend = "nccl" if context.device == "cuda" else "gloo"
         self._timeout_s, self._master_address = context.timeout_s, context.address
