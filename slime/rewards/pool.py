@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import ConfigError, SlimeError
+from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
-from slime.rewards.graders import GRADERS, settings_of
+from slime.rewards.graders import GRADERS
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom
@@ -185,7 +186,8 @@ class GraderPool:
         if name not in self._graders:
             self._graders[name] = GRADERS.get_registered(name)
         kind = self._graders[name]
-        settings = settings_of(kind, self._settings.args)
+        args = self._settings.args
+        settings = {} if args is None else settings_of(kind, args)
         if kind.waits:
             return _Choice(name, self._concurrent, self._timeout_s + ASYNC_GRACE_S, settings=settings)
         limit_s = self._timeout_s if kind.is_slow else min(self._timeout_s, BUILT_IN_LIMIT_S)
