@@ -2,8 +2,9 @@
 
 Consumes: frames of `process.GraderProcess`, which starts it and owns both pipes; the first configures it, each later
 one is a request. Produces: one reply for each, with its id. Waits for: the next frame, and for the graders that it
-runs; async ones within the limit, all others as long as the parent lets it live. Is woken by: a frame. The parent is trusted (its first frame carries pickled args for
-user hooks); nothing that a grader or a model wrote is ever unpickled anywhere: replies are JSON.
+runs; async ones within the limit, all others as long as the parent lets it live. Is woken by: a frame. The parent is
+trusted (its first frame carries pickled args for user hooks); nothing that a grader or a model wrote is ever unpickled
+anywhere: replies are JSON.
 
 Invariants
 1. It dies with its parent: SIGKILL by the kernel when the parent thread ends, or end-of-file on stdin.
