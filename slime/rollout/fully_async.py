@@ -12,9 +12,10 @@ from typing import Any
 
 from slime.core.errors import HookError
 from slime.rollout.loop import Output, generate_rollout
+from slime.settings import Args
 
 
-def generate_rollout_fully_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
+def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
     """Evaluates as `loop.generate_rollout`. Raises `HookError` for a step of training."""
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
