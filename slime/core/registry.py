@@ -123,6 +123,9 @@ class Registry(Generic[T]):
                 f"got {self.flag} {path}, which is no {self.what}; derive a class from "
                 f"{self.contract.__module__}.{self.contract.__qualname__}"
             )
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        if missing:
+            raise ConfigError(f"got {self.flag} {path}, which lacks {', '.join(missing)}; define what is missing")
         return found
 
     def _class_or_module(self, path: str) -> Any:

@@ -5,6 +5,9 @@
     path = commit(parts, rollout_id, seals)  manifest with hashes, flush to disk, rename, then the name in `latest`
     prune(root, keep_last=3)                 what retention lets go of; never `latest`
 
+Consumes: the files that ranks and the Data Buffer wrote, once the caller has waited for all of them. Produces: a folder
+with a manifest, and its name in `latest`. Waits for: the disk alone; nobody wakes it.
+
 Invariants
 1. `latest` names only folders that were complete when they got their name; a crash at any point leaves the previous
    one, or this one.
