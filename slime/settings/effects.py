@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def own_settings_without_effect(settings: Resolver, components: Components) -> dict[str, str]:
-    """Setting -> its given value and what it would need, for settings of slime's and of entries."""
+    """Setting -> its given value and what it would need, for slime's settings and those of entries."""
     out = {}
     for name in (*components.own, *components.of_entries()):
         says, value = declared(components.field_of(name, settings)), settings.given(name)

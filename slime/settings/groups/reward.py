@@ -24,7 +24,7 @@ class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
     rm_type: str | None = opt(None, chosen_from=GRADERS)
-    """Grader: a built-in one, or the import path of a class of yours; metadata["rm_type"] of a row overrides it."""
+    """Grader: a built-in one, or the import path of your own class; metadata["rm_type"] of a row overrides it."""
     rm_url: str | None = None
     """Address of the grader of --rm-type remote_rm."""
     rm_batch_size: int = 1

@@ -120,7 +120,7 @@ class RolloutSettings:
     rollout_stop_token_ids: tuple[int, ...] | None = None
     """Token ids that end a response."""
     rollout_shuffle: bool = False
-    """Shuffle the prompts anew in each epoch, by rollout_seed + epoch."""
+    """Shuffle the prompts again in each epoch, seeded by rollout_seed + epoch."""
     rollout_seed: int = 42
     """Seed of the shuffle and, where the engine samples by seed, of sampling."""
     partial_rollout: bool = derived(
@@ -154,7 +154,7 @@ class RolloutSettings:
     fully_async; otherwise a step trains what was sampled in it, but for what partial_rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
     """What a weight sync does to requests under way (fully_async): abort ends them, and they are sent again with their
-    tokens; retract and in_place let them go on under the new weights, retract after reading all tokens anew, in_place
+    tokens; retract and in_place let them go on under the new weights, retract after reading all tokens again, in_place
     with the keys and values of the old weights. The weight sync before a checkpoint always ends them, so that it holds
     their tokens."""
     rollout_global_timeout_s: float | None = None
