@@ -90,7 +90,7 @@ class Adjusted:
 
     value: Any
     why: str
-    """Told by --explain."""
+    """Shown by --explain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -134,13 +134,13 @@ class RolloutSettings:
     update_weights_interval: int = opt(1, ge=1)
     """Steps between weight syncs (train_async.py only)."""
     rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
-    """When groups are started and which are trained: step, fully_async, function, or an import path of a class of yours
-    (see the documentation of customization). Default: fully_async with fully_async, function where
-    rollout_function_path names one of its own, otherwise step."""
+    """When groups are started and which finished ones make a batch: step, fully_async, function, or the import path of
+    your own class (docs/customization.md). Default: fully_async with --fully-async, function with your own
+    --rollout-function-path, else step."""
     fully_async: bool = derived(_generates_all_the_time, _why_all_the_time, default=False)
-    """Generate without pause, also while weights are synced: a worker keeps groups running, and each step trains the
-    oldest finished ones (train_async.py only). Default: whether rollout_schedule generates all the time, as the one
-    that rollout_function_path slime.rollout.fully_async.generate_rollout_fully_async means."""
+    """Generate all the time, also while weights are synced: a worker keeps groups running, and each step trains the
+    oldest finished ones (train_async.py only). Default: on with a rollout_schedule that generates all the time, or with
+    --rollout-function-path slime.rollout.fully_async.generate_rollout_fully_async."""
     max_groups_in_flight: int | None = derived(
         lambda s: _num_batches_ahead(s) * s.rollout_batch_size if s.fully_async else None,
         lambda s: f"{_num_batches_ahead(s)} * rollout_batch_size, max_weight_staleness {s.max_weight_staleness}",
@@ -149,9 +149,9 @@ class RolloutSettings:
     """Groups that the worker of fully_async has running or finished and waiting, at most. Default: 2 *
     rollout_batch_size, half of that if max_weight_staleness is 0."""
     max_weight_staleness: int | None = derived(lambda s: 2 if s.fully_async else None, "--fully-async")
-    """No trained sample holds a token sampled by weights more than so many versions (trained steps) before those that
-    are trained; groups with older ones start over. Finished groups beyond a batch are then kept. Default: 2 with
-    fully_async; otherwise a step trains what was sampled in it, but for what partial_rollout continues."""
+    """How many versions (trained steps) the weights that sampled a token may be older than those that are trained;
+    groups with older tokens start over. Finished groups beyond a batch are kept for the next step. Default: 2 with
+    --fully-async; otherwise a step trains what was sampled in it, and what --partial-rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
     """What a weight sync does to requests under way (fully_async): abort ends them, and they are sent again with their
     tokens; retract and in_place let them go on under the new weights, retract after reading all tokens again, in_place
