@@ -117,7 +117,7 @@ def prose() -> list[tuple[str, str]]:
         text = path.read_text()
         if path == GLOSSARY:  # its last column is what others say
             text = re.sub(r"^(\|.*\|)[^|\n]*\|$", r"\1", text, flags=re.M)
-        found.append((path.relative_to(ROOT).as_posix(), text))
+        found.append((path.relative_to(ROOT).as_posix(), re.sub(r"`[^`\n]+`", "", text)))  # names keep their words
     return found
 
 
