@@ -31,6 +31,11 @@ def has_kl(s: Any) -> bool:
     return bool(s.kl_coef) or (s.use_kl_loss and s.loss_type == "policy_loss")
 
 
+def has_reference(s: Any) -> bool:
+    """Whether log-probs of a reference are computed: for a KL, or for a custom loss that reads them."""
+    return bool(s.kl_coef) or (s.use_kl_loss and s.loss_type != "sft_loss")
+
+
 _POLICY_TERM_TEXT = "the policy loss: loss_type policy_loss, without --disable-compute-advantages-and-returns"
 
 ADVANTAGES = Need(
@@ -46,7 +51,7 @@ SAMPLED_LOSS = Need(lambda s: s.loss_type in ("policy_loss", "custom_loss"), "lo
 CRITIC = Need(lambda s: estimator_of(s).needs_critic, "an advantage_estimator with a critic, as ppo")
 KL = Need(has_kl, "--kl-coef, or --use-kl-loss with loss_type policy_loss")
 KL_LOSS = Need(lambda s: s.use_kl_loss, "--use-kl-loss")
-REFERENCE = Need(lambda s: s.use_kl_loss or bool(s.kl_coef), "--use-kl-loss or --kl-coef")
+REFERENCE = Need(has_reference, "--use-kl-loss or --kl-coef")
 ENGINE_LOG_PROBS = Need(
     lambda s: has_policy_term(s) or (s.loss_type == "policy_loss" and s.use_kl_loss and s.use_unbiased_kl),
     f"{_POLICY_TERM_TEXT}; or --use-unbiased-kl",
