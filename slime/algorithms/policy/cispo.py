@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 
-_OWN_BOUNDS = "policy_loss ppo_clip or gspo, or cispo without its own bounds, which replace it"
+_OWN_BOUNDS = "policy_loss ppo_clip or gspo, or cispo without bounds of its own that replace it"
 
 
 def _has_own_high(s: Any) -> bool:
