@@ -100,7 +100,7 @@ def test_a_step_of_the_trainer_is_that_of_the_one_file(
 
 
 def test_the_walk_of_a_sample_is_walked(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
-    """Law: what docs/architecture.md tells to read between batch and gradient runs, and no file that it does not name."""
+    """Law: what docs/architecture.md says to read from batch to gradient runs, and no file that it does not name."""
     backend, ran = make_backend(tiny_qwen3, **PUBLIC), set()
 
     def note(frame: Any, event: str, _: Any) -> None:
