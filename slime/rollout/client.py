@@ -188,7 +188,7 @@ class EngineClient:
         self._open.set()
 
     async def workers(self) -> list[str]:
-        """Addresses of the servers behind the router; a server that is no router is its own only worker."""
+        """Addresses of the servers behind the router; a server that is not a router is its own only worker."""
         try:
             async with self._get_session().get(f"{self.base_url}/workers", timeout=_limit(ABORT_TIMEOUT_S)) as response:
                 if response.status == 404:

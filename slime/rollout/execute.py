@@ -119,7 +119,7 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
         return ""
     if context.graders is None:
         raise ConfigError(
-            f"sample {missing[0].index} needs a reward and there is no grader; set --rm-type or --custom-rm-path"
+            f"sample {missing[0].index} needs a reward, but no grader is set; give --rm-type or --custom-rm-path"
         )
     if group:
         scores = await context.graders.score_group(missing)

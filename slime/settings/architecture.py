@@ -1,7 +1,7 @@
 """The model's architecture as settings of Megatron: the checkpoint says it, and no flag may say otherwise.
 
 A flag that says the same in other words is taken; one that says something else is refused, but for those that do
-nothing in a model of its kind, which are told as without effect.
+nothing in a model of its kind, which are listed as without effect.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def sampled_distribution_is_trained(args: Args) -> str | None:
         return None
     return (
         f"got {', '.join(wrong)} with rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: "
-        "the trainer's log-probs are those of the cut distribution, the engine's and the reference's of the whole "
-        "one; leave top-p and top-k out, or use --kl-coef for a reference"
+        "the trainer's log-probs are those of the truncated distribution, the engine's and the reference's of the "
+        "whole one; leave top-p and top-k out, or use --kl-coef for a reference"
     )
 
 
@@ -146,7 +146,7 @@ def files_exist(args: Args) -> str | None:
         ("opd_teacher_load", args.opd_teacher_load),
     ):
         if folder is not None and not Path(folder).is_dir():
-            return f"got {name} {folder}, which is no folder; give an existing one"
+            return f"got {name} {folder}, which is not a folder; give an existing one"
     return None
 
 

@@ -28,5 +28,5 @@ class K1(KLEstimator):
         if args.use_kl_loss and args.kl_loss_coef and not args.use_unbiased_kl:
             raise ConfigError(
                 f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}, because as a loss its expected gradient "
-                "is zero, so nothing holds the policy to the reference; use another, or add --use-unbiased-kl"
+                "is zero, so nothing pulls the policy to the reference; use another, or add --use-unbiased-kl"
             )

@@ -12,7 +12,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 _OWN_WEIGHTS = Need(
     lambda s: not (s.use_tis and s.custom_tis_function_path is not None),
-    "weights of slime's own; --custom-tis-function-path replaces them",
+    "slime's own weights; --custom-tis-function-path replaces them",
 )
 _CORRECTED = Need(
     lambda s: has_policy_term(s) or (s.get_mismatch_metrics and s.loss_type == "policy_loss"), POLICY_TERM.text

@@ -80,7 +80,7 @@ class HashedFile:
 def begin(root: Path, rollout_id: int) -> Path:
     """An empty folder for the parts of step `rollout_id`; what crashes left in `root` is removed or put back.
 
-    Raises `CheckpointError` if a folder that is no checkpoint has the name of the step.
+    Raises `CheckpointError` if a folder with the name of the step is not a checkpoint.
     """
     for remains in root.glob(".*_step_*"):
         name = remains.name.removeprefix(_REPLACED)
@@ -217,7 +217,7 @@ def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
 def _damage(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with each file of a checkpoint; files are read side by side."""
     if not (path / MANIFEST).is_file():
-        return [f"{MANIFEST} is missing, so it is no committed checkpoint"]
+        return [f"{MANIFEST} is missing, so it is not a committed checkpoint"]
     try:
         manifest = _read_json(path / MANIFEST)
         seal, want = manifest.pop("sha256"), manifest["files"]

@@ -161,7 +161,7 @@ def test_yaml_is_as_strict_as_flags(base: list[str], tmp_path: Path) -> None:
         ("rollout_temperature: 0", "rollout_temperature"),
         ("rollout_batch_size: 5", "command line"),
         ("sglang_tp_size: 5", "--rollout-num-gpus-per-engine"),
-        ("[1, 2]", "no mapping"),
+        ("[1, 2]", "not a mapping"),
     ]:
         file.write_text(text)
         assert said in refused(more), text
@@ -228,7 +228,7 @@ def test_loading_from_the_empty_save_folder_is_a_fresh_start(base: list[str], tm
 def test_a_run_that_is_to_continue_does_not_start_anew(base: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     load = [*base, "--load", str(folder)]
-    assert "no folder" in refused(load)
+    assert "not a folder" in refused(load)
     folder.mkdir()
     assert "holds no checkpoint" in refused(load)
     (folder / "step_000004").mkdir()

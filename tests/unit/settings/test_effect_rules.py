@@ -32,8 +32,8 @@ CONTRADICTIONS = [
     # Without advantages the policy loss is zero.
     (NO_ADVANTAGES, "all advantages would be zero"),
     (f"{NO_ADVANTAGES} --use-kl-loss", "all advantages would be zero"),
-    ("--disable-grpo-std-normalization --advantage-scale group", "says the contrary"),
-    ("--grpo-std-normalization --advantage-scale none", "says the contrary"),
+    ("--disable-grpo-std-normalization --advantage-scale group", "contradicts it"),
+    ("--grpo-std-normalization --advantage-scale none", "contradicts it"),
 ]
 
 IDLE = [
