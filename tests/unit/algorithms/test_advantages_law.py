@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from slime.algorithms.advantages.grpo import SCALES, STD_EPSILON, group_advantages
+from slime.algorithms.advantages.grpo import STD_EPSILON, Scale, group_advantages
 from slime.algorithms.advantages.rloo import leave_one_out
 from slime.algorithms.advantages.whitening import whiten
 from slime.core.errors import ConfigError
 
 NAN = float("nan")
-ESTIMATORS = [*SCALES, "leave_one_out"]
+ESTIMATORS = [*get_args(Scale), "leave_one_out"]
 
 
 def _advantages(rewards: list[float], groups: list[int], executions: list[int], kind: str) -> np.ndarray:

@@ -165,7 +165,7 @@ class Pigeon(Transport):
     "What the birds ask for."
 
     def check(self, args):
-        return ["got one pigeon in a storm; give more"] if self.num_pigeons == 13 else None
+        return "got one pigeon in a storm; give more" if self.num_pigeons == 13 else None
 
     def open(self, context):
         raise NotImplementedError
