@@ -191,7 +191,13 @@ def test_a_class_of_another_kind_is_refused(tmp_path: Path) -> None:
         (POLICY_LOSSES, "cispo", {}, {"cispo_clip_low": 2.0, "cispo_clip_high": 1.0}, "cispo_clip_low"),
         (CORRECTIONS, "tis", {}, {"tis_clip_low": 3.0}, "tis_clip"),
         (CORRECTIONS, "tis", {}, {"use_rollout_logprobs": True}, "use-rollout-logprobs"),
-        (CORRECTIONS, "tis", {"use_tis": True}, {"custom_tis_function_path": "a.b"}, "only custom_tis calls"),
+        (
+            CORRECTIONS,
+            "tis",
+            {},
+            {"off_policy_corrections": ("tis",), "custom_tis_function_path": "a.b"},
+            "only custom_tis",
+        ),
         (CORRECTIONS, "custom_tis", {"custom_tis_function_path": "a.b"}, {"custom_tis_function_path": None}, "without"),
         (CORRECTIONS, "rejection", {"rejection_level": "token"}, {"rejection_low": 3.0}, "rejection_low"),
         (

@@ -35,8 +35,8 @@ CONTRADICTIONS = [
     # Without advantages the policy loss is zero.
     (NO_ADVANTAGES, "all advantages would be zero"),
     (f"{NO_ADVANTAGES} --use-kl-loss", "all advantages would be zero"),
-    ("--disable-grpo-std-normalization --advantage-scale group", "says the contrary"),
-    ("--grpo-std-normalization --advantage-scale none", "says the contrary"),
+    ("--disable-grpo-std-normalization --advantage-scale group", "means the opposite"),
+    ("--grpo-std-normalization --advantage-scale none", "means the opposite"),
 ]
 
 IDLE = [
