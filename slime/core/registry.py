@@ -46,6 +46,12 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 
+def settings_of(entry: type[Any], settings: object) -> dict[str, Any]:
+    """The settings that are fields of an entry, taken from the attributes of `settings` that have their names."""
+    fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
+    return {field.name: getattr(settings, field.name) for field in fields if field.init}
+
+
 class Registry(Generic[T]):
     """The entries of one extension point. Processes do not share it: each resolves names on its own."""
 
@@ -102,8 +108,7 @@ class Registry(Generic[T]):
     def build(self, name: str, settings: object) -> T:
         """The entry of `name`, its fields taken from the attributes of `settings` that have their names."""
         entry = self.get(name)
-        fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
-        return entry(**{field.name: getattr(settings, field.name) for field in fields if field.init})
+        return entry(**settings_of(entry, settings))
 
     def _import_all(self) -> None:
         if self._complete:

@@ -1,9 +1,13 @@
 """The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
 
-Who produces and consumes: rollout tasks call `score` or `score_group` on one event loop; each call takes a slot of a
-lane, asks one process, and gives the slot back. The `offline` lane runs graders of the registry that compute, the
-`serial` lane users' functions (and graders that need the network), one request per process; the `concurrent` lane runs
-many per process (async graders that wait on the network).
+Consumes: the samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
+reason why there is none. Waits for: a slot of a lane, then a process of it, then its reply, the last within the limit
+of the grader. Is woken by: a slot that is given back, the end of a process's start, the reply or the death of the
+process, or the clock; for a free place in a full lane it looks every `START_POLL_S`.
+
+The `offline` lane runs graders of the registry that compute, the `serial` lane users' functions (and graders that need
+the network), one request per process; the `concurrent` lane runs many per process (async graders that wait on the
+network).
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.
@@ -23,8 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import ConfigError, SlimeError
+from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
-from slime.rewards.graders import GRADERS, settings_of
+from slime.rewards.graders import GRADERS
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom
@@ -55,7 +60,7 @@ class _Lane:
     offline: bool = False
     """Its processes have no network, where the kernel permits, and no settings of the run."""
     processes: list[GraderProcess] = field(default_factory=list)
-    num_starting: int = 0
+    starting: set[asyncio.Task[None]] = field(default_factory=set)
     num_slow: int = 0
     """Requests that gave up their slots and still run, each in a process beyond `max_processes`."""
 
@@ -142,9 +147,13 @@ class GraderPool:
         return await self._grade(list(samples), group=True)
 
     async def close(self) -> None:
-        """Kills every process."""
+        """Kills every process, also those that are being started."""
         self._closed = True
         lanes = (self._offline, self._serial, self._concurrent)
+        starts = [start for lane in lanes for start in lane.starting]
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
         await asyncio.gather(*(process.kill() for lane in lanes for process in lane.processes))
         for lane in lanes:
             lane.processes.clear()
@@ -177,15 +186,15 @@ class GraderPool:
         if name not in self._graders:
             self._graders[name] = GRADERS.get_registered(name)
         kind = self._graders[name]
-        settings = settings_of(kind, self._settings.args)
+        args = self._settings.args
+        settings = {} if args is None else settings_of(kind, args)
         if kind.waits:
             return _Choice(name, self._concurrent, self._timeout_s + ASYNC_GRACE_S, settings=settings)
         limit_s = self._timeout_s if kind.is_slow else min(self._timeout_s, BUILT_IN_LIMIT_S)
         return _Choice(name, self._serial if kind.needs_network else self._offline, limit_s, settings=settings)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
-        if self._closed:
-            raise SlimeError("the grader pool is closed; nothing can be scored any more")
+        self._require_open()
         choice = self._choose(samples[0])
         longest = max(_num_chars((s.response, s.prompt, s.label, s.metadata)) for s in samples)
         if longest > MAX_CHARS:
@@ -217,7 +226,8 @@ class GraderPool:
         except (GraderDied, TimeoutError, OSError) as problem:
             return f"no grader process could be started: {problem!r}"
         try:
-            return await asyncio.wait_for(process.ask(message), limit_s)
+            async with asyncio.timeout(limit_s):
+                return await process.ask(message)
         except TimeoutError:
             logger.warning(
                 "grader %s did not answer within %g s; its process %d is killed",
@@ -243,7 +253,7 @@ class GraderPool:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
             process = min(lane.processes, key=lambda p: p.num_reserved, default=None)
-            full = len(lane.processes) + lane.num_starting >= lane.max_processes + lane.num_slow
+            full = len(lane.processes) + len(lane.starting) >= lane.max_processes + lane.num_slow
             if process is not None and (
                 process.num_reserved == 0 or (full and process.num_reserved < lane.per_process)
             ):
@@ -252,11 +262,29 @@ class GraderPool:
             if full:
                 await asyncio.sleep(START_POLL_S)
                 continue
-            lane.num_starting += 1
-            try:
-                lane.processes.append(await GraderProcess.start(self._settings, warm_up=message, offline=lane.offline))
-            finally:
-                lane.num_starting -= 1
+            await self._start(lane, message)
+
+    async def _start(self, lane: _Lane, message: dict[str, Any]) -> None:
+        """Adds a process to the lane. Raises `SlimeError` once the pool is closed, which ends the start."""
+
+        async def start() -> None:
+            process = await GraderProcess.start(self._settings, warm_up=message, offline=lane.offline)
+            lane.processes.append(process)  # here, so that no cancellation comes between
+
+        self._require_open()
+        task = asyncio.create_task(start(), name="grader-start")
+        lane.starting.add(task)
+        task.add_done_callback(lane.starting.discard)
+        try:
+            await task
+        except asyncio.CancelledError:
+            self._require_open()
+            raise
+
+    def _require_open(self) -> None:
+        """Raises `SlimeError` after `close`."""
+        if self._closed:
+            raise SlimeError("the grader pool is closed; nothing can be scored any more")
 
     async def _drop(self, lane: _Lane, process: GraderProcess) -> None:
         if process in lane.processes:

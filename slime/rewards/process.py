@@ -1,7 +1,11 @@
 """The parent's side of one grader process: start, ask, kill.
 
-Who wakes whom: `ask` puts a future under its request id; the reader task resolves it from the reply frame, or fails
-all of them when the process ends. All methods run on one event loop.
+Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: the reply frame with
+the request's id, without a limit; the limit is the pool's. Is woken by: the reader task, which resolves the future of
+that id, or fails all of them when the process ends. All methods run on one event loop.
+
+Invariants
+1. After `kill` the process is reaped and both pipes are closed, whatever is unread and whoever else holds them.
 """
 
 from __future__ import annotations
@@ -87,7 +91,8 @@ class GraderProcess:
             "settings": warm_up["settings"],
         }
         try:
-            await asyncio.wait_for(worker.ask(message), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.ask(message)
         except BaseException:
             await worker.kill()
             raise
@@ -123,11 +128,16 @@ class GraderProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+        # Before the wait, which lasts until both pipes are closed: an unread one, or one that a child of the grader
+        # holds, would not be. What is left open is closed by the garbage collector, perhaps after the event loop.
+        transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way
+        for pipe in (transport.get_pipe_transport(0), transport.get_pipe_transport(1)):
+            if pipe is not None and not pipe.is_closing():
+                pipe.abort() if isinstance(pipe, asyncio.WriteTransport) else pipe.close()
         await self._process.wait()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        # Without this the pipes are closed by the garbage collector, perhaps after the event loop; no public way.
-        self._process._transport.close()  # type: ignore[attr-defined]
+        transport.close()
 
     async def _read(self) -> None:
         """Resolves waiting requests until the pipe ends or carries nonsense."""

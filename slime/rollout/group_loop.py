@@ -129,7 +129,8 @@ class GroupLoop:
         self._refill()
         rests, since = not self.running, time.monotonic()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+                await self._woken.wait()
         self._woken.clear()
         self.counts.idle_s += (time.monotonic() - since) * rests
         await self.settle([task for task in self.running if task.done()])

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.settings.args import MAPPINGS, MASK, Args
-from slime.settings.flags import Flag
+from slime.settings.args import MAPPINGS, Args
+from slime.settings.flags import MASK, Flag
 from slime.settings.hook_contracts import CONTRACTS
 from slime.settings.schema import load
 from slime.settings.table import components_of, engine_flags, own_flags, registered_names, secret_settings
@@ -63,8 +63,8 @@ def _section(heading: str, flags: Iterable[Flag]) -> str:
         if flag.internal:
             continue
         lines.append(f"  {', '.join(flag.names)}{_value(flag)}{_off(flag)}")
-        text = f"{flag.doc} [{_default(flag)}]" if not flag.derived else flag.doc
-        lines.append(textwrap.indent(textwrap.fill(text, 110), "      "))
+        text = flag.doc if flag.derived or flag.required else f"{flag.doc} [{_default(flag)}]"
+        lines.append(textwrap.indent(textwrap.fill(text, 110, break_on_hyphens=False), "      "))
     return "\n".join(lines) + "\n"
 
 

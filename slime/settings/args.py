@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
+from slime.settings.flags import MASK
 from slime.settings.groups.algorithm import AlgorithmSettings
 from slime.settings.groups.checkpoint import CheckpointSettings
 from slime.settings.groups.cluster import ClusterSettings
@@ -33,9 +34,6 @@ from slime.settings.groups.teacher import TeacherSettings
 from slime.settings.groups.training import TrainingSettings
 from slime.settings.groups.weights import WeightSyncSettings
 from slime.settings.passthrough import Passthrough
-
-MASK = "***"
-"""Written in place of a secret."""
 
 MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "idle", "origins")
 """The fields of `Args` that hold settings of others, or what is known about settings."""

@@ -46,6 +46,11 @@ def has_kl(s: Any) -> bool:
     return bool(s.kl_coef) or (s.use_kl_loss and minimises_policy_loss(s))
 
 
+def has_reference(s: Any) -> bool:
+    """Whether log-probs of a reference are computed: for a KL, or for a custom loss that reads them."""
+    return bool(s.kl_coef) or (s.use_kl_loss and not fine_tunes(s))
+
+
 _POLICY_TERM_TEXT = "the policy loss: loss_type policy_loss, without --disable-compute-advantages-and-returns"
 
 ADVANTAGES = Need(
@@ -61,7 +66,7 @@ SAMPLED_LOSS = Need(lambda s: not fine_tunes(s), "loss_type policy_loss or custo
 CRITIC = Need(lambda s: estimator_of(s).needs_critic, "an advantage_estimator with a critic, as ppo")
 KL = Need(has_kl, "--kl-coef, or --use-kl-loss with loss_type policy_loss")
 KL_LOSS = Need(lambda s: s.use_kl_loss, "--use-kl-loss")
-REFERENCE = Need(lambda s: s.use_kl_loss or bool(s.kl_coef), "--use-kl-loss or --kl-coef")
+REFERENCE = Need(has_reference, "--use-kl-loss or --kl-coef")
 ENGINE_LOG_PROBS = Need(
     lambda s: has_policy_term(s) or (minimises_policy_loss(s) and s.use_kl_loss and s.use_unbiased_kl),
     f"{_POLICY_TERM_TEXT}; or --use-unbiased-kl",

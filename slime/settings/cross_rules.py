@@ -18,7 +18,7 @@ from slime.settings.conditions import (
     minimises_custom_loss,
     minimises_policy_loss,
 )
-from slime.settings.data_files import split_slice
+from slime.settings.data_files import first_row_names, split_slice
 from slime.settings.eval_config import eval_datasets
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
@@ -122,18 +122,9 @@ def rewards_are_defined(args: Args) -> str | None:
         return None
     if args.rollout_function_path != DEFAULT_ROLLOUT or args.data_source_path:
         return None
-    return (
-        None if _rows_may_name_graders(args) else "got no --rm-type and no --custom-rm-path; say how to score samples"
-    )
-
-
-def _rows_may_name_graders(args: Args) -> bool:
-    """A row's metadata may carry its own rm_type; the first row tells."""
-    path, _ = split_slice(args.prompt_data or "")
-    if path.suffix != ".jsonl" or not path.is_file():
-        return True
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        return '"rm_type"' in lines.readline()
+    if first_row_names(args.prompt_data or "", "rm_type"):
+        return None
+    return "got no --rm-type and no --custom-rm-path; say how to score samples"
 
 
 def prompts_exist(args: Args) -> str | None:

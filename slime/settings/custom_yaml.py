@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.settings.flags import FlagTable, coerce
+from slime.settings.flags import FlagTable, coerce, shown
 from slime.settings.schema import owned_spellings
 
 _FLAG = "--custom-config-path"
@@ -59,7 +59,8 @@ def merge_config(
         where_given = (flag.owner, flag.dest)
         if given.get(where_given, typed) != typed:
             raise ConfigError(
-                f"{where}: got {typed!r} here and {given[where_given]!r} on the command line; give it in one place"
+                f"{where}: got {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; "
+                "give it in one place"
             )
         merged[where_given] = typed
         origins[where_given] = f"{path}"

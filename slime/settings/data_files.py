@@ -61,3 +61,12 @@ def count_rows(spec: str) -> int:
     except Exception as error:  # zstandard and pyarrow raise their own kinds
         raise ConfigError(f"got --prompt-data {path}, which cannot be read: {type(error).__name__}: {error}") from error
     return len(range(*rows.indices(total)))
+
+
+def first_row_names(spec: str, key: str) -> bool:
+    """Whether the first row of a data set holds `key`, by its text; taken for granted where that cannot be told."""
+    path, _ = split_slice(spec)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return True
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return f'"{key}"' in lines.readline()

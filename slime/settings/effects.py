@@ -8,11 +8,13 @@ chosen. What an engine's flag needs is in `megatron_effects`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime.settings.components import Components
 from slime.settings.fields import Need, declared
+from slime.settings.flags import MASK, Flag
+from slime.settings.megatron_defaults import SLIME_DEFAULTS
 from slime.settings.megatron_effects import NEEDS
 
 if TYPE_CHECKING:
@@ -21,20 +23,20 @@ if TYPE_CHECKING:
 
 
 def own_settings_without_effect(settings: Resolver, components: Components) -> dict[str, str]:
-    """Setting -> its given value and what it would need, for settings of slime's and of entries."""
+    """Setting -> its given value (a secret masked) and what it needs, for slime's settings and those of entries."""
     out = {}
     for name in (*components.own, *components.of_entries()):
         says, value = declared(components.field_of(name, settings)), settings.given(name)
         if settings.was_given(name) and says.asks(value):
             text = what_is_missing(name, settings, components)
             if text is not None:
-                out[name] = f"{value}, which needs {text}"
+                out[name] = f"{MASK if says.secret else value}, which needs {text}"
     return out
 
 
 def what_is_missing(name: str, settings: Any, components: Components) -> str | None:
     """The first condition of a setting that does not hold, in words; None if it acts."""
-    needs = declared(components.field_of(name, settings)).needs
+    needs = declared(components.field_of(name, settings)).conditions
     missing = _first_missing(needs, settings)
     if missing is not None or name in components.own:
         return missing
@@ -42,7 +44,7 @@ def what_is_missing(name: str, settings: Any, components: Components) -> str | N
     readers = [reader for reader in components.readers(name) if reader.entry in chosen]
     if not readers:
         return " or ".join(_choices_with(name, components))
-    texts = [_first_missing(declared(components.own[r.chooser.setting]).needs, settings) for r in readers]
+    texts = [_first_missing(declared(components.own[r.chooser.setting]).conditions, settings) for r in readers]
     return None if None in texts else texts[0]
 
 
@@ -61,11 +63,13 @@ def _choices_with(name: str, components: Components) -> Iterator[str]:
         yield f"{what} {' or '.join(labels)}"
 
 
-def engine_settings_without_effect(args: Args, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """The same for flags of Megatron; one that is given its own default asks for nothing."""
+def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[str, str]:
+    """The same for flags of Megatron; one that is given its default, Megatron's or slime's, asks for nothing."""
     out = {}
-    for name, need in NEEDS.items():
-        value = args.megatron[name]
-        if args.was_given(f"megatron.{name}") and value != defaults[name] and not need.acts(args):
-            out[f"megatron.{name}"] = f"{value}, which needs {need.text}"
+    for flag in flags:
+        need, value = NEEDS.get(flag.dest), args.megatron.get(flag.dest)
+        if need is None or not args.was_given(f"megatron.{flag.dest}") or need.acts(args):
+            continue
+        if value != flag.default and value != SLIME_DEFAULTS.get(flag.dest, (flag.default,))[0]:
+            out[f"megatron.{flag.dest}"] = f"{MASK if flag.secret else value}, which needs {need.text}"
     return out

@@ -15,9 +15,15 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Concatenate, Final, Literal, ParamSpec
 
 from slime.settings.flags import Flag
+
+P = ParamSpec("P")
+Compute = Callable[[Any], Any]
+"""Of the settings."""
+Why = str | Callable[[Any], str]
+"""The reason for a value, as it stands or by the settings."""
 
 
 class _Unset:
@@ -103,10 +109,12 @@ class ChosenBy:
     """What the name is, in words, before the names that exist."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """What a field says beyond its type and default; kept in the field's metadata."""
+    """What a field says beyond its type, kept in its metadata; the arguments of `opt` and `derived`."""
 
+    default: Any = None
+    """The value where the user gives none and nothing is computed."""
     names: tuple[str, ...] = ()
     """Further spellings of the flag."""
     off_names: tuple[str, ...] = ()
@@ -116,8 +124,11 @@ class Declared:
     """Masked wherever it is written."""
     append: bool = False
     """A tuple to which each occurrence of the flag adds one entry."""
-    range: Range = Range()
-    needs: tuple[Need, ...] = ()
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    needs: Need | tuple[Need, ...] = ()
     """All must hold for the setting to act; the first that does not is told."""
     asks: Callable[[Any], bool] = is_on
     """Whether a given value asks for something, so that it is worth telling that it does not act."""
@@ -125,9 +136,9 @@ class Declared:
     """The registry, `pkg.module:REGISTRY`, that the value names an entry of."""
     chosen_by: ChosenBy | None = None
     """What names the entry in place of the value, which then only makes the user's own known."""
-    compute: Callable[[Any], Any] | None = None
+    compute: Compute | None = None
     """The value where the user gives none; None leaves the default."""
-    why: str | Callable[[Any], str] = ""
+    why: Why = ""
     """The reason for that value."""
     canonical: Callable[[Any], Any] | None = None
     """The one spelling of a given value; `UNSET` drops it."""
@@ -137,6 +148,16 @@ class Declared:
     """What to give, where nothing can be derived and the run cannot do without."""
     internal: bool = False
     """Filled in by the run; it has no flag."""
+
+    @property
+    def range(self) -> Range:
+        """What a number may be."""
+        return Range(self.gt, self.ge, self.lt, self.le)
+
+    @property
+    def conditions(self) -> tuple[Need, ...]:
+        """`needs`, whether it is one or several."""
+        return (self.needs,) if isinstance(self.needs, Need) else self.needs
 
 
 _KEY = "setting"
@@ -157,97 +178,40 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if factory is dataclasses.MISSING else factory()
 
 
-def opt(
-    default: Any,
-    *,
-    names: tuple[str, ...] = (),
-    off_names: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    secret: bool = False,
-    append: bool = False,
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
-    needs: Need | tuple[Need, ...] = (),
-    asks: Callable[[Any], bool] = is_on,
-    chosen_from: str | None = None,
-    chosen_by: ChosenBy | None = None,
-    canonical: Callable[[Any], Any] | None = None,
-    adjust: Callable[[Any, Any], Adjusted | None] | None = None,
-    required: str = "",
-) -> Any:
-    """A field with more than a default; `Declared` says what each argument means."""
-    says = Declared(
-        names=names,
-        off_names=off_names,
-        choices=choices,
-        secret=secret,
-        append=append,
-        range=Range(gt, ge, lt, le),
-        needs=(needs,) if isinstance(needs, Need) else needs,
-        asks=asks,
-        chosen_from=chosen_from,
-        chosen_by=chosen_by,
-        canonical=canonical,
-        adjust=adjust,
-        required=required,
-    )
-    return _field(default, says)
+def _opt(says: Callable[P, Declared]) -> Callable[Concatenate[Any, P], Any]:
+    def field(default: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return _field(dataclasses.replace(says(*args, **kwargs), default=default))
+
+    return field
 
 
-def derived(
-    compute: Callable[[Any], Any],
-    why: str | Callable[[Any], str],
-    *,
-    default: Any = None,
-    names: tuple[str, ...] = (),
-    off_names: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    append: bool = False,
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
-    needs: Need | tuple[Need, ...] = (),
-    asks: Callable[[Any], bool] = is_on,
-    chosen_from: str | None = None,
-    canonical: Callable[[Any], Any] | None = None,
-    adjust: Callable[[Any, Any], Adjusted | None] | None = None,
-    required: str = "",
-) -> Any:
-    """A field that is computed from others when the user does not give it.
+def _derived(says: Callable[P, Declared]) -> Callable[Concatenate[Compute, Why, P], Any]:
+    def field(compute: Compute, why: Why, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return _field(dataclasses.replace(says(*args, **kwargs), compute=compute, why=why))
 
-    `compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`);
-    where it returns None, the default stands. `why` is told by --explain. The rest is as in `Declared`.
-    """
-    says = Declared(
-        names=names,
-        off_names=off_names,
-        choices=choices,
-        append=append,
-        range=Range(gt, ge, lt, le),
-        needs=(needs,) if isinstance(needs, Need) else needs,
-        asks=asks,
-        chosen_from=chosen_from,
-        compute=compute,
-        why=why,
-        canonical=canonical,
-        adjust=adjust,
-        required=required,
-    )
-    return _field(default, says)
+    return field
 
 
-def internal(compute: Callable[[Any], Any] | None = None, why: str = "") -> Any:
+opt = _opt(Declared)
+"""`opt(default, ge=0, ...)`: a field with more than a default; `Declared` says what each argument means."""
+
+derived = _derived(Declared)
+"""`derived(compute, why, ...)`: a field that is computed from others when the user does not give it.
+
+`compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`); where
+it returns None, `default` stands. `why` is told by --explain. The rest is as in `Declared`.
+"""
+
+
+def internal(compute: Compute | None = None, why: str = "") -> Any:
     """A field that the run fills in; it has no flag."""
-    return _field(None, Declared(internal=True, compute=compute, why=why))
+    return _field(Declared(internal=True, compute=compute, why=why))
 
 
-def _field(default: Any, says: Declared) -> Any:
+def _field(says: Declared) -> Any:
+    default = says.default
     if isinstance(default, (dict, list)):
-        frozen = default
-        return dataclasses.field(default_factory=lambda: type(frozen)(frozen), metadata={_KEY: says})
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={_KEY: says})
     return dataclasses.field(default=default, metadata={_KEY: says})
 
 
@@ -306,6 +270,7 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -
         append=says.append,
         choices=says.choices or choices,
         optional=optional,
+        required=bool(says.required),
         derived=says.compute is not None and default is None,
         secret=says.secret,
         internal=says.internal,

@@ -17,6 +17,9 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 
+MASK = "***"
+"""Written in place of a secret."""
+
 KINDS = ("int", "float", "str", "bool", "json", "human_int", "dtype", "int_or_json", "float_or_json", "str_or_json")
 """How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also takes a list."""
 
@@ -59,6 +62,8 @@ class Flag:
     choices: tuple[Any, ...] | None = None
     optional: bool = False
     """`none` is a value."""
+    required: bool = False
+    """The run cannot do without a value."""
     derived: bool = False
     """Without a value from the user it is computed; --explain says why."""
     secret: bool = False
@@ -71,6 +76,11 @@ class Flag:
     @property
     def is_list(self) -> bool:
         return self.nargs in ("+", "*") or (self.nargs or "").isdigit()
+
+
+def shown(flag: Flag, value: Any) -> str:
+    """A value in a message."""
+    return MASK if flag.secret else repr(value)
 
 
 def _number(kind: str, text: str) -> Any:
@@ -121,7 +131,9 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
         expected = {"dtype": f"one of {sorted(set(DTYPES.values()))}", "json": "a JSON object"}.get(
             flag.kind, flag.kind
         )
-        raise ConfigError(f"{where}: got {text!r} because it should be {expected}; do write such a value") from None
+        raise ConfigError(
+            f"{where}: got {shown(flag, text)} because it should be {expected}; do write such a value"
+        ) from None
     check_choice(flag, value, where=where)
     return value
 
@@ -131,7 +143,9 @@ def check_choice(flag: Flag, value: Any, *, where: str) -> None:
     if flag.choices is not None and value not in flag.choices:
         near = difflib.get_close_matches(str(value), [str(c) for c in flag.choices], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{where}: got {value!r}, which is not one of {', '.join(map(str, flag.choices))}{hint}")
+        raise ConfigError(
+            f"{where}: got {shown(flag, value)}, which is not one of {', '.join(map(str, flag.choices))}{hint}"
+        )
 
 
 def coerce(flag: Flag, value: Any, *, where: str) -> Any:
@@ -146,7 +160,7 @@ def coerce(flag: Flag, value: Any, *, where: str) -> Any:
         return value
     if flag.is_list or flag.append:
         if not isinstance(value, list):
-            raise ConfigError(f"{where}: got {value!r}, but it is a list; write [a, b]")
+            raise ConfigError(f"{where}: got {shown(flag, value)}, but it is a list; write [a, b]")
         return tuple(_coerce_one(flag, v, where=where) for v in value)
     return _coerce_one(flag, value, where=where)
 
@@ -159,7 +173,7 @@ def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
     wrong = isinstance(value, (bool, list, dict))
     wrong = wrong or (flag.kind == "str" and not isinstance(value, (str, int, float)))
     if wrong:
-        raise ConfigError(f"{where}: got {value!r} because it should be {flag.kind}; do write such a value")
+        raise ConfigError(f"{where}: got {shown(flag, value)} because it should be {flag.kind}; do write such a value")
     return convert(flag, str(value), where=where)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from slime.settings.fields import Compute, Why
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -19,9 +21,9 @@ class Passed:
 
     owner: Literal["megatron", "sglang"]
     name: str
-    compute: Callable[[Any], Any]
+    compute: Compute
     """Of the settings, each derived when it is read. None leaves the owner's default."""
-    why: str | Callable[[Any], str]
+    why: Why
     """The reason for the value, told by --explain."""
 
 

@@ -96,6 +96,7 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
         ("float32", "checkpoints hold float32 master weights and moments"),
     ),
     **dict.fromkeys(("fp8", "fp4", "mtp_num_layers"), (None, "this release does not train it")),
+    "cpu_offloading": (False, "needs Transformer Engine"),
 }
 """As `FIXED`, of settings that the trainer leaves to Megatron's default."""
 

@@ -8,7 +8,7 @@ another model or another optimizer of the run is refused instead, see `megatron_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.settings.fields import Need
@@ -128,6 +128,19 @@ _ABSENT: Mapping[str, tuple[str, ...]] = {
         "moe_hybridep_num_sms",
         "moe_flex_dispatcher_backend",
     ),
+    "offloading of activations by Transformer Engine, which the trainer runs without": (
+        "cpu_offloading_activations",
+        "cpu_offloading_double_buffering",
+        "cpu_offloading_num_layers",
+        "cpu_offloading_weights",
+    ),
+    "--defer-embedding-wgrad-compute, which the trainer does not do": ("wgrad_deferral_limit",),
+    "--overlap-moe-expert-parallel-comm, which the trainer does not do": ("ep_overlap_early_attn_memory_release",),
+    "--use-kitchen-attention, which the trainer does not do": ("kitchen_attention_backend",),
+    "a choice: interleaved pipeline stages overlap their exchanges always, others never": (
+        "overlap_p2p_comm",
+        "overlap_p2p_comm_warmup_flush",
+    ),
     "grouped matrix products, which the trainer runs without": ("moe_use_legacy_grouped_gemm",),
     "a capacity of experts; here no token is dropped": ("moe_token_drop_policy", "moe_token_dropping"),
     "Megatron-LM's own training loop, its metrics and its launcher": (
@@ -151,8 +164,155 @@ def _balances(s: Any) -> bool:
     return bool(s.megatron["moe_aux_loss_coeff"]) or "sinkhorn" in str(s.megatron["moe_router_load_balancing_type"])
 
 
+def _is_on(name: str) -> Callable[[Any], bool]:
+    """Whether a setting of Megatron is neither absent, off nor zero."""
+    return lambda s: bool(s.megatron[name])
+
+
+def _above_one(name: str) -> Callable[[Any], bool]:
+    """Whether a number of ranks is more than one."""
+    return lambda s: (s.megatron[name] or 1) > 1
+
+
+def _decays(s: Any) -> bool:
+    return str(s.megatron["lr_decay_style"]) != "constant"
+
+
+def _warms_up(s: Any) -> bool:
+    return bool(s.megatron["lr_warmup_iters"] or s.megatron["lr_warmup_fraction"])
+
+
+def _recomputes_modules(s: Any) -> bool:
+    """The older flag of experts means the selective one."""
+    return s.megatron["recompute_granularity"] == "selective" or bool(s.megatron["moe_layer_recompute"])
+
+
+def _stages_wait_for_each_other(s: Any) -> bool:
+    m = s.megatron
+    return (m["pipeline_model_parallel_size"] or 1) > 1 and (m["virtual_pipeline_model_parallel_size"] or 1) == 1
+
+
+def _draws_graphs(s: Any) -> bool:
+    m = s.megatron
+    return bool(m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none")
+
+
+_CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
+    (Need(_balances, "--moe-aux-loss-coeff above 0"), ("moe_router_load_balancing_type",)),
+    (
+        Need(_is_on("num_moe_experts"), "a checkpoint with experts"),
+        (
+            "moe_ffn_hidden_size",
+            "moe_layer_freq",
+            "moe_layer_recompute",
+            "moe_router_dtype",
+            "moe_router_enable_expert_bias",
+            "moe_router_group_topk",
+            "moe_router_num_groups",
+            "moe_router_pre_softmax",
+            "moe_router_score_function",
+            "moe_router_topk",
+            "moe_router_topk_scaling_factor",
+            "moe_shared_expert_gate",
+            "moe_shared_expert_intermediate_size",
+            "moe_token_dispatcher_type",
+        ),
+    ),
+    (
+        Need(_is_on("multi_latent_attention"), "a checkpoint with latent attention"),
+        ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    ),
+    (
+        Need(_is_on("experimental_attention_variant"), "a checkpoint with layers of linear attention"),
+        (
+            "linear_attention_freq",
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_value_head_dim",
+        ),
+    ),
+    (
+        Need(lambda s: s.megatron["recompute_granularity"] == "full", "--recompute-granularity full"),
+        ("recompute_method", "recompute_num_layers", "distribute_saved_activations"),
+    ),
+    (
+        Need(_recomputes_modules, "--recompute-granularity selective"),
+        ("recompute_modules",),
+    ),
+    (
+        Need(_is_on("recompute_granularity"), "--recompute-granularity"),
+        ("num_microbatches_with_partial_activation_checkpoints",),
+    ),
+    (Need(_decays, "a rate that decays: --lr-decay-style other than constant"), ("min_lr",)),
+    (
+        Need(
+            lambda s: _decays(s) or s.megatron["lr_warmup_fraction"] is not None,
+            "a schedule whose length matters: --lr-decay-style other than constant, or --lr-warmup-fraction",
+        ),
+        ("lr_decay_iters",),
+    ),
+    (
+        Need(lambda s: s.megatron["lr_decay_style"] == "WSD", "--lr-decay-style WSD"),
+        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+    ),
+    (Need(_warms_up, "a warm-up: --lr-warmup-iters or --lr-warmup-fraction"), ("lr_warmup_init",)),
+    (
+        Need(
+            lambda s: _decays(s) and s.megatron["decoupled_lr"] is not None,
+            "--decoupled-lr, and --lr-decay-style other than constant",
+        ),
+        ("decoupled_min_lr",),
+    ),
+    (Need(_is_on("qk_layernorm"), "a checkpoint with norms of queries and keys"), ("apply_wd_to_qk_layernorm",)),
+    (
+        Need(lambda s: s.megatron["fp16"] and not s.megatron["loss_scale"], "--fp16, without --loss-scale"),
+        ("hysteresis", "initial_loss_scale", "loss_scale_window", "min_loss_scale"),
+    ),
+    (
+        Need(_above_one("tensor_model_parallel_size"), "--tensor-model-parallel-size above 1"),
+        ("sequence_parallel", "clone_scatter_output_in_embedding"),
+    ),
+    (
+        Need(_above_one("pipeline_model_parallel_size"), "--pipeline-model-parallel-size above 1"),
+        (
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "deallocate_pipeline_outputs",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "pipeline_model_parallel_layout",
+            "use_ring_exchange_p2p",
+        ),
+    ),
+    (
+        Need(_stages_wait_for_each_other, "pipeline stages that are not interleaved"),
+        ("batch_p2p_comm", "batch_p2p_sync"),
+    ),
+    (
+        Need(_above_one("virtual_pipeline_model_parallel_size"), "--virtual-pipeline-model-parallel-size above 1"),
+        ("microbatch_group_size_per_vp_stage",),
+    ),
+    (Need(_is_on("overlap_grad_reduce"), "--overlap-grad-reduce"), ("bucket_size",)),
+    (
+        Need(_is_on("fine_grained_activation_offloading"), "--fine-grained-activation-offloading"),
+        ("min_offloaded_tensor_size", "offload_modules"),
+    ),
+    (
+        Need(_draws_graphs, "--cuda-graph-impl"),
+        (
+            "cuda_graph_retain_backward_graph",
+            "cuda_graph_scope",
+            "cuda_graph_use_single_mempool",
+            "cuda_graph_warmup_steps",
+        ),
+    ),
+)
+"""A condition -> the flags that act only under it."""
+
 NEEDS: Mapping[str, Need] = {
-    "moe_router_load_balancing_type": Need(_balances, "--moe-aux-loss-coeff above 0"),
+    **{name: need for need, names in _CONDITIONAL for name in names},
     **{name: Need(lambda s: False, text) for text, names in _ABSENT.items() for name in names},
 }
 """Flag of Megatron, by field name -> the condition under which it acts; given without it, it is listed."""

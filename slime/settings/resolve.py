@@ -35,17 +35,10 @@ def resolve(
     """
     values = {_spelled(owner, dest): value for (owner, dest), value in given.items()}
     where = {_spelled(owner, dest): text for (owner, dest), text in origins.items()}
-    resolver = _resolver(components, values, where)
+    resolver = resolver_of(components, values, where)
     check_required(resolver, components)
-    problems, idle = take_architecture(resolver)
-    args = _args(resolver)
     list(components.chosen(resolver))  # a name that no entry has is an error, whether it would act or not
-    idle |= own_settings_without_effect(resolver, components)
-    idle |= engine_settings_without_effect(args, {flag.dest: flag.default for flag in flags_of_owner("megatron")})
-    if idle:  # they act on nothing, whoever reads them
-        resolver = _resolver(components, {name: v for name, v in values.items() if name not in idle}, where)
-        take_architecture(resolver)
-        args = _args(resolver)
+    args, idle, problems = _without_idle(components, values, where)
     router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
     args = args.replace(
         router=Passthrough("router", router),
@@ -57,8 +50,27 @@ def resolve(
     return args
 
 
-def _resolver(components: Components, given: Mapping[str, Any], where: Mapping[str, str]) -> Resolver:
-    """Of the values given on the command line and in the file."""
+def _without_idle(
+    components: Components, values: Mapping[str, Any], where: Mapping[str, str]
+) -> tuple[Args, dict[str, str], list[str]]:
+    """(settings, setting -> why it has no effect, contradictions with the checkpoint).
+
+    What acts on nothing is left out, and what then acts on nothing (a reference without its KL) as well.
+    """
+    idle: dict[str, str] = {}
+    while True:
+        resolver = resolver_of(components, {name: v for name, v in values.items() if name not in idle}, where)
+        problems, found = take_architecture(resolver)
+        args = _args(resolver)
+        found |= own_settings_without_effect(resolver, components)
+        found |= engine_settings_without_effect(args, flags_of_owner("megatron"))
+        if not found:
+            return args, idle, problems
+        idle |= found
+
+
+def resolver_of(components: Components, given: Mapping[str, Any], where: Mapping[str, str]) -> Resolver:
+    """Of the values given on the command line and in the file; the checkpoint's architecture is not in it yet."""
     return Resolver(components, given, origins=where, megatron=megatron_defaults(components), passed=_passed())
 
 

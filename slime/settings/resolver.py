@@ -16,10 +16,8 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.settings.components import Components
-from slime.settings.fields import UNSET, Declared, declared, default_of
+from slime.settings.fields import UNSET, Compute, Declared, Why, declared, default_of
 from slime.settings.group import Passed
-
-Why = str | Callable[[Any], str]
 
 
 class Resolver:
@@ -107,9 +105,7 @@ class Resolver:
             self.origins[spelled] = origin
         return value
 
-    def _derived(
-        self, name: str, compute: Callable[[Any], Any] | None, why: Why, default: Any, origin: str
-    ) -> tuple[Any, str]:
+    def _derived(self, name: str, compute: Compute | None, why: Why, default: Any, origin: str) -> tuple[Any, str]:
         value = None if compute is None else compute(self)
         if value is None:
             return default, origin

@@ -81,14 +81,6 @@ class GraderRegistry(Registry[Grader]):
 GRADERS = GraderRegistry("grader", flag="--rm-type", package="slime.rewards.graders", contract=Grader)
 
 
-def settings_of(grader: type[Grader], args: object) -> dict[str, Any]:
-    """The settings that are fields of the grader, taken from `args`; its defaults where `args` has none."""
-    if not dataclasses.is_dataclass(grader):
-        return {}
-    names = [field.name for field in dataclasses.fields(grader) if field.init]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
 def make_grader(rm_type: str, settings: Mapping[str, Any] | None = None) -> Grader:
     """The grader of a name, with the settings that are its fields. Raises `ConfigError`."""
     grader = GRADERS.get(rm_type)(**(settings or {}))

@@ -125,7 +125,8 @@ class RolloutWorker:
             self._news.clear()
             left_s = loop.time_left_s(began)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._news.wait()
         output = await loop.hand_out(batch)
         output.metrics["perf/rollout_idle_time"] = loop.counts.idle_s
         output.metrics["rollout/num_running_groups"] = float(len(loop.running))

@@ -6,16 +6,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.settings.eval_config import eval_datasets
-from slime.settings.fields import derived, opt
+from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
 
+_EVALUATES = Need(
+    lambda s: s.eval_interval is not None or s.num_rollout == 0,
+    "evaluation: --eval-interval, or --num-rollout 0",
+)
+_EVALUATES_LATER = Need(
+    lambda s: s.eval_interval is not None and s.num_rollout != 0,
+    "--eval-interval and a step to train; --num-rollout 0 evaluates in any case",
+)
+
+
 def _same_as(name: str, *, ge: float | None = None) -> Any:
-    """A setting that is the rollout's unless it is given."""
-    return derived(lambda s: getattr(s, name), f"same as {name}", ge=ge)
+    """A setting of evaluation that is the rollout's unless it is given."""
+    return derived(lambda s: getattr(s, name), f"same as {name}", ge=ge, needs=_EVALUATES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +34,7 @@ class EvalSettings:
 
     eval_interval: int | None = opt(None, ge=1)
     """Steps between evaluations; none evaluates never."""
-    skip_eval_before_train: bool = False
+    skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
     eval_prompt_data: tuple[str, ...] | None = None
     """Data sets as pairs: NAME FILE [NAME FILE ...]."""
@@ -38,7 +48,7 @@ class EvalSettings:
     """Column with the tools. Default: tool_key."""
     eval_reward_key: str | None = _same_as("reward_key")
     """Key of a dict reward. Default: reward_key."""
-    n_samples_per_eval_prompt: int = opt(1, ge=1)
+    n_samples_per_eval_prompt: int = opt(1, ge=1, needs=_EVALUATES)
     """Samples per evaluation prompt."""
     eval_temperature: float = _same_as("rollout_temperature")
     """Temperature; 0 is greedy. Default: rollout_temperature."""
@@ -50,7 +60,7 @@ class EvalSettings:
     """Most tokens of a response. Default: rollout_max_response_len."""
     eval_max_prompt_len: int | None = _same_as("rollout_max_prompt_len")
     """Longer prompts are filtered out. Default: rollout_max_prompt_len."""
-    eval_min_new_tokens: int | None = None
+    eval_min_new_tokens: int | None = opt(None, needs=_EVALUATES)
     """Fewest tokens of a response."""
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.core.loading import load_object
+from slime.settings.data_files import first_row_names
 from slime.settings.eval_config import eval_datasets
-from slime.settings.fields import opt
+from slime.settings.fields import Need, opt
 from slime.settings.group import Rule
 
 if TYPE_CHECKING:
@@ -19,15 +20,43 @@ GRADERS = "slime.rewards.graders:GRADERS"
 """The registry of graders, which stands above the settings."""
 
 
+def _may_ask_a_service(s: Any) -> bool:
+    """Whether a grader that asks `--rm-url` may be named: by a setting, a dataset or the metadata of a row.
+
+    Functions may ask it too.
+    """
+    if s.custom_rm_path or s.custom_generate_function_path or s.data_source_path:
+        return True
+    try:
+        datasets = eval_datasets(s)
+        files = [one for one in (s.prompt_data, *(d.path for d in datasets)) if one]
+        named = [one for one in (s.rm_type, *(d.rm_type for d in datasets)) if one]
+        if any(d.custom_rm_path or d.custom_generate_function_path for d in datasets):
+            return True
+        asks = any("rm_url" in getattr(grader_of(name), "__dataclass_fields__", {}) for name in named)
+        return asks or any(first_row_names(file, s.metadata_key) for file in files)
+    except ConfigError:  # a rule tells it
+        return True
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and value != 1
+
+
+_SERVICE = Need(
+    _may_ask_a_service, "--rm-type remote_rm, rows with metadata (which may name it), or a function of yours"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
     rm_type: str | None = opt(None, chosen_from=GRADERS)
     """Grader: a built-in one, or the import path of a class of yours; metadata["rm_type"] of a row overrides it."""
-    rm_url: str | None = None
+    rm_url: str | None = opt(None, needs=_SERVICE)
     """Address of the grader of --rm-type remote_rm."""
-    rm_batch_size: int = 1
+    rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one)
     """Most samples in one request to --rm-url: 1 sends an object for each, more a list of objects."""
     reward_key: str | None = None
     """Which entry of a dict reward is the number to train on."""

@@ -134,13 +134,14 @@ class RolloutSettings:
     update_weights_interval: int = opt(1, ge=1)
     """Steps between weight syncs (train_async.py only)."""
     rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
-    """When groups are started and which are trained: step, fully_async, function, or an import path of a class of yours
-    (see the documentation of customization). Default: fully_async with fully_async, function where
-    rollout_function_path names one of its own, otherwise step."""
+    """When groups are started, and which are trained. step: each step generates what it trains. fully_async: a worker
+    generates all the time, and a step trains the oldest groups that are finished. function: --rollout-function-path
+    does both. An import path names a class of your own (docs/customization.md). Default: fully_async with
+    --fully-async, function with a --rollout-function-path of your own, else step."""
     fully_async: bool = derived(_generates_all_the_time, _why_all_the_time, default=False)
-    """Generate without pause, also while weights are synced: a worker keeps groups running, and each step trains the
-    oldest finished ones (train_async.py only). Default: whether rollout_schedule generates all the time, as the one
-    that rollout_function_path slime.rollout.fully_async.generate_rollout_fully_async means."""
+    """Generate all the time, also while weights are trained and synced (train_async.py only): the same as
+    --rollout-schedule fully_async, or --rollout-function-path
+    slime.rollout.fully_async.generate_rollout_fully_async. Default: what --rollout-schedule says."""
     max_groups_in_flight: int | None = derived(
         lambda s: _num_batches_ahead(s) * s.rollout_batch_size if s.fully_async else None,
         lambda s: f"{_num_batches_ahead(s)} * rollout_batch_size, max_weight_staleness {s.max_weight_staleness}",

@@ -69,7 +69,7 @@ class TrainingSettings:
     )
     """A model family of your own, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
     pkg.module:ClassName. None: slime's own families."""
-    mismatch_limit: float | None = None
+    mismatch_limit: float | None = opt(None, names=("--logprob-gap-limit",))
     """Largest accepted difference between trainer and engine log-probs; none takes the limit of the dtype."""
 
 

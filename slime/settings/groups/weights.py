@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.core.loading import load_object
 from slime.settings.fields import UNSET, derived, opt
+
+TRANSPORTS = "slime.weights.transports:TRANSPORTS"
+"""The registry of transports, which stands above the settings."""
 
 
 def _separate(s: Any) -> bool:
@@ -13,7 +17,11 @@ def _separate(s: Any) -> bool:
 
 
 def _one_name(value: Any) -> Any:
-    return {"auto": UNSET, "nccl": "distributed"}.get(value, value)
+    """The first name of a registered transport; a path stays as it is."""
+    if value == "auto":
+        return UNSET
+    known = load_object(TRANSPORTS)
+    return known.get(value).name if value in known else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +31,7 @@ class WeightSyncSettings:
     update_weight_transport: str = derived(
         lambda s: "distributed" if _separate(s) else "tensor",
         lambda s: "trainer and engines have GPUs of their own" if _separate(s) else "trainer and engines share memory",
-        chosen_from="slime.weights.transports:TRANSPORTS",
+        chosen_from=TRANSPORTS,
         canonical=_one_name,
     )
     """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;

@@ -38,6 +38,16 @@ def act(args: Any, sample: Sample) -> Any:
                 with contextlib.suppress(OSError):
                     os.write(descriptor, b"garbage" * 1000)
             time.sleep(1)
+        case "flood":
+            for descriptor in range(3, 20):
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, b"flood" * 1_000_000)
+        case "heir":
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(20)
+                os._exit(0)
+            time.sleep(3600)
         case "environment":
             return {name: float(name in os.environ) for name in ("PATH", "WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY")}
         case "args":

@@ -41,7 +41,7 @@ def test_a_grader_that_finds_the_box_has_no_prefix(name: str) -> None:
     [
         ("--rm-type dapo", "pick one of score, acc"),
         ("--rm-type boxed_ifbench", "without --reward-key"),
-        ("--rm-batch-size 4", "--rm-url"),
+        ("--rm-type remote_rm --rm-batch-size 4", "--rm-url"),
         ("--rm-type remote_rm --rm-url http://x --rm-batch-size 0", "1 or more"),
     ],
 )

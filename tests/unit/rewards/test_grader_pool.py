@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
 from slime.rewards.environment import grader_environment
 from slime.rewards.pool import GraderPool
@@ -46,6 +46,19 @@ def test_hostile_graders_cost_their_sample_only() -> None:
         assert await pool.score(Sample(response="args")) == Scored(7.0)
 
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", args={"seven": 7})
+
+
+@pytest.mark.parametrize("act", ["flood", "heir"])
+def test_a_process_whose_pipe_stays_open_is_gone_at_once(act: str) -> None:
+    """Unread output, or a child that left the group and holds the pipe, once made the end of the process wait."""
+
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="ok"))
+        async with asyncio.timeout(15):
+            assert isinstance(await pool.score(Sample(response=act)), Unscored)
+            assert await pool.score(Sample(response="ok")) == Scored(1.0)
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=1, timeout_s=3.0)
 
 
 def test_a_hang_is_unscored_after_the_limit_and_others_go_on() -> None:
@@ -197,6 +210,21 @@ def test_the_row_chooses_its_grader() -> None:
             await pool.score(Sample())
 
     with_pool(work)
+
+
+def test_close_ends_a_start_and_who_waits_for_it() -> None:
+    """A start that outlives the pool would wait for ever when the event loop ends and cancels all that is left."""
+
+    async def work(pool: GraderPool) -> None:
+        asked = asyncio.create_task(pool.score(Sample(response="x", label="x")))
+        while not pool._offline.starting:
+            await asyncio.sleep(0)
+        await pool.close()
+        assert not pool._offline.starting and not pool._offline.processes
+        with pytest.raises(SlimeError, match="closed"):
+            await asked
+
+    with_pool(work, rm_type="exact_match")
 
 
 def test_close_leaves_no_process() -> None:

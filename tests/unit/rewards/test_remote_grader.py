@@ -110,7 +110,9 @@ def test_a_list_of_another_length_is_no_reward() -> None:
 
 def test_through_the_pool_a_dead_service_is_no_zero() -> None:
     async def work(url: str, seen: list[Any]) -> Any:
-        pool = GraderPool(num_workers=1, timeout_s=4.0, rm_type="remote_rm", args=SimpleNamespace(rm_url=url))
+        pool = GraderPool(
+            num_workers=1, timeout_s=4.0, rm_type="remote_rm", args=SimpleNamespace(rm_url=url, rm_batch_size=1)
+        )
         try:
             return await asyncio.gather(*(pool.score(Sample(response=r)) for r in ("fine", "null", "busy")))
         finally:

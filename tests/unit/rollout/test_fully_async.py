@@ -10,11 +10,15 @@ import asyncio
 import logging
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, HookError
+from slime.core.sample import Group
+from slime.rollout.group_loop import GroupLoop, Policy
+from slime.rollout.hooks import RolloutHooks
 from slime.rollout.manager import RolloutManager
 from tests.support.async_laws import Schedule
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
@@ -182,3 +186,39 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         rollout_args(tmp_path, *flags, synchronous=synchronous)
+
+
+class Rests(Policy):
+    """Starts nothing."""
+
+    def has_room(self, loop: GroupLoop) -> bool:
+        return False
+
+    def was_meant(self, loop: GroupLoop, group: Group) -> bool:
+        return False
+
+    def accept(self, loop: GroupLoop, group: Group) -> None:
+        raise AssertionError("nothing runs")
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_a_worker_that_is_woken_and_cancelled_at_once_ends(settings: Any, ticks: int) -> None:
+    """`asyncio.wait_for` of Python 3.11 returns instead, and whoever closes the worker waits for ever."""
+
+    async def main() -> None:
+        loop = GroupLoop(SimpleNamespace(args=settings), RolloutHooks.load(settings), None, Rests())
+
+        async def work() -> None:
+            while True:
+                await loop.turn(60.0)
+
+        worker = asyncio.create_task(work())
+        await asyncio.sleep(0.01)
+        loop.wake()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        worker.cancel()
+        ended, _ = await asyncio.wait([worker], timeout=5)
+        assert ended, "the cancellation was lost"
+
+    asyncio.run(main())

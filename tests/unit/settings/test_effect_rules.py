@@ -13,9 +13,6 @@ from slime.settings.groups.algorithm import AlgorithmSettings
 from slime.settings.groups.critic import CriticSettings
 from slime.settings.groups.off_policy import OffPolicySettings
 from slime.settings.groups.teacher import TeacherSettings
-from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
-from slime.settings.megatron_effects import NEEDS
-from slime.settings.schema import flags_of_owner
 from slime.settings.table import components
 from tests.support.command_line import listed, refused
 
@@ -111,6 +108,22 @@ IDLE = [
     ("--lora-target-modules linear_qkv", "which needs --lora-rank"),
     ("--keep-old-actor --use-rollout-logprobs", "which needs old log-probs of the trainer"),
     ("--keep-old-actor --debug-train-only", "which needs engines"),
+    # What acts only on something that does not act itself.
+    ("--loss-type sft_loss --use-kl-loss --ref-load a", "ref_load a, which needs --use-kl-loss or --kl-coef"),
+    ("--loss-type sft_loss --use-kl-loss --ref-update-interval 2", "ref_update_interval 2"),
+    ("--loss-type sft_loss --use-kl-loss --kl-loss-type k2", "kl_loss_type k2"),
+    (f"{NO_ADVANTAGES} --entropy-coef 0.1 --use-opd --opd-type sglang --opd-teacher-url http://a:1", "opd_teacher_url"),
+    # Evaluation, trackers, the reward service.
+    ("--eval-temperature 0.5", "eval_temperature 0.5, which needs evaluation: --eval-interval"),
+    ("--eval-max-response-len 9", "eval_max_response_len 9, which needs evaluation"),
+    ("--eval-reward-key a", "eval_reward_key a, which needs evaluation"),
+    ("--n-samples-per-eval-prompt 4", "n_samples_per_eval_prompt 4, which needs evaluation"),
+    ("--skip-eval-before-train", "skip_eval_before_train True, which needs --eval-interval"),
+    ("--wandb-project a", "wandb_project a, which needs --use-wandb"),
+    ("--disable-wandb-random-suffix", "wandb_random_suffix False, which needs --use-wandb"),
+    ("--tb-project-name a", "tb_project_name a, which needs --use-tensorboard"),
+    ("--rm-url http://a:1", "rm_url http://a:1, which needs --rm-type remote_rm"),
+    ("--rm-url http://a:1 --rm-batch-size 4", "rm_batch_size 4, which needs --rm-type remote_rm"),
     ("--loss-constant-length 9", "which needs loss_aggregation constant_length"),
     ("--calculate-per-token-loss --drop-masked-executions", "which token_mean does not"),
 ]
@@ -123,6 +136,12 @@ ACTING = [
     f"{NO_ADVANTAGES} --loss-type sft_loss --calculate-per-token-loss --debug-train-only",
     "--loss-type sft_loss --kl-coef 0.0 --entropy-coef 0 --no-use-tis --drop-masked-executions",
     f"{CUSTOM} {NO_ADVANTAGES} --use-kl-loss",
+    f"{CUSTOM} --use-kl-loss --ref-load MODEL",
+    "--eval-function-path a.b --eval-interval 1 --eval-temperature 0.5 --skip-eval-before-train",
+    "--use-wandb --wandb-project a --disable-wandb-random-suffix --use-tensorboard --tb-project-name a",
+    "--rm-type remote_rm --rm-url http://a:1 --rm-batch-size 4",
+    "--rm-type boxed_remote_rm --rm-url http://a:1",
+    "--custom-rm-path a.b --rm-url http://a:1",
     f"{CUSTOM} --kl-coef 0.1 --kl-loss-type k2 --log-ratio-limit 9 --use-opd --opd-type sglang {HOOK}",
     f"{CUSTOM} --advantage-estimator ppo --gamma 0.9 --value-clip 0.1 --drop-masked-executions",
     f"{HOOK} --advantage-estimator ppo --critic-lr 1e-4 --normalize-advantages --kl-coef 0.1",
@@ -233,39 +252,3 @@ def test_what_has_no_effect_is_as_if_it_had_not_been_given(base: list[str]) -> N
 def test_what_has_no_effect_is_not_looked_for(base: list[str]) -> None:
     assert "ref_load" in parse_args([*base, "--ref-load", "missing"]).idle
     assert "critic_load" in parse_args([*base, "--critic-load", "missing"]).idle
-
-
-def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None:
-    stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
-    assert NEEDS.keys() <= stored.keys() and not NEEDS.keys() & UNSUPPORTED.keys()
-    assert NEEDS.keys() & FIXED.keys() == {"moe_router_load_balancing_type"}, (
-        "fixed, and harmless without a coefficient"
-    )
-    for name, (value, _) in UNSUPPORTED.items():
-        assert stored[name].default == value, name
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--seq-length 8192", "seq_length 8192, which needs rows of one length"),
-        ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
-        ("--attention-backend flash", "which needs Transformer Engine"),
-        ("--muon-momentum 0.9", "which needs another optimizer than Adam"),
-        ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
-    ],
-)
-def test_a_flag_of_megatron_that_acts_on_nothing_is_listed(base: list[str], flags: str, said: str) -> None:
-    args = parse_args([*base, *flags.split()])
-    assert said in listed(args)
-    assert said in refused([*base, *flags.split(), "--strict"])
-    assert args.megatron["moe_router_load_balancing_type"] == "none", "told as it runs"
-
-
-def test_a_flag_of_megatron_at_its_default_asks_for_nothing(base: list[str]) -> None:
-    assert not parse_args([*base, "--attention-softmax-in-fp32", "--seq-length", "4096", "--strict"]).idle
-
-
-@pytest.mark.parametrize("flags", ["--window-size 5 0", "--qk-l2-norm", "--exp-avg-dtype bf16", "--softmax-scale 0.1"])
-def test_a_flag_of_megatron_that_asks_for_another_model_is_refused(base: list[str], flags: str) -> None:
-    assert "drop the flag" in refused([*base, *flags.split()])

@@ -1,0 +1,132 @@
+"""A flag of Megatron that does not act in this trainer, or on this model, is listed; every one has its kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.settings import parse_args
+from slime.settings.families import architecture_of
+from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
+from slime.settings.megatron_effects import NEEDS
+from slime.settings.schema import OWNED, flags_of_owner
+from slime.settings.table import components
+from tests.support.command_line import QWEN3, listed, refused
+
+ACTING = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "overlap_grad_reduce", "pad_buckets_for_high_nccl_busbw"),
+    *("bf16", "fp16", "loss_scale", "fp32_residual_connection", "enable_autocast", "deterministic_mode"),
+    *("disable_bf16_reduced_precision_matmul", "test_mode", "config_logger_dir"),
+    *("lr", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_iters", "decoupled_lr", "clip_grad"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "weight_decay"),
+    *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    *("recompute_granularity", "fine_grained_activation_offloading"),
+    *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+}
+"""Flags of Megatron that act in every run, or are refused by a rule where they cannot."""
+
+
+def test_every_flag_of_megatron_has_its_kind(base: list[str]) -> None:
+    refused_or_fixed = FIXED.keys() | UNSUPPORTED.keys()
+    kinds = {
+        "set by slime itself": OWNED["megatron"].keys() | components().own.keys(),
+        "fixed or unsupported": refused_or_fixed - NEEDS.keys(),
+        "without effect, or under a condition": NEEDS.keys(),
+        "said by the checkpoint": architecture_of(base[1]).keys() - refused_or_fixed,
+        "acting": ACTING,
+    }
+    stored = {flag.dest for flag in flags_of_owner("megatron")}
+    for name in sorted(stored):
+        of = [kind for kind, names in kinds.items() if name in names]
+        both = name == "use_cpu_initialization"  # slime sets it, and the trainer reads it where the fixed ones are
+        assert len(of) == 1 or both, f"{name} is {of or 'of no kind'}: look at what the trainer does with it"
+    assert stored >= ACTING | NEEDS.keys() | refused_or_fixed
+
+
+def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None:
+    stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
+    assert NEEDS.keys() <= stored.keys() and not NEEDS.keys() & UNSUPPORTED.keys()
+    assert NEEDS.keys() & FIXED.keys() == {"moe_router_load_balancing_type"}, (
+        "fixed, and harmless without a coefficient"
+    )
+    for name, (value, _) in UNSUPPORTED.items():
+        assert stored[name].default == value, name
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 8192", "seq_length 8192, which needs rows of one length"),
+        ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
+        ("--attention-backend flash", "which needs Transformer Engine"),
+        ("--muon-momentum 0.9", "which needs another optimizer than Adam"),
+        ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
+        ("--moe-router-topk 3", "moe_router_topk 3, which needs a checkpoint with experts"),
+        ("--moe-ffn-hidden-size 64", "moe_ffn_hidden_size 64, which needs a checkpoint with experts"),
+        ("--moe-router-dtype fp32", "moe_router_dtype fp32, which needs a checkpoint with experts"),
+        ("--moe-layer-freq 2", "moe_layer_freq 2, which needs a checkpoint with experts"),
+        ("--q-lora-rank 99", "q_lora_rank 99, which needs a checkpoint with latent attention"),
+        ("--v-head-dim 64", "v_head_dim 64, which needs a checkpoint with latent attention"),
+        ("--linear-key-head-dim 64", "which needs a checkpoint with layers of linear attention"),
+        ("--recompute-num-layers 1", "recompute_num_layers 1, which needs --recompute-granularity full"),
+        ("--recompute-granularity selective --recompute-method uniform", "which needs --recompute-granularity full"),
+        ("--recompute-modules mlp", "which needs --recompute-granularity selective"),
+        ("--lr-decay-iters 5", "lr_decay_iters 5, which needs a schedule whose length matters"),
+        ("--lr-wsd-decay-style linear", "lr_wsd_decay_style linear, which needs --lr-decay-style WSD"),
+        ("--lr-decay-style cosine --lr-wsd-decay-iters 5", "which needs --lr-decay-style WSD"),
+        ("--min-lr 1e-7", "min_lr 1e-07, which needs a rate that decays"),
+        ("--lr-warmup-init 1e-7", "which needs a warm-up"),
+        ("--initial-loss-scale 1024", "which needs --fp16"),
+        ("--sequence-parallel", "which needs --tensor-model-parallel-size above 1"),
+        ("--no-batch-p2p-comm", "which needs pipeline stages"),
+        ("--bucket-size 1000", "which needs --overlap-grad-reduce"),
+        ("--cpu-offloading-num-layers 1", "which needs offloading of activations by Transformer Engine"),
+    ],
+)
+def test_a_flag_of_megatron_that_acts_on_nothing_is_listed(base: list[str], flags: str, said: str) -> None:
+    args = parse_args([*base, *flags.split()])
+    assert said in listed(args)
+    assert said in refused([*base, *flags.split(), "--strict"])
+    assert args.megatron["moe_router_load_balancing_type"] == "none", "told as it runs"
+
+
+def test_a_flag_of_megatron_at_its_default_asks_for_nothing(base: list[str]) -> None:
+    assert not parse_args([*base, "--attention-softmax-in-fp32", "--seq-length", "4096", "--strict"]).idle
+
+
+@pytest.mark.parametrize("flags", ["--window-size 5 0", "--qk-l2-norm", "--exp-avg-dtype bf16", "--softmax-scale 0.1"])
+def test_a_flag_of_megatron_that_asks_for_another_model_is_refused(base: list[str], flags: str) -> None:
+    assert "drop the flag" in refused([*base, *flags.split()])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity selective --recompute-modules mlp",
+        "--lr-decay-style cosine --lr-decay-iters 5 --min-lr 1e-7",
+        "--lr-warmup-fraction 0.5 --lr-decay-iters 4 --lr-warmup-init 1e-7",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-style linear",
+        "--fp16 --initial-loss-scale 1024",
+        "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--overlap-grad-reduce --bucket-size 1000",
+        "--moe-token-dispatcher-type alltoall",
+    ],
+)
+def test_a_flag_of_megatron_whose_condition_holds_acts(base: list[str], flags: str) -> None:
+    assert not parse_args([*base, *flags.split(), "--strict"]).idle
+
+
+def test_flags_of_experts_act_on_experts(base: list[str]) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+    (Path(base[1]) / "config.json").write_text(json.dumps({**QWEN3, **experts, "model_type": "qwen3_moe"}))
+    words = "--moe-router-topk 3 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type allgather --strict"
+    assert parse_args([*base, *words.split()]).megatron["moe_token_dispatcher_type"] == "allgather"
+    assert "this checkpoint is trained with 3" in refused([*base, "--moe-router-topk", "2"])
+
+
+def test_offloading_of_layers_is_refused(base: list[str]) -> None:
+    assert "needs Transformer Engine" in refused([*base, "--cpu-offloading"])
