@@ -60,7 +60,7 @@ def fully_async(run: Run, rollout_ids: range) -> None:
         if saves:
             run.save(rollout_id)  # after the weight sync, which ended the requests: with the tokens that they have
         if syncs and (saves or rollout_id == rollout_ids.start):
-            run.check_log_probs()  # samples anew, which a worker that never idles would wait for in every step
+            run.check_log_probs()  # samples again, which a worker that never idles would wait for in every step
         if run.evaluates_after(rollout_id):
             run.evaluate(rollout_id)
         run.end_step(rollout_id)

@@ -1,7 +1,7 @@
 """Reinforcement learning of a language model on problems that can be checked: the whole method in one process.
 
     python examples/one_file.py                  # a tiny random model learns max(3,8)=8, in seconds, on a CPU
-    python examples/one_file.py <folder>         # a Hugging Face folder of yours, with its own tokenizer
+    python examples/one_file.py <folder>         # your own Hugging Face folder, with its tokenizer
 
 One turn of the loop: draw prompts, let the policy answer each of them several times, grade the answers, compare each
 answer with the others to its prompt, and change the weights so that better ones become likelier. No Ray, no server, no
@@ -129,7 +129,7 @@ def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: S
         ids.append(read)
         log_probs.append(scores.gather(1, read))
     all_ids, all_log_probs = torch.cat(ids, 1), torch.cat(log_probs, 1)
-    ended = (all_ids == eos).int()
+    ended = (all_ids == (-1 if eos is None else eos)).int()  # -1 is the id of no token
     lengths = (ended.cumsum(1) == ended).sum(1).tolist()  # up to the first end token, which was sampled, too
     return [(all_ids[i, :n], all_log_probs[i, :n]) for i, n in enumerate(lengths)]
 

@@ -34,7 +34,7 @@ def best_of_group(args: Any, rollout_data: dict[str, Any]) -> None:
 
 
 def at_most_three(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Advantages of any estimator, cut at three from the first step on."""
+    """Advantages of any estimator, at most three from the first step on."""
     rollout_data["advantages"] = [advantage.clamp(-3.0, 3.0) for advantage in rollout_data["advantages"]]
 
 

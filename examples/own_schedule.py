@@ -10,21 +10,19 @@ retries, filters and accounts for every group; a schedule with other needs may d
 
 from __future__ import annotations
 
-import time
-
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.sample import Group
-from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.group_loop import GroupLoop
-from slime.rollout.hooks import RolloutHooks
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
-from slime.rollout.schedules.step import BatchPolicy
+from slime.rollout.schedules.step import BatchPolicy, generate_step
 from slime.rollout.types import RolloutFnTrainOutput
 
 
 class WaitForAll(BatchPolicy):
     """Collects a batch as `step` does, but interrupts nothing."""
+
+    waits_for_all = True
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
         """Whoever interrupted a group, it was not this schedule."""
@@ -37,17 +35,4 @@ class WholeRounds(RolloutSchedule):
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
         """The batch of one step."""
-        policy = WaitForAll(context, source)
-        loop = GroupLoop(context, RolloutHooks.load(context.args), source, policy)
-        loop.begin_step(context, rollout_id)
-        token, began = REQUEST_SCOPE.set(loop.scope), time.monotonic()
-        try:
-            while loop.running or not policy.is_full():
-                await loop.turn(loop.time_left_s(began))
-        except BaseException:
-            await loop.abandon(accepted=policy.accepted)
-            raise
-        finally:
-            REQUEST_SCOPE.reset(token)
-        loop.end_quarantine()
-        return await loop.hand_out(policy.accepted)
+        return await generate_step(context, rollout_id, source, WaitForAll(context, source))

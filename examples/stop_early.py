@@ -2,7 +2,7 @@
 
     python train.py ... --custom-generate-function-path examples.stop_early:generate
 
-Here an answer ends with a closed tool call; `--rollout-stop` does as much for a fixed string, while a function of yours
+Here an answer ends with a closed tool call; `--rollout-stop` does as much for a fixed string, while your own function
 may parse. Leaving the stream ends the request in the engine. An interrupted answer goes on where it was.
 """
 

@@ -56,7 +56,7 @@ class AdvantagesAndReturns:
 
     advantages: Arrays
     returns: Arrays | None
-    """The critic's targets; None without a critic."""
+    """What the critic learns to predict; None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -102,7 +102,7 @@ def step_weights(
 
     Raises `DataError` if none of them has a reward.
     """
-    # An unscored execution is no evidence: it leaves the denominator, too.
+    # An unscored execution says nothing: it leaves the denominator, too.
     members = [p for p in positions if samples[p].is_scored]
     if not members:
         raise DataError(f"got an optimizer step of {len(positions)} samples and no reward; look at the grader")

@@ -29,14 +29,14 @@ def clamped_log_ratio(
 ) -> tuple[Tensor, Tensor]:
     """(log_probs - reference [R], clamped to +-`limit`, zero where masked; where it was clamped [R] bool).
 
-    A limit of 0 is no limit. Differentiable in `log_probs` (a clamped token has zero gradient). Values at masked
+    A limit of 0 means none. Differentiable in `log_probs` (a clamped token has zero gradient). Values at masked
     positions cannot matter, NaN included.
     """
     return clamp_counted(unmasked(log_probs, mask) - unmasked(reference, mask), limit)
 
 
 def clamp_counted(raw: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """(raw clamped to +-`limit`, where it was clamped [bool]); a limit of 0 is no limit."""
+    """(raw clamped to +-`limit`, where it was clamped [bool]); a limit of 0 means none."""
     import torch
 
     if not limit:

@@ -1,9 +1,10 @@
 """The Data Buffer: issues prompt groups, takes them back with their partial work, accounts for each.
 
-The rollout loop consumes (`get_groups`), returns (`put_back`) and drops (`mark_filtered`, `mark_failed`); the driver
-confirms (`mark_trained`) after the optimizer step and saves. The worker of `--fully-async` leaves finished groups here
-(`put_finished`) for the step that trains them (`take_finished`). Nobody waits here. One lock guards the state, so a
-user's rollout function may call from a thread of its own.
+Consumes: prompts of the data source, and groups that the rollout returns (`put_back`), drops (`mark_filtered`,
+`mark_failed`) or finishes ahead of a step (`put_finished`); the driver confirms (`mark_trained`) after the optimizer
+step, and saves. Produces: groups to be worked on (`get_groups`) and finished ones (`take_finished`). Waits for: one
+lock, which guards the state and is held briefly, so that a user's rollout function may call from a thread of its own.
+Is woken by: nothing; every call answers at once.
 
 Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered (to be worked on, or finished)
 -> in flight again.

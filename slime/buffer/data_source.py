@@ -1,7 +1,10 @@
-"""User-written data sources (`--data-source-path`) behind the Data Buffer, and the choice between the two.
+"""Sources that serve samples (`sources.SampleSource`, the class at `--data-source-path`) behind the Data Buffer.
 
-The public contract is a class built as `cls(args)` with the methods of `DataSource`. Its own `add_samples` decides when
-returned work is served again; identity, ledger and what was in flight stay with us.
+Their own `add_samples` decides when returned work is served again; identity, ledger and what was in flight stay with
+the buffer.
+
+Consumes and produces: as `data_buffer`; new and returned groups go through the source's methods, which are called under
+the buffer's lock. Waits for: what these methods wait for; nobody wakes it.
 """
 
 from __future__ import annotations
@@ -11,16 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import BufferFilter, flatten, group_index_of, to_json
-from slime.buffer.prompts import Prompts
+from slime.buffer.groups import flatten, group_index_of, to_json
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample
-from slime.settings.groups.rollout import RolloutSettings
 
 
 @runtime_checkable
-class DataSource(Protocol):
-    """What a user's class provides."""
+class Samples(Protocol):
+    """What a user's class provides; `sources.SampleSource` has the same."""
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Exactly `num_samples` groups: lists of samples of one prompt. New ones may leave the ids None."""
@@ -44,14 +45,12 @@ class DataSourceBuffer(DataBuffer):
     given back to it; anything else is a `LedgerError`.
     """
 
-    def __init__(self, source: DataSource) -> None:
+    def __init__(self, source: Samples) -> None:
         """Raises `HookError` if `source` lacks a method."""
-        if not isinstance(source, DataSource):
+        if not isinstance(source, Samples):
             names = ("get_samples", "add_samples", "save", "load", "__len__")
             missing = [name for name in names if not callable(getattr(source, name, None))]
-            raise HookError(
-                f"got a data source {type(source).__name__} without {missing}; --data-source-path needs {names}"
-            )
+            raise HookError(f"got a data source {type(source).__name__} without {missing}; it needs {names}")
         super().__init__(None)
         self._source = source
         self._lent: dict[int, int] = {}
@@ -134,35 +133,8 @@ class DataSourceBuffer(DataBuffer):
         self._source.load(self._saved_at if rollout_id is None else rollout_id)
 
 
-def build_data_buffer(
-    args: RolloutSettings,
-    *,
-    prompts: Prompts | None = None,
-    data_source: Callable[[Any], DataSource] | None = None,
-    buffer_filter: Callable[..., list[list[Sample]]] | None = None,
-) -> DataBuffer:
-    """The buffer that the settings ask for, over `prompts` (None: blank ones; a custom source brings its own).
-
-    `data_source` and `buffer_filter` are the loaded hooks of `--data-source-path` and `--buffer-filter-path` (public
-    signatures: `cls(args)` and `fn(args, rollout_id, buffer, num_samples)`). Raises `HookError` for both together.
-    """
-    if data_source is not None:
-        if buffer_filter is not None:
-            raise HookError(
-                "got --buffer-filter-path and --data-source-path; a custom source chooses in its get_samples"
-            )
-        return DataSourceBuffer(data_source(args))
-    chosen: BufferFilter | None = None
+def behind_buffer(source: Samples, buffer_filter: object = None) -> DataBuffer:
+    """The buffer over a source that serves samples. Raises `HookError` with a filter (`--buffer-filter-path`)."""
     if buffer_filter is not None:
-        hook = buffer_filter
-
-        def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
-            return hook(args, None, buffer, n)
-
-    return DataBuffer(
-        prompts,
-        n_samples_per_prompt=args.n_samples_per_prompt,
-        shuffle=args.rollout_shuffle,
-        seed=args.rollout_seed,
-        buffer_filter=chosen,
-    )
+        raise HookError("got --buffer-filter-path beside a data source of your own, which chooses in its get_samples")
+    return DataSourceBuffer(source)

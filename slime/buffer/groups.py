@@ -83,16 +83,16 @@ def age(group: Group, version: int) -> int:
 def _with_bounded_text(sample: Sample, finished: bool) -> Sample:
     if len(sample.response) <= MAX_SAVED_TEXT:
         return sample
-    logger.warning("checkpoint: cut a text of %d characters of sample %s", len(sample.response), sample.index)
+    logger.warning("checkpoint: truncated a text of %d characters of sample %s", len(sample.response), sample.index)
     keep = finished or sample.reward is not None
     return dataclasses.replace(sample, response=sample.response[:MAX_SAVED_TEXT]) if keep else reset(sample)
 
 
 def to_json(group: Group, *, finished: bool = False) -> str:
-    """The group as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is cut where nobody will grade it any more.
+    """The group as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is truncated once no grader will read it.
 
     That is in scored samples, and in all of a `finished` group. Others would be graded, or continued, with a part of
-    their text: they start over after a resume. Raises `DataError` if a user put something else than JSON into it.
+    their text: they start over after a resume. Raises `DataError` if a user put anything but JSON into it.
     """
     try:
         return group.with_samples([_with_bounded_text(s, finished) for s in group.samples]).to_json()

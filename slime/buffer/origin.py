@@ -14,7 +14,7 @@ BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a group is made from; enough to make it anew."""
+    """What a group is made from; enough to make it again."""
 
     row: int | None
     """Dataset row; None without a dataset."""

@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"got no readable file {path} ({error}); the checkpoint is incomplete") from error
     except ValueError as error:
-        raise CheckpointError(f"got damaged JSON in {path} ({error}); the file was cut or altered") from error
+        raise CheckpointError(f"got damaged JSON in {path} ({error}); the file was truncated or altered") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"got {type(value).__name__} in {path}; a JSON object was written there")
     return value

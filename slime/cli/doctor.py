@@ -129,7 +129,7 @@ def check_import(name: str, code: str) -> Finding:
     except subprocess.TimeoutExpired:
         return Finding(name, FAIL, f"did not import within {IMPORT_LIMIT_S} s; is the disk slow or the memory full?")
     lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
-    last = lines[-1] if lines else f"exit {run.returncode} without a word"
+    last = lines[-1] if lines else f"exit {run.returncode} without output"
     return (
         Finding(name, OK, f"imports; {last}") if run.returncode == 0 else Finding(name, FAIL, f"{last}; do: make venv")
     )

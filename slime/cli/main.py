@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--model-family", help="a family of your own: pkg.module, path/to/file.py, pkg.module:Class")
 
     schemas = commands.add_parser("schemas", help="compare the flag schemas with the installed engines")
-    schemas.add_argument("--write", action="store_true", help="write them anew")
+    schemas.add_argument("--write", action="store_true", help="write them again")
     return parser
 
 

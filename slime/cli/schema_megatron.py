@@ -106,7 +106,7 @@ LAUNCH: tuple[dict[str, Any], ...] = (
         "doc": "Fewer key/value heads than query heads; from the checkpoint.",
     },
 )
-"""Megatron-LM launch flags that are no field of a config class, and that slime reads."""
+"""Megatron-LM launch flags that are not fields of a config class, and that slime reads."""
 
 
 def _annotation(hint: Any) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ _KINDS = {"int": "int", "float": "float", "str": "str", "nullable_str": "str", "
 
 
 def _entry(action: argparse.Action) -> dict[str, Any] | None:
-    """The schema entry of one parser action; None for what is no setting."""
+    """The schema entry of one parser action; None for what is not a setting."""
     if not action.option_strings or action.dest in ("help", "version") or type(action).__name__ == "DeprecatedAction":
         return None
     names = [n.removeprefix("--") for n in action.option_strings if n.startswith("--")]

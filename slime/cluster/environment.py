@@ -16,7 +16,7 @@ LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray would start one idle worker per core at once; a laptop needs exactly the actors of the plan.
     "RAY_prestart_worker_first_driver": "0",
-    # Ray binds to the host's address unless it is told that this is no cluster; then it stays on 127.0.0.1.
+    # Ray binds to the host's address unless it is configured as a single host; then it stays on 127.0.0.1.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
     # Ray gives its workers, and all that they start, a lower priority than anything else on the machine.

@@ -104,5 +104,5 @@ def _end(run: Run, *, limit_s: float) -> None:
     try:
         run.close(limit_s=limit_s)
     except Exception as error:  # the cluster's end ends what did not stop by itself
-        logger.warning("an actor did not stop in order: %s", str(error).splitlines()[0] if str(error) else repr(error))
+        logger.warning("an actor did not stop cleanly: %s", str(error).splitlines()[0] if str(error) else repr(error))
         logger.info("in full", exc_info=True, extra=FILE_ONLY)

@@ -57,7 +57,7 @@ def plan_placement(
     """
     if num_rollout % max(num_per_engine, 1):
         raise ConfigError(
-            f"got {num_rollout} rollout GPUs for engines of {num_per_engine}: they do not divide; "
+            f"got {num_rollout} rollout GPUs for engines of {num_per_engine}, which does not divide them; "
             "change --rollout-num-gpus or --rollout-num-gpus-per-engine"
         )
     first = 0 if colocate else num_train

@@ -1,7 +1,10 @@
 """The rollout side as one actor: `RolloutManager` and the router in front of the engines.
 
 An asyncio actor: generation, evaluation, saving and progress run side by side, so that a save never waits for a
-generation to end. The router forwards to an engine only after `admit` (its first verified weight sync).
+generation to end. Consumes: calls of the driver. Produces: batches, metrics, and the Data Buffer's part of checkpoints.
+Waits for: what the manager's schedule waits for, and for the router at the start. Is woken by: the driver's calls, and
+on its event loop by the end of requests and gradings. The router forwards to an engine only after `admit` (its first
+verified weight sync).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     save, at a step     wait for the save before; a new folder; ranks copy their state (`--async-save`), the Data Buffer
                         writes its part
     in the background   ranks write, each in a thread beside training; manifest, rename, `latest`; retention
-    poll, every step    errors and times of the background are told
+    poll, every step    errors and times of the background are reported
 
 Without `--async-save` the driver waits for the second part, too.
 

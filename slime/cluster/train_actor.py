@@ -1,4 +1,10 @@
-"""One training rank as an actor: `MegatronBackend` and this rank's part of the weight sync."""
+"""One training rank as an actor: `MegatronBackend` and this rank's part of the weight sync.
+
+Consumes: calls of the driver, the same on all ranks; one thread runs them in order, another writes files (`save`).
+Produces: trained weights, their metrics, and the rank's parts of checkpoints. Waits for: the other ranks in the
+collectives of a call, with the limit of the process group, and for engines in a weight sync. Is woken by: the driver's
+calls alone.
+"""
 
 from __future__ import annotations
 

@@ -48,6 +48,6 @@ def _patch_split_sizes() -> PatchReport:
     require_effect(getattr(dispatcher.all_to_all, "_slime_list_sizes", False), "split sizes")
     return megatron_report(
         "split sizes",
-        "TypeError: all_to_all_single got split sizes that are no lists, from the all-to-all dispatcher of experts",
+        "TypeError: all_to_all_single got split sizes that are not lists, from the all-to-all dispatcher of experts",
         "the dispatcher passes lists of int",
     )

@@ -1,7 +1,7 @@
 """Renews the float32 copy of a router's weight that SGLang keeps of GLM-4.5 to 4.7 (and 4.7-Flash).
 
 SGLang 0.5.16 makes the copy in the first forward pass and never renews it (`Glm4MoeGate._weight_fp32`): in half
-precision it would go on choosing experts with the first weights that it was sent. The copy is no resident tensor, so
+precision it would go on choosing experts with the first weights that it was sent. The copy is not a resident tensor, so
 digests do not show it. Behind each weight update the copy is written over in its place, where captured CUDA graphs read
 it. To be removed when SGLang renews it itself.
 """

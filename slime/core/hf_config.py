@@ -30,7 +30,7 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"got {path}, which is not JSON ({error}); fetch the checkpoint again") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"got {path}, which holds no JSON object; fetch the checkpoint again")
+        raise ConfigError(f"got {path}, which does not hold a JSON object; fetch the checkpoint again")
     config = text_config(config)
     if "wrapper_type" in config and num_experts_of(config):
         config["_stacked_experts"] = _stacks_experts(path.parent, config)
@@ -40,8 +40,8 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
 def _stacks_experts(directory: Path, config: HfConfig) -> bool:
     """Whether files hold the experts of a layer in one tensor, which config.json does not say.
 
-    Published multimodal models do, but for quantised ones; transformers writes them one by one. Without weights, or
-    with damaged ones, which their reader refuses: as published.
+    Released multimodal models do, but for quantised ones; transformers writes them one by one. Without weights, or
+    with damaged ones, which their reader refuses: as released.
     """
     index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
     try:

@@ -68,7 +68,7 @@ class Registry(Generic[T]):
 
         def add(entry: C) -> C:
             kind: Any = entry
-            assert issubclass(kind, self.contract), f"{entry} is no {self.contract.__name__}"
+            assert issubclass(kind, self.contract), f"{entry} is not a {self.contract.__name__}"
             for name in names:
                 assert self._entries.get(name, kind) is kind, f"two entries of {self.what} are called {name!r}"
                 self._entries[name] = kind
@@ -133,9 +133,12 @@ class Registry(Generic[T]):
             raise ConfigError(f"got {self.flag} {path}, but {error}") from error
         if not (isinstance(found, type) and issubclass(found, self.contract)):
             raise ConfigError(
-                f"got {self.flag} {path}, which is no {self.what}; derive a class from "
+                f"got {self.flag} {path}, which cannot be used as {self.what}; derive a class from "
                 f"{self.contract.__module__}.{self.contract.__qualname__}"
             )
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        if missing:
+            raise ConfigError(f"got {self.flag} {path}, which lacks {', '.join(missing)}; define what is missing")
         return found
 
     def _class_or_module(self, path: str) -> Any:

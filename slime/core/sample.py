@@ -70,7 +70,7 @@ class Sample:
     """[R] 1 where the token is trained; None means all ones."""
     rollout_log_probs: list[float] | None = None
     """[R] log-prob (nats) as the engine reports it: at the sampling temperature, over the whole vocabulary, whatever
-    top-p and top-k cut off; 0.0 where not sampled."""
+    top-p and top-k leave out; 0.0 where not sampled."""
     token_versions: list[int] | None = None
     """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
     teacher_log_probs: list[float] | None = None

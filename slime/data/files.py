@@ -35,7 +35,7 @@ def read_rows(path: Path, rows: slice) -> Iterator[RawRow]:
         return _read_parquet(path, rows)
     if path.suffixes[-1:] == [".jsonl"] or path.suffixes[-2:] == [".jsonl", ".zst"]:
         return _read_jsonl(path, rows)
-    raise ConfigError(f"got dataset {path.name}; do: give a .jsonl, .jsonl.zst or .parquet file")
+    raise ConfigError(f"got dataset {path.name}; give a .jsonl, .jsonl.zst or .parquet file")
 
 
 def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:

@@ -90,5 +90,5 @@ def _check_sample(sample: TrainSample) -> None:
     if sample.response_length >= sample.num_tokens:
         raise DataError(
             f"sample {sample.index}: {sample.response_length} response tokens of {sample.num_tokens}, because the "
-            "first response token needs one before it to be predicted from; give every sample a prompt"
+            "first response token is predicted from the token before it; give every sample a prompt"
         )

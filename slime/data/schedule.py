@@ -73,7 +73,7 @@ def build_schedule(
     balance: bool = False,
     cost_S: Sequence[float] | None = None,
 ) -> Schedule:
-    """Cuts a batch of S samples into optimizer steps, ranks and micro-batches.
+    """Splits a batch of S samples into optimizer steps, ranks and micro-batches.
 
     `num_tokens_S`: length in tokens of each sample. `execution_S`: execution id of each sample; equal ids are siblings.
 

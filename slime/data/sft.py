@@ -28,7 +28,7 @@ class SftTokens:
     """One conversation of T ids; the last R, from the first trained one on, are the response."""
 
     tokens: tuple[int, ...]
-    """[T] cut after the last trained token."""
+    """[T] truncated after the last trained token."""
     loss_mask: tuple[int, ...]
     """[R] 1 where the token is trained, 0 on the turns between."""
 
@@ -52,7 +52,7 @@ def sft_tokens(
         raise DataError("got a conversation that starts with a trained assistant message; it needs a prompt before it")
     clean = [{k: v for k, v in m.items() if k != STEP_MASK_KEY} for m in messages]
     whole = chat.render(clean, tools=tools, add_generation_prompt=False)
-    # Cuts in `whole.marked`: context up to the first, trained up to the second, context up to the third, and so on.
+    # Bounds in `whole.marked`: context up to the first, trained up to the second, context up to the third, and so on.
     bounds = [0]
     for i in trained:
         before = chat.render_prefix(clean, i, tools=tools, add_generation_prompt=True)
@@ -114,5 +114,5 @@ def _require_faithful(parts: Sequence[Sequence[int]], text: Rendered, chat: Chat
     if joined != chat.encode(text) and chat.decode(joined) != text.text:
         raise DataError(
             f"the ids of prompt and turns, put together, decode to {chat.decode(joined)[:200]!r} and not to "
-            f"{text.text[:200]!r}, because this tokenizer encodes a text differently after a cut; leave this row out"
+            f"{text.text[:200]!r}, because this tokenizer encodes a text differently when split; leave this row out"
         )

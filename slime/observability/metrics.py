@@ -43,7 +43,7 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.weight < 0:
-            raise DataError(f"got weight {self.weight}, because a mean cannot stand for less than nothing; give >= 0")
+            raise DataError(f"got weight {self.weight}, because the weight of a mean cannot be negative; give >= 0")
 
     def merge(self, other: Metric) -> Metric:
         """This and a later one as one. Raises `DataError` if they reduce differently."""

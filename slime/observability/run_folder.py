@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
 """Distributions whose versions decide what a run computes."""
-SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)key|token|secret|password)$")
+SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password)$")
 SUBFOLDERS = ("logs", "traces")
 HIDDEN = "<hidden>"
 
@@ -172,12 +172,13 @@ def report_title(args: Mapping[str, Any]) -> str:
 def hide_secrets(command: Sequence[str]) -> list[str]:
     """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`)."""
     out: list[str] = []
-    hide_next = False
+    hide = False  # up to the next flag: it may take several
     for word in command:
         flag, equals, _ = word.partition("=")
         secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
-        out.append(HIDDEN if hide_next else f"{flag}={HIDDEN}" if secret and equals else word)
-        hide_next = secret and not equals
+        is_flag = word.startswith("--")
+        out.append(HIDDEN if hide and not is_flag else f"{flag}={HIDDEN}" if secret and equals else word)
+        hide = secret and not equals if is_flag else hide
     return out
 
 

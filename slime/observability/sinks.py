@@ -77,7 +77,7 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, non-finite values restored; a last line cut short by a kill is left out."""
+    """The rows of a metrics file, non-finite values restored; a last line that a kill truncated is left out."""
     rows = []
     for line in path.read_text().splitlines():
         try:
@@ -145,14 +145,14 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "rollout": (
         ("rollout/raw_reward", "reward", ".3f"),
         ("rollout/response_len/mean", "length", ".1f"),
-        ("rollout/truncated_ratio", "cut", ".0%"),
+        ("rollout/truncated_ratio", "truncated", ".0%"),
     ),
     "train": (
         ("train/loss", "loss", ".4f"),
         ("train/grad_norm", "grad", ".3g"),
         ("train/pg_clipfrac", "clip", ".1%"),
         ("train/kl_loss", "kl", ".3g"),
-        ("train/train_rollout_logprob_abs_diff_max", "gap", ".1e"),
+        ("train/train_rollout_logprob_abs_diff_max", "mismatch", ".1e"),
     ),
     "perf": (
         ("perf/step_time", "step", ".1fs"),

@@ -118,7 +118,7 @@ def collect() -> dict[str, float]:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of one trace file, ended or not; a last line cut short by a kill is left out."""
+    """The events of one trace file, ended or not; a last line that a kill truncated is left out."""
     events = []
     for line in path.read_text().splitlines()[1:]:
         try:

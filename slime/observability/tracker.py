@@ -81,9 +81,11 @@ class Tracker:
         `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for another kind and a step that goes back.
         """
         if kind not in KINDS:
-            raise DataError(f"got step kind {kind!r}, because each kind has its axis; use one of {KINDS}")
+            raise DataError(f"got step kind {kind!r}, because each kind has its own axis; use one of {KINDS}")
         if kind in self._last_step and kind != "eval" and step <= self._last_step[kind]:
-            raise DataError(f"got {kind} step {step} after {self._last_step[kind]}, because steps only go on; log once")
+            raise DataError(
+                f"got {kind} step {step} after {self._last_step[kind]}, because steps only increase; log each step once"
+            )
         self._last_step[kind] = step
         grouped = _grouped(kind, metrics)
         if kind == "perf":
@@ -111,7 +113,7 @@ class Tracker:
         except Exception:
             if sink.essential:
                 raise
-            logger.exception("%s failed and is dropped; metrics.jsonl goes on", type(sink).__name__)
+            logger.exception("%s failed and is dropped; metrics.jsonl is still written", type(sink).__name__)
             self._sinks.remove(sink)
 
     def close(self) -> None:

@@ -311,5 +311,5 @@ def _scores(reply: dict[str, Any], num_samples: int) -> list[Score]:
     """Decodes a reply; whatever does not fit becomes a reason."""
     entries = reply.get("scores")
     if not isinstance(entries, list) or len(entries) != num_samples:
-        return [Unscored("the grader process sent a reply of another shape")] * num_samples
+        return [Unscored("the grader process sent a malformed reply")] * num_samples
     return [Scored(e["value"]) if "value" in e else Unscored(str(e.get("unscored"))) for e in entries]

@@ -1,8 +1,10 @@
 """One grader process: reads samples as frames from stdin, writes scores as frames to stdout, can be killed any time.
 
-Who talks to whom: `process.GraderProcess` starts it and owns both pipes. The first frame configures it, each later one
-is a request; each gets exactly one reply with its id. The parent is trusted (its first frame carries pickled args for
-user hooks); nothing that a grader or a model wrote is ever unpickled anywhere: replies are JSON.
+Consumes: frames of `process.GraderProcess`, which starts it and owns both pipes; the first configures it, each later
+one is a request. Produces: one reply for each, with its id. Waits for: the next frame, and for the graders that it
+runs; async ones within the limit, all others as long as the parent lets it live. Is woken by: a frame. The parent is
+trusted (its first frame carries pickled args for user hooks); nothing that a grader or a model wrote is ever unpickled
+anywhere: replies are JSON.
 
 Invariants
 1. It dies with its parent: SIGKILL by the kernel when the parent thread ends, or end-of-file on stdin.

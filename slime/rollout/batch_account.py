@@ -48,7 +48,7 @@ class BatchAccount:
     def commit(self, rollout_id: int) -> None:
         """The step is trained: its groups are settled. Raises `LedgerError`."""
         if rollout_id not in self._handed_out:
-            raise LedgerError(f"got a commit of step {rollout_id}, which was not generated or is committed already")
+            raise LedgerError(f"got a commit of step {rollout_id}, which was not generated, or is already committed")
         self._buffer.mark_trained(self._handed_out.pop(rollout_id))
         self.last_step = rollout_id
         self._buffer.weight_version += self._trains

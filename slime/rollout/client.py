@@ -1,6 +1,8 @@
 """`EngineClient`: token ids in; token ids, log-probs and weight version out, through one connection pool.
 
-Who wakes whom: rollout tasks await `generate`; a `RequestScope` lets the loop end every request that its tasks have
+Consumes: requests of rollout tasks (`generate`, `stream`). Produces: a `Generation`, or its parts. Waits for: a free
+connection, then the engine's answer, within `--request-timeout-s`; while it is paused, for `resume`. Is woken by: the
+answer, the limit, `resume`, or the end of its `RequestScope`, by which the loop ends every request that its tasks have
 running, wherever they are in user code. A cancelled or expired request is aborted in its engine by a background task,
 because an engine does not notice at once that a client hung up; `drain` waits for those tasks.
 
@@ -186,7 +188,7 @@ class EngineClient:
         self._open.set()
 
     async def workers(self) -> list[str]:
-        """Addresses of the servers behind the router; a server that is no router is its own only worker."""
+        """Addresses of the servers behind the router; a server that is not a router is its own only worker."""
         try:
             async with self._get_session().get(f"{self.base_url}/workers", timeout=_limit(ABORT_TIMEOUT_S)) as response:
                 if response.status == 404:

@@ -47,7 +47,9 @@ class RolloutContext:
     def engine(self) -> EngineClient:
         """The client. Raises `HookError` where no engine runs."""
         if self.client is None:
-            raise HookError("got a generate call where no engine runs; this rollout function works without engines")
+            raise HookError(
+                "got a generate call, but no engine runs, because this rollout function works without engines"
+            )
         return self.client
 
 

@@ -71,7 +71,7 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
         converted = converted.samples if isinstance(converted, TrainBatch) else tuple(converted)
         if not converted or not all(isinstance(s, TrainSample) for s in converted):
             raise HookError(
-                "got something else than TrainSample records from --custom-convert-samples-to-train-data-path; it "
+                "got something other than TrainSample records from --custom-convert-samples-to-train-data-path; it "
                 "returns a list of slime.core.batch.TrainSample (see TrainSample.from_sample)"
             )
         return TrainBatch(rollout_id, converted)

@@ -52,7 +52,7 @@ def save_train_batch(path: Path, batch: TrainBatch) -> None:
         values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
         arrays |= {f"{position}/{name}": np.asarray(value) for name, value in values.items() if value is not None}
     other = sorted(name for name, array in arrays.items() if array.dtype.kind not in "biuf")
-    assert not other, f"no number can be written of {other[:5]}; it would be a pickle"
+    assert not other, f"{other[:5]} are not numeric and would be written as a pickle"
     content = io.BytesIO()
     np.savez_compressed(content, **cast(Any, arrays))
     _write_whole(path, content.getvalue())

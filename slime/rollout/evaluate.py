@@ -1,5 +1,8 @@
 """Evaluation: every held-out prompt, `n` samples each, under one weight version, with its own sampling parameters.
 
+Consumes: the rows of the evaluation datasets, all at once; the client bounds the requests. Produces: metrics and
+samples by dataset. Waits for: all executions. Is woken by: their end, or the first error, which cancels the others.
+
 Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
 2. All samples of an evaluation come from one weight version; anything else is an error, not an average.

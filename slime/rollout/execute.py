@@ -7,6 +7,10 @@ Outcomes of an execution, and what it leaves behind for a later try
 - failed, unscored, expired, rejected: engine, grader or user code failed; it is as before the try, and `reason` says
   why. Never a reward of zero.
 
+Consumes: one group and what earlier tries left of it. Produces: a `GroupResult`. Waits for: its executions, each of
+which waits for the user's or the default generate function and then for the grader pool; limits are theirs. Is woken
+by: the end of an execution, an error that ends the run, or the cancellation of its task (`group_loop`).
+
 A group is finished when all its executions are, or when so few are unscored that the others can be compared without
 them (`can_be_compared`): those stay, without a reward, and count in no statistics. A later try in the same step runs
 only the executions that are not, so what is done is not done twice.
@@ -115,7 +119,7 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
         return ""
     if context.graders is None:
         raise ConfigError(
-            f"sample {missing[0].index} needs a reward and there is no grader; set --rm-type or --custom-rm-path"
+            f"sample {missing[0].index} needs a reward, but no grader is set; give --rm-type or --custom-rm-path"
         )
     if group:
         scores = await context.graders.score_group(missing)

@@ -74,7 +74,7 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
-            f"got sampling parameters {unknown}, which the router would drop without a word; use only "
+            f"got sampling parameters {unknown}, which the router would silently drop; use only "
             f"{sorted(FORWARDED_SAMPLING_PARAMS)}"
         )
     if not input_ids:
@@ -141,7 +141,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) ->
             "serve only after a verified weight sync"
         )
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
-    if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read anew
+    if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read again
         return Generation((), (), reason, int(version), "")
     odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: no weights were ever synced
     if token_versions and (odd or len(versions) != len(tokens)):

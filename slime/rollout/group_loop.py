@@ -82,7 +82,7 @@ class Policy(ABC):
 
     @abstractmethod
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Whether an interruption of the group is no failure."""
+        """Whether an interruption of the group does not count as a failure."""
 
     def is_surplus(self, loop: GroupLoop) -> bool:
         """Whether a group that is finished now goes back to the buffer, because the batch is full."""

@@ -99,7 +99,7 @@ async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
         except StopIteration as leak:  # asyncio cannot carry it to the waiter, who would wait for ever
-            raise HookError(f"got StopIteration out of {_name(hook)}; do: give next() a default") from leak
+            raise HookError(f"got StopIteration from {_name(hook)}; give next() a default") from leak
 
     return await asyncio.to_thread(call)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.data_source import build_data_buffer
-from slime.data.dataset import PromptDataset, load_prompts
+from slime.buffer.sources import SOURCES, SourceContext
+from slime.data.dataset import PromptDataset
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.hooks import load
 from slime.settings import Args
@@ -23,16 +23,11 @@ def load_tokenizer(args: Args) -> Any:
 
 
 def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
-    """The Data Buffer over `--prompt-data` or the user's `--data-source-path`."""
-    data_source = load(args.data_source_path, "data_source")
-    return build_data_buffer(
-        args,
-        prompts=None
-        if data_source is not None
-        else load_prompts(args, tokenizer, max_prompt_tokens=args.rollout_max_prompt_len),
-        data_source=data_source,
-        buffer_filter=load(args.buffer_filter_path, "buffer_filter"),
+    """The Data Buffer over the source that `--data-source` names."""
+    context = SourceContext(
+        args=args, tokenizer=tokenizer, buffer_filter=load(args.buffer_filter_path, "buffer_filter")
     )
+    return SOURCES.build(args.data_source, args).open(context)
 
 
 def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:

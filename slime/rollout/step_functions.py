@@ -32,7 +32,7 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
 async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:
     """What the function returns. Raises `HookError`, and what it raises."""
     path = context.args.eval_function_path
-    assert path is not None, "an evaluation by a function that nobody named"
+    assert path is not None, "an evaluation without --eval-function-path"
     output = await _call(path, "eval", context, rollout_id, source, evaluation=True)
     if not isinstance(output, RolloutFnEvalOutput):
         raise HookError(

@@ -3,7 +3,7 @@
 With `--token-versions` first the server tells the weight version of each token (`slime.compat.sglang_token_versions`).
 
 SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again,
-under the name `__mp_main__`, before it looks at what the child shall run. That is the hook: the same few lines run in
+under the name `__mp_main__`, before it looks at what the child is to run. That is the hook: the same few lines run in
 the server and in every process below it, and no environment variable has to name a folder of stand-ins.
 
 Invariants

@@ -44,7 +44,7 @@ def is_bindable(port: int) -> bool:
     """Whether nothing listens on `port`, on loopback or on any interface."""
     for host in ("127.0.0.1", "0.0.0.0"):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is no obstacle
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not matter
             try:
                 probe.bind((host, port))
             except OSError:

@@ -118,7 +118,7 @@ class Router(LeasedServer):
         self._wait(lambda ws: any(w.url == url and w.healthy for w in ws), f"the router to register {url}", timeout_s)
 
     def remove_worker(self, url: str, timeout_s: float = 60.0) -> None:
-        """Removes a server and waits until it is gone; one that is not there is no error.
+        """Removes a server and waits until it is gone; one that is not there is not an error.
 
         Raises `EngineError` if the router refuses, `DeadlineExceeded` if the server stays.
         """

@@ -1,10 +1,10 @@
-"""One SGLang server: what it shall be (`ServerSpec`), its command line, and its life (`SGLangServer`).
+"""One SGLang server: its specification (`ServerSpec`), its command line, and its life (`SGLangServer`).
 
 The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`; the server runs in processes of its own, which
 end with the owner whatever happens to it (`slime.serving.process`).
 
 Invariants
-1. The server listens on `host` only (loopback unless told otherwise).
+1. The server listens on `host` only (loopback unless set otherwise).
 2. Its ports are leased for as long as it may run, so no other run on the host is given them.
 3. `dtype` is always passed: SGLang's own "auto" serves a float32 checkpoint as float16.
 4. What the user gave with `--sglang-...` wins over every default here.
@@ -66,7 +66,7 @@ class ServerSpec:
     num_threads: int = 1
     """CPU threads per rank; CPU only."""
     cpu_ids: tuple[tuple[int, ...], ...] | None = None
-    """[tp_size] cores of each rank; None: rank r is told core r. CPU with more than one rank only."""
+    """[tp_size] cores of each rank; None: rank r gets core r. CPU with more than one rank only."""
     api_key: str | None = None
     """Bearer token that every route but the health checks asks for; None: no token."""
     token_versions: bool = False
@@ -165,7 +165,7 @@ class ServerSpec:
         # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. A server that
         # dies meanwhile can leave an empty library in the user's cache, on which all later ones fail.
         env["TORCHDYNAMO_DISABLE"] = "1"
-        if self.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless told their cores
+        if self.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless it is given their cores
             cores = self.cpu_ids or tuple((rank,) for rank in range(self.tp_size))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores)
         return env

@@ -1,7 +1,7 @@
 """The model's architecture as settings of Megatron: the checkpoint says it, and no flag may say otherwise.
 
 A flag that says the same in other words is taken; one that says something else is refused, but for those that do
-nothing in a model of its kind, which are told as without effect.
+nothing in a model of its kind, which are listed as without effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slime.settings.families import architecture_of, contradictions
 from slime.settings.fields import Need
 from slime.settings.resolver import Resolver
 
-_NEEDS: Mapping[str, Need] = {
+NEEDS: Mapping[str, Need] = {
     "kv_channels": Need(
         lambda m: not m.get("multi_latent_attention"),
         "attention with one size of a head; latent attention has --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
@@ -43,7 +43,7 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
     for name, value in architecture.items():
         if resolver.was_given(f"megatron.{name}"):
             given = resolver.given(f"megatron.{name}")
-            need = _NEEDS.get(name)
+            need = NEEDS.get(name)
             if _says(name, given, architecture) == _says(name, value, architecture):
                 pass
             elif need is not None and not need.acts(architecture):

@@ -82,7 +82,7 @@ class Args(
     if not TYPE_CHECKING:  # strict typing sees the fields only; names behind a mapping are for users' hooks
 
         def __getattr__(self, name: str) -> Any:
-            # Reached only for what is no field. Dunder lookups (pickle, copy) must fail before `__dict__` is filled.
+            # Reached only for what is not a field. Dunder lookups (pickle, copy) must fail before `__dict__` is filled.
             if not name.startswith("__"):
                 for owner in _BEHIND:
                     settings = self.__dict__.get(owner)
@@ -97,7 +97,7 @@ class Args(
     def replace(self, **changes: Any) -> Args:
         """A copy with other values; settings of entries and of Megatron may be given by name.
 
-        Nothing is derived anew or checked. Raises `ConfigError` for an unknown name.
+        Nothing is derived again or checked. Raises `ConfigError` for an unknown name.
         """
         own = {f.name for f in dataclasses.fields(self)}
         for owner in ("components", "megatron"):

@@ -76,7 +76,7 @@ class Choice:
 
 
 class Components:
-    """Every setting of slime's own, by name."""
+    """Every setting of slime, by name."""
 
     def __init__(self, groups: Sequence[type], user_entries: Iterable[tuple[str, str]] = ()) -> None:
         """`groups`: the dataclasses of settings. `user_entries`: (setting, import path) of entries to load.
@@ -197,5 +197,5 @@ def _paths(chooser: Chooser, names: Iterable[str]) -> tuple[str, ...]:
 @cache
 def _registry(path: str) -> Registry[Any]:
     found = load_object(path)
-    assert isinstance(found, Registry), f"{path} is no registry"
+    assert isinstance(found, Registry), f"{path} is not a registry"
     return found

@@ -21,6 +21,7 @@ from slime.settings.conditions import (
 from slime.settings.data_files import first_row_names, split_slice
 from slime.settings.eval_config import eval_datasets
 from slime.settings.group import Rule
+from slime.settings.groups.data import reads_prompt_data
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def sampled_distribution_is_trained(args: Args) -> str | None:
         return None
     return (
         f"got {', '.join(wrong)} with rollout_top_p {args.rollout_top_p} and rollout_top_k {args.rollout_top_k}: "
-        "the trainer's log-probs are those of the cut distribution, the engine's and the reference's of the whole "
-        "one; leave top-p and top-k out, or use --kl-coef for a reference"
+        "the trainer's log-probs are those of the truncated distribution, the engine's and the reference's of the "
+        "whole one; leave top-p and top-k out, or use --kl-coef for a reference"
     )
 
 
@@ -120,7 +121,7 @@ def rewards_are_defined(args: Args) -> str | None:
         return "got --group-rm without --custom-rm-path; the built-in graders score one sample at a time"
     if not needs or args.rm_type or args.custom_rm_path or args.custom_generate_function_path:
         return None
-    if args.rollout_function_path != DEFAULT_ROLLOUT or args.data_source_path:
+    if args.rollout_function_path != DEFAULT_ROLLOUT or not reads_prompt_data(args):
         return None
     if first_row_names(args.prompt_data or "", "rm_type"):
         return None
@@ -129,9 +130,9 @@ def rewards_are_defined(args: Args) -> str | None:
 
 def prompts_exist(args: Args) -> str | None:
     """Something to generate from."""
-    if args.prompt_data is not None or args.num_rollout == 0 or args.data_source_path or args.load_debug_rollout_data:
+    if args.prompt_data is not None or args.num_rollout == 0 or args.load_debug_rollout_data:
         return None
-    if args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
+    if args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT) or not reads_prompt_data(args):
         return None
     return "got no --prompt-data; give a .jsonl or .parquet file, or --data-source-path"
 
@@ -151,7 +152,7 @@ def files_exist(args: Args) -> str | None:
         ("opd_teacher_load", args.opd_teacher_load),
     ):
         if folder is not None and not Path(folder).is_dir():
-            return f"got {name} {folder}, which is no folder; give an existing one"
+            return f"got {name} {folder}, which is not a folder; give an existing one"
     return None
 
 

@@ -39,7 +39,7 @@ def merge_config(
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
-        raise ConfigError(f"{path}: got custom: {custom!r}, which is no mapping; write names and values below it")
+        raise ConfigError(f"{path}: got custom: {custom!r}, which is not a mapping; write names and values below it")
     merged, owned = dict(given), owned_spellings()
     for key, value in content.items():
         if key == "custom":
@@ -80,5 +80,5 @@ def _read(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"got {path}, which holds no mapping; write `name: value` lines")
+        raise ConfigError(f"got {path}, which is not a mapping; write `name: value` lines")
     return content

@@ -64,7 +64,7 @@ def count_rows(spec: str) -> int:
 
 
 def first_row_names(spec: str, key: str) -> bool:
-    """Whether the first row of a data set holds `key`, by its text; taken for granted where that cannot be told."""
+    """Whether the first row of a data set holds `key`, by its text; assumed where that cannot be read."""
     path, _ = split_slice(spec)
     if path.suffix != ".jsonl" or not path.is_file():
         return True

@@ -56,7 +56,7 @@ class EvalDatasetConfig:
     max_prompt_len: int | None
     """Longer prompts are left out, in tokens."""
     n_samples_per_eval_prompt: int
-    """Executions per prompt; pass@k is told for the powers of two up to it."""
+    """Executions per prompt; pass@k is reported for the powers of two up to it."""
     temperature: float
     """0 is greedy."""
     top_p: float
@@ -144,7 +144,7 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
     """A copy with values of the fields' types. Raises `ConfigError` on another shape, key or type."""
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{where}: got {mapping!r}, which is no mapping; write `eval:` with defaults and datasets")
+        raise ConfigError(f"{where}: got {mapping!r}, which is not a mapping; write `eval:` with defaults and datasets")
     table = FlagTable(flags_of(EvalDatasetConfig, heading=""))
     flags = {flag.dest: flag for flag in table.flags}
     for key in mapping:

@@ -1,4 +1,4 @@
-"""Fields of slime's own settings: how they are declared, and the flags and help texts made from them.
+"""Fields of slime's settings: how they are declared, and the flags and help texts made from them.
 
 A group (and an entry of a registry) is a frozen dataclass. Everything about a setting is one declaration: type,
 default, range, condition, derivation, and its text, the string literal below. That literal is the only copy of the
@@ -64,7 +64,7 @@ class Need:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be; None is no bound. With any bound the number has to be finite."""
+    """What a number may be; None means unbounded. With any bound the number has to be finite."""
 
     gt: float | None = None
     ge: float | None = None
@@ -96,7 +96,7 @@ class Adjusted:
 
     value: Any
     why: str
-    """Told by --explain."""
+    """Shown by --explain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Declared:
     lt: float | None = None
     le: float | None = None
     needs: Need | tuple[Need, ...] = ()
-    """All must hold for the setting to act; the first that does not is told."""
+    """All must hold for the setting to act; the first that does not is reported."""
     asks: Callable[[Any], bool] = is_on
     """Whether a given value asks for something, so that it is worth telling that it does not act."""
     chosen_from: str | None = None
@@ -173,7 +173,7 @@ _PLAIN = Declared()
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default, made anew where it is mutable."""
+    """A field's default, a fresh copy where it is mutable."""
     factory: Any = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
 
@@ -199,7 +199,7 @@ derived = _derived(Declared)
 """`derived(compute, why, ...)`: a field that is computed from others when the user does not give it.
 
 `compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`); where
-it returns None, `default` stands. `why` is told by --explain. The rest is as in `Declared`.
+it returns None, `default` stands. `why` is shown by --explain. The rest is as in `Declared`.
 """
 
 

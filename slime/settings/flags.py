@@ -131,9 +131,7 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
         expected = {"dtype": f"one of {sorted(set(DTYPES.values()))}", "json": "a JSON object"}.get(
             flag.kind, flag.kind
         )
-        raise ConfigError(
-            f"{where}: got {shown(flag, text)} because it should be {expected}; do write such a value"
-        ) from None
+        raise ConfigError(f"{where}: got {shown(flag, text)}, expected {expected}; correct the value") from None
     check_choice(flag, value, where=where)
     return value
 
@@ -173,7 +171,7 @@ def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
     wrong = isinstance(value, (bool, list, dict))
     wrong = wrong or (flag.kind == "str" and not isinstance(value, (str, int, float)))
     if wrong:
-        raise ConfigError(f"{where}: got {shown(flag, value)} because it should be {flag.kind}; do write such a value")
+        raise ConfigError(f"{where}: got {shown(flag, value)}, expected {flag.kind}; correct the value")
     return convert(flag, str(value), where=where)
 
 

@@ -24,18 +24,18 @@ class Passed:
     compute: Compute
     """Of the settings, each derived when it is read. None leaves the owner's default."""
     why: Why
-    """The reason for the value, told by --explain."""
+    """The reason for the value, shown by --explain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One group of slime's own settings."""
+    """One group of slime's settings."""
 
     settings: type
     """A frozen dataclass, a base of `Args`."""
     heading: str
     """Above its flags in --help."""
     rules: tuple[Rule, ...] = ()
-    """What cannot work, told before any process starts; in the order in which it is told."""
+    """What cannot work, reported before any process starts, in this order."""
     passed: tuple[Passed, ...] = ()
     """What it sets for Megatron and SGLang."""

@@ -65,7 +65,7 @@ def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) ->
 
 
 def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None, *, synchronous: bool = True) -> None:
-    """Parses the command line and runs `main(args)`; what ends either is told in one message on stderr.
+    """Parses the command line and runs `main(args)`; what ends either is reported in one message on stderr.
 
     Exit codes: 0 done, 1 the run failed (its traceback is in the driver's log), 2 the user's mistake (`ConfigError`,
     `HookError`), 130 Ctrl-C. An error that is none of ours keeps its traceback.
@@ -85,7 +85,7 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
 
 
 def _stop(message: str, code: int) -> NoReturn:
-    """Ends the process; the exception that is being handled has been told, so it prints no traceback."""
+    """Ends the process; the exception that is being handled has been reported, so it prints no traceback."""
     sys.stderr.write(message + "\n")
     raise SystemExit(code) from None
 

@@ -95,7 +95,7 @@ def assemble(given: Mapping[str, Any], *, megatron: Mapping[str, Any]) -> Args:
 
 
 def megatron_defaults(components: Components) -> dict[str, tuple[Any, str]]:
-    """Megatron's settings that are none of slime's -> default and whose it is."""
+    """Megatron's settings that slime does not declare -> default and whose it is."""
     out: dict[str, tuple[Any, str]] = {
         flag.dest: (flag.default, "default of Megatron")
         for flag in flags_of_owner("megatron")

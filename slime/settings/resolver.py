@@ -1,6 +1,6 @@
 """Settings on their way to `Args`: every one is found when it is read, so that derivations need no order.
 
-`s.name` is a setting of slime's or of an entry, else of Megatron; `s.megatron["name"]` and `s.sglang["name"]` are those
+`s.name` is slime's or an entry's setting, else Megatron's; `s.megatron["name"]` and `s.sglang["name"]` are those
 of the engines. A value is what the user gave, else what the field's derivation computes, else its default; then other
 settings may put another in its place (`adjust`).
 
@@ -76,7 +76,7 @@ class Resolver:
         return list(known)
 
     def engine(self, owner: str, name: str) -> Any:
-        """An engine's setting; `UNSET` if nobody sets it."""
+        """An engine's setting; `UNSET` if it is not set."""
         return self._once(f"{owner}.{name}", lambda: self._of_engine(owner, name))
 
     def _own(self, name: str) -> Any:

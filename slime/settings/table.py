@@ -63,7 +63,7 @@ def secret_settings(known: Components | None = None) -> frozenset[tuple[str, str
 
 
 def registered_names(flag: Flag) -> tuple[str, ...]:
-    """The registered entries that a flag of slime's may name; none if it names no entry."""
+    """The registered entries that one of slime's flags may name; none if it names no entry."""
     known = components()
     if flag.owner != "slime" or flag.dest not in known.own or not declared(known.own[flag.dest]).chosen_from:
         return ()

@@ -42,7 +42,7 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
     for check in checks:
         try:
             messages = [message for message in check() if message is not None]
-        except ConfigError as error:  # of a value that several rules read: told once
+        except ConfigError as error:  # of a value that several rules read: reported once
             messages = [str(error)]
         found += [message for message in messages if message not in found]
     if len(found) == 1:

@@ -1,7 +1,7 @@
 """Block-scaled FP8 of Hugging Face checkpoints: `<name>` in float8_e4m3fn beside `<name>_scale_inv` in float32.
 
 The format is that of DeepSeek-V3's public files (arXiv:2412.19437, section 3.3.2): a weight is codes times the scale
-of its block of `weight_block_size` entries; the last block of a dimension may be cut.
+of its block of `weight_block_size` entries; the last block of a dimension may be smaller.
 
 Invariants
 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for what `quantise` wrote: scales have 20 significant bits, codes at

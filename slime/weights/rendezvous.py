@@ -1,7 +1,7 @@
 """Where ranks meet: `TCPStore`s that listen on one address instead of on every interface of the host.
 
 torch opens its store on all interfaces, without authentication, and pickles travel through it: whoever reaches the
-port runs code in the trainer. Here the socket is bound first, to the address that the peers are told, and the store
+port runs code in the trainer. Here the socket is bound first, to the address that the peers get, and the store
 takes it over. On one host that address is loopback.
 """
 

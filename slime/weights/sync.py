@@ -155,7 +155,7 @@ class _WeightSync:
                 receiver.control.url: (receiver.control.tp_size, report)
                 for receiver, report in zip(self._receivers, reports, strict=True)
             }
-            require_equal(self._table, expected, named, version=self._version, transport=self._channel.name)
+            require_equal(self._table, expected, named, version=self._version, transport=type(self._channel).__name__)
 
     def resume(self) -> None:
         """Lets every engine serve the verified version."""

@@ -71,7 +71,7 @@ def require_equal(
                 complaints.append(f"engine {url} rank {rank.tp_rank}: {describe(table, difference)}")
     if complaints:
         raise WeightSyncError(
-            f"got weights of version {version} over {transport} that differ from the trainer's, so they must not be "
+            f"got weights of version {version} by {transport} that differ from the trainer's, so they must not be "
             f"served: {'; '.join(complaints)}. The engines stay paused; sync again, or replace them"
         )
 

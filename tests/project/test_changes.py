@@ -1,7 +1,8 @@
 """A change is one edit: five of them, made in a copy of the repository and run.
 
-Each folder of `changes/` holds the files of one change in their places, for an edit the file `edit.txt` (a file, the
-line of it that the edit stands below, the new lines), and `proof.py`, which runs in the copy.
+Each folder of `changes/` holds the files of one change in their places, for an edit the file `edit.txt` (a file, then
+for each place the line of it that new lines stand below, and these; `---` between places), and `proof.py`, which runs
+in the copy. Where that builds models, `quick.py` shows what can be seen without.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 CHANGES = Path(__file__).with_name("changes")
 SLOW = {"estimator", "family"}
 """They build models."""
-NAMES = [
-    pytest.param(path.name, marks=[pytest.mark.slow] if path.name in SLOW else [])
-    for path in sorted(p for p in CHANGES.iterdir() if (p / "proof.py").exists())
+PROOFS = [
+    pytest.param(path.parent.name, path.name, marks=[pytest.mark.slow] if is_slow else [])
+    for path in sorted([*CHANGES.glob("*/proof.py"), *CHANGES.glob("*/quick.py")])
+    for is_slow in [path.name == "proof.py" and path.parent.name in SLOW]
 ]
 
 
@@ -37,9 +39,13 @@ def make(change: Path, house: Path) -> None:
         shutil.copyfile(change / file, house / file)
     edit = change / "edit.txt"
     if edit.exists():
-        name, below, *lines = edit.read_text().splitlines()
+        name, _, places = edit.read_text().partition("\n")
         text = (house / name).read_text().splitlines()
-        (house / name).write_text("\n".join([*above(text, below), *lines, *text[len(above(text, below)) :]]) + "\n")
+        for place in places.split("---\n"):
+            below, *lines = place.splitlines()
+            before = above(text, below)
+            text = [*before, *lines, *text[len(before) :]]
+        (house / name).write_text("\n".join(text) + "\n")
 
 
 def above(text: list[str], line: str) -> list[str]:
@@ -65,17 +71,17 @@ def house(tmp_path: Path) -> Path:
     return tmp_path / "house"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_change_is_one_file_or_one_edit(name: str, house: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "proof"), PROOFS)
+def test_a_change_is_one_file_or_one_edit(name: str, proof: str, house: Path, tmp_path: Path) -> None:
     change = CHANGES / name
     files, edited = new_files(change), (change / "edit.txt").exists()
-    assert len({file.parent if name == "family" else file for file in files}) + edited == 1, "one file, or one edit"
+    assert len({file.parent if name == "family" else file for file in files}) + edited == 1, "one file, new or edited"
     make(change, house)
     work = tmp_path / "work"
     work.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(house), "PYTHONSAFEPATH": "1"}
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(change / "proof.py"), str(work)],
+        [sys.executable, "-W", "ignore", str(change / proof), str(work)],
         cwd=house,
         env=environment,
         capture_output=True,
@@ -88,3 +94,4 @@ def test_a_change_is_one_file_or_one_edit(name: str, house: Path, tmp_path: Path
 def test_the_five_changes_of_the_promise_are_there() -> None:
     there = {path.name for path in CHANGES.iterdir() if (path / "proof.py").exists()}
     assert there == {"estimator", "family", "schedule", "transport", "flag"}
+    assert {path.name for path in CHANGES.iterdir() if (path / "quick.py").exists()} == SLOW

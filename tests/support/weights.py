@@ -79,7 +79,6 @@ class TamperingChannel(Channel):
     """Alters what travels over another channel."""
 
     def __init__(self, inner: Channel, tamper: Tamper) -> None:
-        self.name = inner.name
         self._inner, self._tamper = inner, tamper
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:

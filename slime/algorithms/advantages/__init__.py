@@ -66,7 +66,7 @@ class Estimate:
     advantages: Arrays
     """Zero where masked."""
     returns: Arrays | None = None
-    """The critic's targets, zero where masked; None without a critic."""
+    """What the critic learns to predict, zero where masked; None without a critic."""
 
 
 class AdvantageEstimator(ABC):

@@ -69,7 +69,7 @@ class GroupRelative(GroupEstimator):
         if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
             return (
                 f"got grpo_std_normalization {self.grpo_std_normalization} with advantage_scale "
-                f"{self.advantage_scale}, which means the opposite; give one of them"
+                f"{self.advantage_scale}, which contradicts it; give one of them"
             )
         return super().check(args)
 

@@ -23,7 +23,7 @@ def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArr
     """Whitened advantages of each sample [R], zero where masked.
 
     All zeros if there are fewer than two trained tokens or all have the same advantage. Tokens count, so long
-    responses weigh more; a sample that shall not count (an unscored one) is passed with a mask of zeros.
+    responses weigh more; a sample that is not to count (an unscored one) is passed with a mask of zeros.
     """
     assert len(advantages_SR) == len(mask_S), f"{len(advantages_SR)} advantages for {len(mask_S)} masks"
     keep = [np.asarray(m) > 0 for m in mask_S]

@@ -40,7 +40,7 @@ class Aggregation(ABC):
 
         `mask_S`: trained tokens of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: its execution id. An
         execution without trained tokens contributes zero but counts in N, as a filtered answer does, unless
-        `count_masked` is false. Samples that shall not count at all (unscored ones) are not passed.
+        `count_masked` is false. Samples that are not to count at all (unscored ones) are not passed.
         """
 
     def check(self, args: Args) -> str | None:

@@ -28,5 +28,5 @@ class K1(KLEstimator):
             return None
         return (
             f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}, because as a loss its expected gradient is "
-            "zero, so nothing holds the policy to the reference; use another, or add --use-unbiased-kl"
+            "zero, so nothing pulls the policy to the reference; use another, or add --use-unbiased-kl"
         )

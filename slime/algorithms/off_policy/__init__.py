@@ -50,7 +50,7 @@ class OffPolicyTokens:
     args: Args
     """All settings, for functions of the user."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this; 0 is no clamp."""
+    """Log-ratios are clamped to +- this; 0 switches it off."""
 
 
 class Correction(ABC):

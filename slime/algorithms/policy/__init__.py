@@ -35,7 +35,7 @@ class PolicyTokens:
     sequences: Sequences
     """Which sample each token belongs to."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this; 0 is no clamp."""
+    """Log-ratios are clamped to +- this; 0 switches it off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv:2506.13585): the importance weight is clipped, the gradient of no token is cut off.
+"""CISPO (MiniMax-M1, arXiv:2506.13585): the importance weight is clipped, every token keeps its gradient.
 
 loss = -sg(clip(r, clip_low, clip_high)) * A * log policy. Only its gradient means something: its value scales with the
 log-prob.
@@ -83,7 +83,7 @@ def cispo_loss(
     clip_high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """Loss [R]. `clip_low` (None: no floor) and `clip_high` bound the ratio itself, they are no distances from 1."""
+    """Loss [R]. `clip_low` (None: no floor) and `clip_high` bound the ratio itself, not its distance from 1."""
     log_ratio, limited = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     ratio = log_ratio.exp()
     weight = ratio.clamp(clip_low, clip_high)

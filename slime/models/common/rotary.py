@@ -1,6 +1,6 @@
 """Rotary embedding: frequencies as the HF config scales them, and the rotation for attention that applies its own.
 
-Sources: RoFormer (Su et al. 2021); llama 3 scaling as published with Llama 3.1; yarn (Peng et al. 2023,
+Sources: RoFormer (Su et al. 2021); llama 3 scaling as released with Llama 3.1; yarn (Peng et al. 2023,
 arXiv:2309.00071) with the two magnitudes of DeepSeek: `attention_factor` on cos and sin, `softmax_scale` on the scores.
 """
 

@@ -251,7 +251,7 @@ class FamilyTable:
         if found is None:
             raise WeightSyncError(
                 f"got Megatron parameter {megatron_name!r}, which table {self.family!r} of {self.sizes.num_layers} "
-                "layers does not name; the model was built otherwise than its HF config says"
+                "layers does not name; the model does not match its HF config"
             )
         return found
 

@@ -86,7 +86,7 @@ def _refuse(hf_config: HfConfig) -> None:
         not hf_config.get("q_lora_rank") or hf_config.get("index_k_norm_type", "layer") != "layer"
     ):
         raise ConfigError(
-            "got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is no "
+            "got a sparse-attention indexer without q_lora_rank, or with a norm of keys that is not a "
             "layer norm; neither is trained"
         )
     if always := [name for name in ("index_init_tokens", "index_local_tokens") if hf_config.get(name)]:

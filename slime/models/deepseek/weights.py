@@ -1,8 +1,8 @@
 """Latent attention with experts: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, GLM-5 and its sparse-attention indexer.
 
 Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
-them in one bucket: a second call of its loader forgets what the first kept back. `w_kc` and `w_vc` are no parameters;
-they are made anew from `kv_b_proj` after each update. Shared experts have parameters of their own only under
+them in one bucket: a second call of its loader forgets what the first kept back. `w_kc` and `w_vc` are not parameters;
+they are made again from `kv_b_proj` after each update. Shared experts have parameters of their own only under
 `--disable-shared-experts-fusion`.
 """
 

@@ -122,7 +122,7 @@ def chunked(
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """x / |x| over the last dimension, with the epsilon of the published models under the root."""
+    """x / |x| over the last dimension, with the epsilon of the released models under the root."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 

@@ -5,7 +5,7 @@ tensor-parallel ranks by key heads: `in_proj` holds per key head [q; k; v's; z's
 the rate, a the decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
 
 Invariants
-1. Convolution and recurrence start anew at each sequence of a packed row.
+1. Convolution and recurrence start over at each sequence of a packed row.
 2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
 """
 

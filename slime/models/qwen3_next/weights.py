@@ -1,6 +1,6 @@
 """Qwen3-Next, Qwen3.5 and 3.6: gated delta nets and gated attention, dense or with experts.
 
-Both orders of the published files make one Megatron parameter: Qwen3-Next lays its projections out per key head, while
+Both orders of the released files make one Megatron parameter: Qwen3-Next lays its projections out per key head, while
 Qwen3.5 keeps all queries, keys and values apart. Qwen3.5 and 3.6 come inside multimodal models, whose vision tower is
 carried along; so are layers for multi-token prediction.
 """

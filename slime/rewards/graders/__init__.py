@@ -15,6 +15,7 @@ A name with the prefix `boxed_` grades the content of the last `\\boxed{}` alone
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +32,7 @@ Reward = float | dict[str, Any]
 BOXED_PREFIX = "boxed_"
 
 
-class Grader:
+class Grader(ABC):
     """Judges finished samples, in a process that can be killed."""
 
     name: ClassVar[str]
@@ -46,12 +47,12 @@ class Grader:
     score_keys: ClassVar[tuple[str, ...]] = ()
     """What `--reward-key` may pick of a grader that returns several numbers."""
 
+    @abstractmethod
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
         """The reward of one finished sample. What it raises leaves the sample unscored, never with a zero.
 
         `limit_s`: seconds after which the pool gives up on the sample.
         """
-        raise NotImplementedError(f"the grader {type(self).__name__} does not grade")
 
     def warm_up(self) -> None:
         """Imports what takes long, before the first sample comes and its time runs."""

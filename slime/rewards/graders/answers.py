@@ -28,7 +28,7 @@ def last_boxed(text: str) -> str | None:
             if depth == 0:
                 return text[opening + 1 : position].strip()
         if end - start > 1 and text.count("\\boxed{", 0, start) > 64:
-            return None  # a wall of unclosed boxes is no answer, and scanning each would be quadratic
+            return None  # a wall of unclosed boxes is not an answer, and scanning each would be quadratic
         end = start
 
 

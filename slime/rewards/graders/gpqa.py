@@ -3,7 +3,7 @@
 The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, the number of one from 0.
 `metadata["choices"]` lists their texts in order; without it A to D are open, or as many as the label needs.
 What counts, best first, after the last `</think>`: the `<answer>` element, the last box, the last "answer is C", a last
-line that is a letter. Several letters in one place are no answer, and neither is a letter that only stands in a text.
+line that is a letter. Several letters in one place are not an answer, nor is a letter that only stands in a text.
 """
 
 from __future__ import annotations

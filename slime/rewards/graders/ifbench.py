@@ -19,13 +19,13 @@ from slime.rewards.graders.instructions import CHECKS
 
 
 def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(id, arguments) of each instruction. Raises `DataError` if there is none, or one that nobody checks."""
+    """(id, arguments) of each instruction. Raises `DataError` if there is none, or an unknown one."""
     ids = metadata.get("instruction_id_list")
     if not isinstance(ids, list) or not ids:
         raise DataError("got a row without metadata['instruction_id_list']; the ifbench grader needs one id or more")
     unknown = sorted({str(i) for i in ids if i not in CHECKS})
     if unknown:
-        raise DataError(f"got instructions {unknown}, which nobody checks; known are {', '.join(CHECKS)}")
+        raise DataError(f"got unknown instructions {unknown}; known are {', '.join(CHECKS)}")
     kwargs = metadata.get("kwargs") or [{}] * len(ids)
     if not isinstance(kwargs, list) or len(kwargs) != len(ids):
         raise DataError(f"got {len(ids)} instruction ids and kwargs {str(kwargs)!r:.100}; write one object for each id")

@@ -38,7 +38,7 @@ class Case:
     """One test."""
 
     request: dict[str, Any]
-    """What the sandbox is told beside the program."""
+    """What the sandbox gets beside the program."""
     stdin: str
     expected: Any
     """Printed text, returned value, or True for assertions that hold."""
@@ -106,7 +106,7 @@ def _close(word: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Equal as JSON values (a tuple is a list), floats within 1e-6; a True is no 1."""
+    """Equal as JSON values (a tuple is a list), floats within 1e-6; True does not equal 1."""
     if isinstance(expected, list | tuple) and isinstance(got, list):
         return len(got) == len(expected) and all(map(same_value, got, expected))
     if isinstance(expected, dict) and isinstance(got, dict):

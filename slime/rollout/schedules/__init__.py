@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from slime.core.registry import Registry
@@ -29,30 +30,30 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 
-class RolloutSchedule:
+class RolloutSchedule(ABC):
     """Made once for a run, without arguments or from the settings that are its fields; used on one event loop."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = False
     """It generates between its steps too, while the trainer trains and weights are synced (`args.fully_async`)."""
 
+    @abstractmethod
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
         """The batch of one step, with the metrics of the rollout. The groups of the batch stay in flight.
 
         `context` is current while it runs. `source` is the same in every step.
         """
-        raise NotImplementedError(f"the schedule {type(self).__name__} has no step")
 
-    async def pause(self) -> None:
+    async def pause(self) -> None:  # noqa: B027
         """Weights are about to be synced: ends the requests under way; no other is sent until `resume`.
 
         Called between steps. A schedule that is not `continuous` has no request then.
         """
 
-    def resume(self) -> None:
+    def resume(self) -> None:  # noqa: B027
         """Weights are synced: requests go again."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Ends what still runs and gives its groups back to the source."""
 
     def check(self, args: Args) -> str | None:

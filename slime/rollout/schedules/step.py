@@ -43,18 +43,20 @@ class StepSchedule(RolloutSchedule):
         return await generate_step(context, rollout_id, source)
 
 
-async def generate_step(context: RolloutContext, rollout_id: int, source: GroupSource) -> RolloutFnTrainOutput:
-    """Generates one batch.
+async def generate_step(
+    context: RolloutContext, rollout_id: int, source: GroupSource, batch: BatchPolicy | None = None
+) -> RolloutFnTrainOutput:
+    """Generates one batch, by the policy of this schedule unless another one is given.
 
     Raises `DataError` if the filter rejects nearly everything, `EngineError` if too many groups fail,
     `DeadlineExceeded` beyond `--rollout-global-timeout-s`, and what user hooks raise on purpose.
     """
-    batch = BatchPolicy(context, source)
+    batch = batch or BatchPolicy(context, source)
     loop = GroupLoop(context, RolloutHooks.load(context.args), source, batch)
     loop.begin_step(context, rollout_id)
     token, began = REQUEST_SCOPE.set(loop.scope), time.monotonic()
     try:
-        while not batch.is_full():
+        while not batch.is_full() or (batch.waits_for_all and loop.running):
             await loop.turn(loop.time_left_s(began))
         await _stop_surplus(loop)
     except BaseException:
@@ -69,6 +71,9 @@ async def generate_step(context: RolloutContext, rollout_id: int, source: GroupS
 
 class BatchPolicy(Policy):
     """Collects one batch."""
+
+    waits_for_all: bool = False
+    """Whether what still runs when the batch is full is waited for; otherwise it is ended."""
 
     def __init__(self, context: RolloutContext, source: GroupSource) -> None:
         self.accepted: list[Group] = []

@@ -24,7 +24,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
         return
     teacher = current().teacher
     if teacher is None:
-        raise HookError("got a sample for a teacher that nobody named; do: give --opd-teacher-url")
+        raise HookError("got a sample for a teacher without an address; set --opd-teacher-url")
     sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
     graded = args.rm_type or args.custom_rm_path or sample.custom_rm_path or sample.metadata.get("rm_type")
     if sample.reward is None and not graded:

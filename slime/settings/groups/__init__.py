@@ -36,7 +36,7 @@ GROUPS: tuple[Group, ...] = (
     Group(off_policy.OffPolicySettings, "Off-policy corrections", off_policy.RULES),
     Group(teacher.TeacherSettings, "On-policy distillation", teacher.RULES),
     Group(critic.CriticSettings, "Critic"),
-    Group(parameters.ParameterSettings, "Parameters and copies", parameters.RULES),
+    Group(parameters.ParameterSettings, "Trained parameters, reference, old policy", parameters.RULES),
     Group(training.TrainingSettings, "Training batches", training_rules.RULES, training.PASSED),
     Group(checkpoint.CheckpointSettings, "Checkpoint", checkpoint.RULES),
     Group(weights.WeightSyncSettings, "Weight sync"),

@@ -68,7 +68,7 @@ class AlgorithmSettings:
     drop_masked_executions: bool = opt(False, needs=_COUNTS_EXECUTIONS)
     """Executions without a trained token leave the denominator. Default: they stay, with a loss of zero."""
     log_ratio_limit: float = opt(20.0, ge=0, needs=_RATIOS)
-    """Log-ratios are clamped to +- this and counted; 0 is no clamp."""
+    """Log-ratios are clamped to +- this, and the clamped ones counted; 0 switches it off."""
     use_kl_loss: bool = opt(False, needs=SAMPLED_LOSS)
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: float = opt(0.0, ge=0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero)

@@ -72,7 +72,7 @@ def saving_has_a_place(args: Args) -> str | None:
 
 
 def load_holds_a_checkpoint(args: Args) -> str | None:
-    """A run that is meant to continue does not start anew. (--load that is --save and empty was dropped before.)"""
+    """A run that is meant to continue does not start over. (An empty --load that is --save was dropped before.)"""
     if args.load is None or not Path(args.load).is_dir():
         return None
     if has_checkpoint(args.load):

@@ -13,7 +13,7 @@ from slime.settings.group import Rule
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-_SHARED = Need(lambda s: s.colocate, "--colocate: nobody else takes the memory")
+_SHARED = Need(lambda s: s.colocate, "--colocate: nothing else needs the memory")
 
 
 def has_gpu() -> bool:
@@ -36,7 +36,7 @@ def _why_handed_over(s: Any) -> str:
         return "--offload"
     if s.colocate:
         return "--colocate on cuda" if s.device == "cuda" else "on a CPU there is no device memory to hand over"
-    return "training and inference do not share a GPU"
+    return "training and inference do not share GPUs"
 
 
 def _without_trainer(value: Any, s: Any) -> Adjusted | None:
@@ -90,7 +90,7 @@ def engines_divide(args: Args) -> str | None:
     if args.debug_train_only or (total > 0 and each > 0 and total % each == 0):
         return None
     return (
-        f"got rollout_num_gpus {total} for engines of {each}: they form no whole engines; "
+        f"got rollout_num_gpus {total} for engines of {each}, which does not divide them; "
         "change --rollout-num-gpus or --rollout-num-gpus-per-engine"
     )
 
@@ -102,7 +102,7 @@ def colocate_shares_all_gpus(args: Args) -> str | None:
         return None
     return (
         f"got --colocate with rollout_num_gpus {args.rollout_num_gpus} and {num_train} training GPUs: the others "
-        "would be shared with nobody; leave --rollout-num-gpus out"
+        "would not be shared with training; leave --rollout-num-gpus out"
     )
 
 

@@ -57,7 +57,7 @@ class DebugSettings:
 
 
 def halves_are_compatible(args: Args) -> str | None:
-    """Half a loop is one half."""
+    """A run cannot be rollout-only and train-only at once."""
     if args.debug_rollout_only and args.debug_train_only:
         return "got rollout-only and train-only together, so nothing would run; give one of them"
     part = args.load_debug_rollout_data_subsample

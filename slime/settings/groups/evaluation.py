@@ -33,7 +33,7 @@ class EvalSettings:
     """Evaluation; every setting that is left out is the rollout's."""
 
     eval_interval: int | None = opt(None, ge=1)
-    """Steps between evaluations; none evaluates never."""
+    """Steps between evaluations. Default: no evaluation."""
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
     eval_prompt_data: tuple[str, ...] | None = None
@@ -65,7 +65,7 @@ class EvalSettings:
 
 
 def evaluation_can_be_sampled(args: Args) -> str | None:
-    """Zero is greedy, less is nothing."""
+    """A temperature of zero is greedy; a negative one is refused."""
     least = {"temperature": 0, "n_samples_per_eval_prompt": 1, "max_response_len": 1}
     wrong = [] if args.eval_temperature >= 0 else [f"eval_temperature {args.eval_temperature}"]
     wrong += [

@@ -32,7 +32,7 @@ CORRECTIONS = "slime.algorithms.off_policy:CORRECTIONS"
 
 _OWN_WEIGHTS = Need(
     lambda s: not (s.use_tis and s.custom_tis_function_path is not None),
-    "weights of slime's own; --custom-tis-function-path replaces them",
+    "slime's own weights; --custom-tis-function-path replaces them",
 )
 _CORRECTED = Need(
     lambda s: has_policy_term(s) or (s.get_mismatch_metrics and minimises_policy_loss(s)), POLICY_TERM.text

@@ -1,4 +1,4 @@
-"""Which parameters are trained, adapters, and copies of the policy."""
+"""Which parameters are trained, adapters, the moving reference and the old policy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def patterns_are_regexes(args: Args) -> str | None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                return f"got {name} {pattern!r}, which is no regular expression ({error}); correct it"
+                return f"got {name} {pattern!r}, which is not a regular expression ({error}); correct it"
     return None
 
 

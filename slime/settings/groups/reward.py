@@ -43,9 +43,7 @@ def _more_than_one(value: Any) -> bool:
     return value is not None and value != 1
 
 
-_SERVICE = Need(
-    _may_ask_a_service, "--rm-type remote_rm, rows with metadata (which may name it), or a function of yours"
-)
+_SERVICE = Need(_may_ask_a_service, "--rm-type remote_rm, rows with metadata (which may name it), or your own function")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
     rm_type: str | None = opt(None, chosen_from=GRADERS)
-    """Grader: a built-in one, or the import path of a class of yours; metadata["rm_type"] of a row overrides it."""
+    """Grader: a built-in one, or the import path of your own class; metadata["rm_type"] of a row overrides it."""
     rm_url: str | None = opt(None, needs=_SERVICE)
     """Address of the grader of --rm-type remote_rm."""
     rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one)

@@ -120,7 +120,7 @@ class RolloutSettings:
     rollout_stop_token_ids: tuple[int, ...] | None = None
     """Token ids that end a response."""
     rollout_shuffle: bool = False
-    """Shuffle the prompts anew in each epoch, by rollout_seed + epoch."""
+    """Shuffle the prompts again in each epoch, seeded by rollout_seed + epoch."""
     rollout_seed: int = 42
     """Seed of the shuffle and, where the engine samples by seed, of sampling."""
     partial_rollout: bool = derived(
@@ -150,12 +150,12 @@ class RolloutSettings:
     """Groups that the worker of fully_async has running or finished and waiting, at most. Default: 2 *
     rollout_batch_size, half of that if max_weight_staleness is 0."""
     max_weight_staleness: int | None = derived(lambda s: 2 if s.fully_async else None, "--fully-async")
-    """No trained sample holds a token sampled by weights more than so many versions (trained steps) before those that
-    are trained; groups with older ones start over. Finished groups beyond a batch are then kept. Default: 2 with
-    fully_async; otherwise a step trains what was sampled in it, but for what partial_rollout continues."""
+    """How many versions (trained steps) the weights that sampled a token may be older than those that are trained;
+    groups with older tokens start over. Finished groups beyond a batch are kept for the next step. Default: 2 with
+    --fully-async; otherwise a step trains what was sampled in it, and what --partial-rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
     """What a weight sync does to requests under way (fully_async): abort ends them, and they are sent again with their
-    tokens; retract and in_place let them go on under the new weights, retract after reading all tokens anew, in_place
+    tokens; retract and in_place let them go on under the new weights, retract after reading all tokens again, in_place
     with the keys and values of the old weights. The weight sync before a checkpoint always ends them, so that it holds
     their tokens."""
     rollout_global_timeout_s: float | None = None

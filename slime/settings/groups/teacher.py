@@ -36,7 +36,7 @@ class TeacherSettings:
 
 
 def distillation_has_a_teacher(args: Args) -> str | None:
-    """Who the teacher is must be said, once."""
+    """The teacher is named, and only once."""
     if not args.use_opd:
         return None
     if args.opd_type is None:

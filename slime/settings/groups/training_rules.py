@@ -40,7 +40,7 @@ def tensor_parallel_divides_heads(args: Args) -> str | None:
 
 
 def only_supported_parallelism(args: Args) -> str | None:
-    """What this release trains, and cuts that leave whole layers and experts on every rank."""
+    """What this release trains, and splits that leave whole layers and experts on every rank."""
     m = args.megatron
     pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1
     if vp > 1 and pp == 1:

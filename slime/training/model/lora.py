@@ -77,7 +77,7 @@ class Adapters:
 
     def _attach(self, name: str, layer: Module, seed: int) -> None:
         weight = layer.weight
-        assert isinstance(weight, Parameter), f"{name} is no parameter"
+        assert isinstance(weight, Parameter), f"{name} is not a parameter"
         rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         if is_expert(name):
             rank, size = 0, 1

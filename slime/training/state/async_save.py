@@ -36,7 +36,7 @@ class BackgroundSave:
         def run() -> None:
             try:
                 future.set_result(write())
-            except BaseException as error:  # told to whoever asks
+            except BaseException as error:  # raised for whoever asks
                 future.set_exception(error)
 
         self._future, self._what = future, what

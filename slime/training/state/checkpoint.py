@@ -5,6 +5,9 @@
     path = commit(parts, rollout_id, seals)  manifest with hashes, flush to disk, rename, then the name in `latest`
     prune(root, keep_last=3)                 what retention lets go of; never `latest`
 
+Consumes: the files that ranks and the Data Buffer wrote, once the caller has waited for all of them. Produces: a folder
+with a manifest, and its name in `latest`. Waits for: the disk alone; nobody wakes it.
+
 Invariants
 1. `latest` names only folders that were complete when they got their name; a crash at any point leaves the previous
    one, or this one.
@@ -77,7 +80,7 @@ class HashedFile:
 def begin(root: Path, rollout_id: int) -> Path:
     """An empty folder for the parts of step `rollout_id`; what crashes left in `root` is removed or put back.
 
-    Raises `CheckpointError` if a folder that is no checkpoint has the name of the step.
+    Raises `CheckpointError` if a folder with the name of the step is not a checkpoint.
     """
     for remains in root.glob(".*_step_*"):
         name = remains.name.removeprefix(_REPLACED)
@@ -214,7 +217,7 @@ def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
 def _damage(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with each file of a checkpoint; files are read side by side."""
     if not (path / MANIFEST).is_file():
-        return [f"{MANIFEST} is missing, so it is no committed checkpoint"]
+        return [f"{MANIFEST} is missing, so it is not a committed checkpoint"]
     try:
         manifest = _read_json(path / MANIFEST)
         seal, want = manifest.pop("sha256"), manifest["files"]

@@ -35,7 +35,7 @@ EXPORT_MARKER = ".slime_export.json"
 """In every folder that an export made: what may be replaced by the next one."""
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What is no weight without its scales."""
+"""Codes that mean nothing without their scales."""
 
 
 class HfReader:
@@ -83,7 +83,7 @@ class HfReader:
         if tensor.dtype in _CODES:
             raise CheckpointError(
                 f"{place}: got {tensor.dtype}, but no {SCALE_SUFFIX} beside it or no quantization_config in "
-                "config.json; without them these codes are no weights"
+                "config.json; without them these codes cannot be read as weights"
             )
         return tensor
 
@@ -93,7 +93,7 @@ class HfReader:
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
-        """Gives back the memory of what was read since the last release. Tensors stay valid and are read anew.
+        """Gives back the memory of what was read since the last release. Tensors stay valid and are read again.
 
         May be called again while they are used: only the next read begins a new set of them.
         """
@@ -201,9 +201,9 @@ def require_replaceable(directory: Path) -> None:
     if directory.is_dir() and not directory.is_symlink():
         if (directory / EXPORT_MARKER).is_file() or not any(directory.iterdir()):
             return
-        found = "which is not empty and no export of slime"
+        found = "which is not empty and is not an export made by slime"
     else:
-        found = "which is no folder"
+        found = "which is not a folder"
     raise CheckpointError(
         f"got {directory} to write a Hugging Face export to, {found} ({EXPORT_MARKER} is missing), because replacing "
         "it would delete what is there; name another folder with --save-hf, or move this one away"
@@ -291,5 +291,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"got {path}, which is not readable JSON ({error}); fetch or export it again") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"got {path}, which holds no JSON object; fetch or export it again")
+        raise CheckpointError(f"got {path}, which does not hold a JSON object; fetch or export it again")
     return data

@@ -5,7 +5,7 @@ of the model's weights, which all ranks that hold a shard divide among themselve
 
 Invariants
 1. Loading what was saved, at the same parallel layout and settings, restores every bit; under another layout, every
-   bit of weights and optimizer. Generators are then seeded anew.
+   bit of weights and optimizer. Generators then get new seeds.
 2. Another model or a missing tensor is a `CheckpointError`, never a partial load: everything is looked up before
    anything is changed.
 3. What was computed comes from the checkpoint, what was set (learning rate, weight decay, betas) from this run's
@@ -227,7 +227,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
             if kept.info.rank == 0:
                 logger.info(
                     "the checkpoint %s was written under another layout (%s): weights and optimizer are its own, "
-                    "generators are seeded anew from --seed and weight version %d",
+                    "generators get new seeds from --seed and weight version %d",
                     directory,
                     meta["layout"],
                     version,
@@ -310,7 +310,7 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
         raise CheckpointError(
             f"got {reader.folder} with the other policies {sorted(others)} for a run with "
             f"{sorted(kept.other_policies)}; give --ref-update-interval and --keep-old-actor as in the first run, or "
-            "--finetune to start them anew"
+            "--finetune to start with fresh ones"
         )
     held, own = ({n for n in names if ".lora_" in n} for names in (reader.names(MODEL), kept.table.megatron_names))
     if held != own or meta["adapter_scale"] != kept.adapter_scale:

@@ -80,5 +80,5 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def release(self) -> None:
-        """Gives back the memory of what was read. Tensors stay valid and are read anew."""
+        """Gives back the memory of what was read. Tensors stay valid and are read again."""
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -154,7 +154,7 @@ class CustomObjective(LogProbs):
         loss, metrics = load_hook(args.custom_loss_function_path, "loss")(args, data, log_probs, sum_of_sample_mean)
         loss = _scalar(loss, batch, log_probs, flag)
         if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
-            raise HookError(f"{flag}: got metrics that are no dict of scalar tensors")
+            raise HookError(f"{flag}: got metrics that are not a dict of scalar tensors")
         device = log_probs.device
         sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
         sums["loss"] = loss.detach().double()

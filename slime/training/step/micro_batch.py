@@ -157,7 +157,7 @@ class MicroBatch:
     old_values: Tensor | None
     """[R] float32, of the critic before its update."""
     returns: Tensor | None
-    """[R] float32, the critic's targets."""
+    """[R] float32, what the critic learns to predict."""
 
 
 def to_device(

@@ -63,9 +63,6 @@ class Channel(ABC):
     `receivers` are the engines, the same in every call of one weight sync.
     """
 
-    name: str
-    """Of the transport, in errors."""
-
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
         """Sender: connects to engines that are new to it. Engines are paused, with `abort` also drained."""
 

@@ -25,9 +25,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".p
 """Files of the source checkpoint that are not linked: they hold the old weights."""
 
 
-def _below_run_dir(settings: Any) -> str | None:
-    """None for a run that sends its weights otherwise: it has no such folder."""
-    return str(Path(settings.run_dir) / "weights") if settings.update_weight_transport == DiskTransport.name else None
+def _below_run_dir(settings: Any) -> str:
+    return str(Path(settings.run_dir) / "weights")
 
 
 @TRANSPORTS.register("disk")
@@ -35,13 +34,13 @@ def _below_run_dir(settings: Any) -> str | None:
 class DiskTransport(Transport):
     """A shared folder, on any placement."""
 
-    update_weight_disk_dir: str | None = derived(_below_run_dir, "disk transport, below run_dir")
+    update_weight_disk_dir: str | None = derived(_below_run_dir, "below run_dir")
     """Folder for the disk transport. Default: <run_dir>/weights."""
     update_weight_disk_keep_files: bool = False
     """Keep the folder of each weight version after the engines loaded it."""
 
     def open(self, context: TransportContext) -> DiskChannel:
-        assert self.update_weight_disk_dir is not None, "the disk transport was chosen and has no folder"
+        assert self.update_weight_disk_dir is not None, "the folder is derived where none is given"
         return DiskChannel(
             Path(self.update_weight_disk_dir), context.hf_checkpoint, keep=self.update_weight_disk_keep_files
         )
@@ -49,8 +48,6 @@ class DiskTransport(Transport):
 
 class DiskChannel(Channel):
     """Writes a checkpoint and has engines load it."""
-
-    name = "disk"
 
     def __init__(self, disk_dir: Path, assets_from: Path, *, keep: bool) -> None:
         """`assets_from`: the HF checkpoint whose config and tokenizer belong to the weights."""

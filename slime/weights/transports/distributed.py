@@ -4,6 +4,10 @@ The sender opens the rendezvous store on a free port of its own address alone an
 made the way engines make theirs (`sglang.srt.utils.common.init_custom_process_group`), so the two ends meet in one
 store under the same prefix. An engine that refuses while broadcasts are under way is seen at once: the sender polls
 both.
+
+Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
+to join, to receive and to answer, each with the limit of the weight sync; the calls to engines run in threads of their
+own. Is woken by: nothing; it looks every `POLL_S` whether broadcasts have ended or an engine has refused.
 """
 
 from __future__ import annotations
@@ -50,8 +54,6 @@ class DistributedTransport(Transport):
 
 class DistributedChannel(Channel):
     """Broadcasts to engines."""
-
-    name = "distributed"
 
     def __init__(self, context: TransportContext) -> None:
         self._backend = "nccl" if context.device == "cuda" else "gloo"

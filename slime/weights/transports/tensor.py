@@ -49,8 +49,6 @@ class TensorTransport(Transport):
 class TensorChannel(Channel):
     """Shares the bucket's memory with engines on this host."""
 
-    name = "tensor"
-
     def __init__(self, context: TransportContext) -> None:
         self._serialize, self._peers, self._gpu_id = context.serialize, context.peers, context.gpu_id
         self._held: object = None

@@ -16,7 +16,7 @@ import transformers
 from examples import one_file
 from slime.core.batch import TrainBatch
 from tests.support.training import random_batch, with_samples
-from tests.support.walks import ROOT, walks
+from tests.support.walks import ROOT, called_on, walks
 
 SETTINGS = one_file.Settings(
     global_batch_size=4, micro_batch_size=3, rollout_temperature=0.8, lr=1e-3, weight_decay=0.1, clip_grad=0.05
@@ -36,7 +36,9 @@ PUBLIC: dict[str, Any] = {
         "clip_grad": 0.05,
     },
 }
-"""The same for the trainer, which cuts other micro-batches."""
+"""The same for the trainer, which makes other micro-batches."""
+WALK = "A sample, from the batch to the gradient"
+"""The heading in docs/architecture.md."""
 
 
 def answers_of(batch: TrainBatch) -> list[one_file.Answer]:
@@ -98,7 +100,7 @@ def test_a_step_of_the_trainer_is_that_of_the_one_file(
 
 
 def test_the_walk_of_a_sample_is_walked(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
-    """Law: all that docs/architecture.md tells to read between batch and gradient runs in a training step."""
+    """Law: what docs/architecture.md says to read from batch to gradient runs, and no file that it does not name."""
     backend, ran = make_backend(tiny_qwen3, **PUBLIC), set()
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -111,6 +113,10 @@ def test_the_walk_of_a_sample_is_walked(tiny_qwen3: Path, make_backend: Callable
     finally:
         sys.setprofile(None)
     names = {(Path(file), name) for file, name in ran if "/slime/" in file}
-    for stop in walks()["A sample, from the batch to the gradient"]:
+    for stop in walks()[WALK]:
         for function in (name for name in stop.read if name.islower()):
             assert (ROOT / "slime" / stop.file, function) in names, f"{function} of {stop.file} never ran"
+    named = {stop.file for stop in walks()[WALK]} | called_on(WALK)
+    files = {file.relative_to(ROOT / "slime").as_posix() for file, _ in names}
+    unnamed = {file for file in files if file not in named and not file.startswith("compat/")}
+    assert not unnamed, f"docs/architecture.md names the files of a step, and not {sorted(unnamed)}"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.data_source import DataSourceBuffer, build_data_buffer
-from slime.core.errors import DataError, HookError, LedgerError
+from slime.buffer.data_source import DataSourceBuffer
+from slime.buffer.sources import SOURCES, SampleSource, SourceContext
+from slime.core.errors import ConfigError, DataError, HookError, LedgerError
 from slime.core.sample import Sample
 from slime.data.dataset import load_prompts
+from slime.settings import parse_args
+from tests.support.command_line import complete
 
 
 class Source:
@@ -137,32 +142,74 @@ def test_broken_contracts_are_refused() -> None:
         DataSourceBuffer(SimpleNamespace(get_samples=len))
 
 
+HERE = str(Path(__file__))
+
+
+def build(args: SimpleNamespace, **context: Any) -> DataBuffer:
+    return SOURCES.build(args.data_source, args).open(SourceContext(args=args, tokenizer=None, **context))
+
+
 def test_the_settings_choose(tmp_path: Path) -> None:
-    args = SimpleNamespace(
-        prompt_data=None, n_samples_per_prompt=3, rollout_shuffle=False, rollout_seed=1, tag="hello", input_key="input"
-    )
-    assert build_data_buffer(args).get_groups(1)[0].num_executions == 3
+    plain: dict[str, Any] = {"prompt_data": None, "n_samples_per_prompt": 3, "rollout_shuffle": False}
+    plain |= {"rollout_seed": 1, "tag": "hello", "input_key": "input", "label_key": None, "metadata_key": "metadata"}
+    plain |= {"tool_key": "tools", "apply_chat_template": False, "apply_chat_template_kwargs": {}}
+    plain |= {"rollout_max_prompt_len": None, "data_source": "prompt_data", "data_source_path": None}
+    args = SimpleNamespace(**plain)
+    assert build(args).get_groups(1)[0].num_executions == 3
     seen = []
 
     def hook(args, rollout_id, buffer, num_samples):
         seen.append((args.tag, rollout_id, num_samples))
         return [buffer.pop(0)]
 
-    buffer = build_data_buffer(args, buffer_filter=hook)
+    buffer = build(args, buffer_filter=hook)
     buffer.put_back(buffer.get_groups(2), "x")
     buffer.get_groups(1)
     assert seen == [("hello", None, 1)]
-    assert build_data_buffer(args, data_source=Source).get_groups(1)[0].samples[0].prompt == "p0"
-    named = SimpleNamespace(
-        **{**vars(args), "prompt_data": str(tmp_path / "d.jsonl"), "label_key": None, "metadata_key": "metadata"},
-        tool_key="tools",
-        apply_chat_template=False,
-        apply_chat_template_kwargs={},
-        rollout_max_prompt_len=None,
-    )
+    of_user = SimpleNamespace(**plain | {"data_source": "user_class", "data_source_path": f"{HERE}:Source"})
+    assert build(of_user).get_groups(1)[0].samples[0].prompt == "p0"
     (tmp_path / "d.jsonl").write_text('{"input": "q"}\n')
-    prompts = load_prompts(named, None)
-    assert load_prompts(args, None) is None and prompts is not None
-    assert build_data_buffer(named, prompts=prompts).get_groups(1)[0].samples[2].prompt == "q"
-    with pytest.raises(HookError):
-        build_data_buffer(args, data_source=Source, buffer_filter=hook)
+    named = SimpleNamespace(**plain | {"prompt_data": str(tmp_path / "d.jsonl")})
+    assert load_prompts(args, None) is None and load_prompts(named, None) is not None
+    assert build(named).get_groups(1)[0].samples[2].prompt == "q"
+    with pytest.raises(HookError, match="buffer-filter-path"):
+        build(of_user, buffer_filter=hook)
+
+
+@dataclass(kw_only=True)
+class Numbers(SampleSource):
+    """Written against the contract of the registry."""
+
+    first_number: int = 7
+    "Number that the source starts with."
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return [[Sample(prompt=str(self.first_number))] for _ in range(num_samples)]
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        raise NotImplementedError
+
+    def save(self, rollout_id: int) -> None:
+        """Nothing."""
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Nothing."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_source_of_the_user_is_named_by_its_path_and_has_settings(tmp_path: Path) -> None:
+    words = complete(tmp_path)
+    at = words.index("--prompt-data")
+    del words[at : at + 2]
+    with pytest.raises(ConfigError, match="prompt-data"):
+        parse_args(words)
+    args = parse_args([*words, "--data-source", f"{HERE}:Numbers", "--first-number", "3"])
+    groups = build(args).get_groups(2)
+    assert [s.prompt for g in groups for s in g.samples] == ["3", "3"]
+    assert parse_args([*words, "--data-source-path", f"{HERE}:Source"]).data_source == "user_class"
+    with pytest.raises(ConfigError, match="without a class"):
+        parse_args([*words, "--data-source", "user_class"])
+    with pytest.raises(ConfigError, match="did you mean prompt_data"):
+        parse_args([*words, "--data-source", "prompt_date"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,24 @@ ALLOWED = {
     "lora_target_modules": "the name that PEFT gives it",
 }
 """Names that keep such a word, each with the reason."""
+TRANSLATED = {
+    r"(?<!there )\b(?:is|are) no (?!longer\b|more\b|less\b)": "say 'is not a ...'",
+    r"\bdo write such\b|\bbecause it should be\b": "say 'got ..., expected ...'",
+    r"\bshall\b": "say 'is to', or what happens",
+    r"\banew\b": "say 'again'",
+    r"\btold\b": "say 'reported', 'listed' or 'given'",
+    r"\b(?:of|from|by) yours\b": "say 'your own ...'",
+    r"\bof slime's(?=[.,;:)]| (?:or|and|that|than|is|own)\b)": "say 'slime's ...'",
+    r"\bthe contrary\b": "say 'contradicts'",
+    r"\b(?:that|which) nobody (?:named|checks)\b|\bnames one of its own\b": "say what is missing",
+    r"\bdo: give\b": "say 'give'",
+}
+"""A pattern of prose -> what to write."""
+REPLACED_IN_PROSE = (
+    r"\b(?:publications?|publish(?:es|ed|ing|ers?)?|nucleus|poison\w*|reapers?|gaps?|cuts?|cutting|pieces?"
+    r"|copies of the (?:policy|model|weights)|the critic's targets|targets of the critic)\b"
+)
+"""Those of `REPLACED` that are not plain English for something else."""
 
 
 def parts_of(identifier: str) -> list[str]:
@@ -87,12 +106,86 @@ def test_replaced_words_stay_out_of_names() -> None:
     assert not wrong, "one word for each thing (docs/glossary.md):\n" + "\n".join(sorted(wrong))
 
 
-def test_replaced_words_stay_out_of_documents() -> None:
-    """Those that mean nothing else in English."""
-    words = re.compile(r"\b(publication|publish the weights|weights are published|nucleus|poison|reaper)", re.I)
-    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    wrong = [f"{p.name}: {m[0]}" for p in texts if p != GLOSSARY for m in words.finditer(p.read_text())]
+@functools.cache
+def prose() -> list[tuple[str, str]]:
+    """(place, text): comments, docstrings and messages of the code, and the documents."""
+    found = []
+    for path in [*sorted((ROOT / "slime").rglob("*.py")), ROOT / "train.py", ROOT / "train_async.py"]:
+        place = path.relative_to(ROOT).as_posix()
+        found += [(f"{place}:{line}", text) for line, text in _spoken(path)]
+    for path in documents():
+        text = path.read_text()
+        if path == GLOSSARY:  # its last column is what others say
+            text = re.sub(r"^(\|.*\|)[^|\n]*\|$", r"\1", text, flags=re.M)
+        found.append((path.relative_to(ROOT).as_posix(), re.sub(r"`[^`\n]+`", "", text)))  # names keep their words
+    return found
+
+
+def documents() -> list[Path]:
+    """What people read before and beside the code."""
+    own = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    return own + sorted((ROOT / "docs").glob("*.md"))
+
+
+def _spoken(path: Path) -> Iterator[tuple[int, str]]:
+    """Comments, and strings of more than one word without what they format."""
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            text = re.sub(r"\{[^{}]*\}", "", token.string) if token.type == tokenize.STRING else token.string
+            if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in text.strip()):
+                yield token.start[0], text
+
+
+def found_in_prose(pattern: str) -> list[str]:
+    """Place and words around each hit."""
+    found = []
+    for place, text in prose():
+        for hit in re.finditer(pattern, text, re.I):
+            around = " ".join(text[max(0, hit.start() - 40) : hit.end() + 40].split())
+            found.append(f"{place}: {hit[0]!r} in {around!r}")
+    return found
+
+
+@pytest.mark.parametrize("pattern", TRANSLATED, ids=TRANSLATED.values())
+def test_sentences_that_sound_translated_stay_out(pattern: str) -> None:
+    wrong = found_in_prose(pattern)
+    assert not wrong, f"{TRANSLATED[pattern]}:\n" + "\n".join(wrong)
+
+
+def test_replaced_words_stay_out_of_prose() -> None:
+    wrong = found_in_prose(REPLACED_IN_PROSE)
     assert not wrong, "one word for each thing (docs/glossary.md):\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "hit"),
+    [
+        ("got x, which is no folder", True),
+        ("there is no folder", False),
+        ("it is no longer there", False),
+        ("these are no weights", True),
+        ("do write such a value", True),
+        ("what it shall be", True),
+        ("a class of yours", True),
+        ("a setting of slime's or of Megatron", True),
+        ("small uses of slime's hooks", False),
+        ("errors are told once", True),
+        ("got x; do: give --load", True),
+        ("got x; give --load", False),
+    ],
+)
+def test_what_sounds_translated_is_found(text: str, hit: bool) -> None:
+    assert any(re.search(pattern, text, re.I) for pattern in TRANSLATED) is hit
+
+
+def test_lines_of_documents_are_wrapped() -> None:
+    """Tables and code keep their lines."""
+    kept = re.compile(r"^```.*?^```$|^\|[^\n]*$|^!\[[^\n]*$", re.S | re.M)
+    long = []
+    for path in documents():
+        text = kept.sub(lambda found: "\n" * found[0].count("\n"), path.read_text())
+        long += [f"{path.name}:{n}" for n, line in enumerate(text.splitlines(), 1) if len(line) > 120]
+    assert not long, f"wrap them at 120 columns: {long}"
 
 
 def test_no_exception_that_is_no_longer_needed() -> None:

@@ -9,8 +9,10 @@ from collections import Counter
 from typing import Any
 
 from slime.core.sample import Sample, Status
+from slime.rewards.graders import Grader
 from slime.rollout.context import current
 from slime.rollout.generate import generate
+from slime.rollout.schedules import RolloutSchedule
 from slime.rollout.types import RolloutFnTrainOutput
 
 TRIES: Counter[int | None] = Counter()
@@ -116,3 +118,11 @@ def own_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool =
 def halve(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
     raw = [float(s.get_reward_value() or 0.0) for s in samples]
     return raw, [r / 2 for r in raw]
+
+
+class NoSchedule(RolloutSchedule):
+    """It has no step."""
+
+
+class NoGrader(Grader):
+    """It does not grade."""

@@ -161,7 +161,7 @@ def test_yaml_is_as_strict_as_flags(base: list[str], tmp_path: Path) -> None:
         ("rollout_temperature: 0", "rollout_temperature"),
         ("rollout_batch_size: 5", "command line"),
         ("sglang_tp_size: 5", "--rollout-num-gpus-per-engine"),
-        ("[1, 2]", "no mapping"),
+        ("[1, 2]", "not a mapping"),
     ]:
         file.write_text(text)
         assert said in refused(more), text
@@ -228,7 +228,7 @@ def test_loading_from_the_empty_save_folder_is_a_fresh_start(base: list[str], tm
 def test_a_run_that_is_to_continue_does_not_start_anew(base: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     load = [*base, "--load", str(folder)]
-    assert "no folder" in refused(load)
+    assert "not a folder" in refused(load)
     folder.mkdir()
     assert "holds no checkpoint" in refused(load)
     (folder / "step_000004").mkdir()
@@ -339,3 +339,15 @@ def test_one_run_has_one_id(base: list[str]) -> None:
     args = parse_args(words)
     assert args.run_dir == f"runs/{args.run_id}"
     assert "unknown flag --run-id" in refused([*base, "--run-id", "mine"])
+
+
+def test_the_earlier_name_of_the_mismatch_limit_is_known(base: list[str]) -> None:
+    assert parse_args([*base, "--logprob-gap-limit", "0.5"]).mismatch_limit == 0.5
+
+
+def test_help_says_no_default_of_what_must_be_given_and_breaks_no_flag() -> None:
+    lines = help_text("slime").splitlines()
+    texts = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines) if line.startswith("  --")}
+    assert texts["--hf-checkpoint"].endswith("Required.")
+    assert texts["--rollout-max-response-len"].endswith("[default 1024]")
+    assert not [line for line in lines if line.endswith("-")], "a flag is not broken at its hyphens"

@@ -32,8 +32,8 @@ CONTRADICTIONS = [
     # Without advantages the policy loss is zero.
     (NO_ADVANTAGES, "all advantages would be zero"),
     (f"{NO_ADVANTAGES} --use-kl-loss", "all advantages would be zero"),
-    ("--disable-grpo-std-normalization --advantage-scale group", "means the opposite"),
-    ("--grpo-std-normalization --advantage-scale none", "means the opposite"),
+    ("--disable-grpo-std-normalization --advantage-scale group", "contradicts it"),
+    ("--grpo-std-normalization --advantage-scale none", "contradicts it"),
 ]
 
 IDLE = [

@@ -209,6 +209,14 @@ def test_help_shows_names_and_settings_of_entries() -> None:
     assert "Read by disk." in text
 
 
+@pytest.mark.parametrize(
+    ("given", "means"), [("nccl", "distributed"), ("distributed", "distributed"), ("auto", "tensor")]
+)
+def test_a_further_name_of_a_transport_means_its_first_one(base: list[str], given: str, means: str) -> None:
+    args = parse_args([*base, "--device", "cpu", "--update-weight-transport", given])
+    assert args.update_weight_transport == means
+
+
 def test_a_setting_of_a_built_in_entry_is_told_if_another_is_chosen(base: list[str]) -> None:
     words = [*base, "--update-weight-disk-keep-files"]
     assert parse_args(words).idle["update_weight_disk_keep_files"] == "True, which needs update_weight_transport disk"

@@ -57,7 +57,7 @@ def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path
         ({"eval": {}}, "no eval.datasets"),
         ({"eval": {"datasets": [{"name": "a"}]}}, "no name or no path"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "temprature": 1}]}}, "did you mean temperature"),
-        ({"eval": {"datasets": [{"name": "a", "path": "D", "top_k": "all"}]}}, "should be int"),
+        ({"eval": {"datasets": [{"name": "a", "path": "D", "top_k": "all"}]}}, "expected int"),
         ({"eval": {"datasets": [{"name": "a", "path": "D"}, {"name": "a", "path": "D"}]}}, "same name"),
         ({"eval": {"defaults": {"path": "D"}, "datasets": [{"name": "a", "path": "D"}]}}, "unknown key 'path'"),
         ({"eval": {"datasets": [{"name": "a", "path": "missing.jsonl"}]}}, "does not exist"),

@@ -140,7 +140,7 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
 def test_nothing_written_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no file"):
         commit(begin(tmp_path, 1), 1)
-    with pytest.raises(CheckpointError, match="no committed"):
+    with pytest.raises(CheckpointError, match="not a committed"):
         verify(tmp_path)
 
 

@@ -95,11 +95,11 @@ def test_each_says_where_it_works(name: str, given: dict[str, Any], refused: str
     assert complaint is None if refused is None else refused in str(complaint)
 
 
-def test_a_run_has_a_folder_for_weights_only_if_it_sends_files() -> None:
+def test_the_folder_for_weights_is_derived_by_whatever_name_the_transport_is_chosen() -> None:
     compute = declared(DiskTransport.__dataclass_fields__["update_weight_disk_dir"]).compute
     assert compute is not None, "it is derived"
     assert compute(settings(update_weight_transport="disk")) == "runs/a/weights"
-    assert compute(settings(update_weight_transport="tensor")) is None
+    assert compute(settings(update_weight_transport="my.transports:SharedDisk")) == "runs/a/weights"
 
 
 def test_the_command_line_knows_them_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""The flag is parsed, has a range, is explained and is in --help."""
+"""The flag is parsed, has a range, is explained and is in --help; the engine's settings follow it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ def said(*more: str) -> str:
     return out.getvalue()
 
 
-assert parse_args(words).console_width == 100
-args = parse_args([*words, "--console-width", "40"])
-assert args.console_width == 40 and args.to_json_dict()["console_width"] == 40
-with pytest.raises(ConfigError, match="console_width"):
-    parse_args([*words, "--console-width", "3"])
-assert "Columns of a toy's console." in said("--help")
-(line,) = (line for line in said("--console-width", "40", "--explain").splitlines() if "console_width" in line)
-assert "40" in line and "command line" in line, line
+plain, args = parse_args(words), parse_args([*words, "--requests-at-once", "4"])
+assert plain.requests_at_once == 0 and "max_running_requests" not in plain.sglang
+assert args.requests_at_once == 4 and args.to_json_dict()["requests_at_once"] == 4
+assert args.sglang["max_running_requests"] == 4, "it does not reach the engine"
+with pytest.raises(ConfigError, match="requests_at_once"):
+    parse_args([*words, "--requests-at-once", "-1"])
+assert "requests that an engine works on at a time" in " ".join(said("--help").split())
+lines = said("--requests-at-once", "4", "--explain").splitlines()
+(line,) = (line for line in lines if line.split()[:1] == ["requests_at_once"])
+assert "4" in line and "command line" in line, line
+assert any("max_running_requests" in line and "--requests-at-once 4" in line for line in lines), lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,9 @@ from slime.settings.fields import opt
 
 if TYPE_CHECKING:
     from slime.buffer.data_buffer import DataBuffer
+    from slime.core.sample import Group
     from slime.rollout.context import RolloutContext
+    from slime.rollout.group_loop import GroupLoop
     from slime.rollout.types import RolloutFnTrainOutput
 
 
@@ -25,15 +26,14 @@ class FewAtOnce(RolloutSchedule):
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
         """The batch of one step."""
-        from slime.rollout.client import REQUEST_SCOPE
-        from slime.rollout.group_loop import GroupLoop
-        from slime.rollout.hooks import RolloutHooks
-        from slime.rollout.schedules.step import BatchPolicy
+        from slime.rollout.schedules.step import BatchPolicy, generate_step
 
         at_once = self.groups_at_once
 
         class Few(BatchPolicy):
-            """Interrupts nothing."""
+            """Waits for what it started."""
+
+            waits_for_all = True
 
             def __init__(self) -> None:
                 super().__init__(context, source)
@@ -42,16 +42,7 @@ class FewAtOnce(RolloutSchedule):
             def has_room(self, loop: GroupLoop) -> bool:
                 return len(loop.running) < at_once and super().has_room(loop)
 
-        policy = Few()
-        loop = GroupLoop(context, RolloutHooks.load(context.args), source, policy)
-        loop.begin_step(context, rollout_id)
-        token, began = REQUEST_SCOPE.set(loop.scope), time.monotonic()
-        try:
-            while loop.running or not policy.is_full():
-                await loop.turn(loop.time_left_s(began))
-        except BaseException:
-            await loop.abandon(accepted=policy.accepted)
-            raise
-        finally:
-            REQUEST_SCOPE.reset(token)
-        return await loop.hand_out(policy.accepted)
+            def was_meant(self, loop: GroupLoop, group: Group) -> bool:
+                return False
+
+        return await generate_step(context, rollout_id, source, Few())

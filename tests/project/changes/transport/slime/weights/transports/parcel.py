@@ -30,8 +30,6 @@ class ParcelTransport(Transport):
 class ParcelChannel(Channel):
     """The sender's end."""
 
-    name = "parcel"
-
     def __init__(self, context: TransportContext, size: int) -> None:
         self._context, self._size, self._alive = context, size, list[object]()
 
