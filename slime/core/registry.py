@@ -163,5 +163,5 @@ def _is_module(path: str) -> bool:
     """Whether a module of this name can be found; its parent packages are imported."""
     try:
         return ":" not in path and importlib.util.find_spec(path) is not None
-    except Exception:  # whatever a user's package raises: it was told already
+    except Exception:  # whatever a user's package raises: the first error has it
         return False
