@@ -10,6 +10,7 @@ from slime.algorithms.aggregation import AGGREGATIONS, Aggregation
 from slime.algorithms.kl import KL_ESTIMATORS, KLEstimator
 from slime.algorithms.off_policy import CORRECTIONS, Correction
 from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss
+from slime.settings.conditions import fine_tunes
 
 if TYPE_CHECKING:
     from slime.settings import Args
@@ -45,4 +46,4 @@ class Algorithm:
 
 def samples_top_p_set(args: Args) -> bool:
     """Whether tokens are sampled from a part of the vocabulary only (`--rollout-top-p`, `--rollout-top-k`)."""
-    return args.loss_type != "sft_loss" and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0)
+    return not fine_tunes(args) and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0)

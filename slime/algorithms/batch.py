@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from slime.algorithms.kl import KLEstimator
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED
+from slime.settings.conditions import computes_advantages, minimises_policy_loss
 
 if TYPE_CHECKING:
     from slime.algorithms.algorithm import Algorithm
@@ -74,7 +75,7 @@ class StepWeights:
 
 def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
     """Raises `DataError` for a batch that the policy loss of these settings cannot be computed for."""
-    if args.loss_type != "policy_loss":
+    if not minimises_policy_loss(args):
         return
     for s in samples:
         if math.isinf(s.reward):
@@ -125,7 +126,7 @@ def advantages_and_returns(
     """
     masks = tuple(s.loss_mask for s in batch.samples)
     zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
-    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+    if not computes_advantages(args):
         return AdvantagesAndReturns(zeros, zeros if values is not None else None)
     kl = _kl_to_reference(masks, args, algorithm.kl, log_probs) if args.kl_coef else None
     view = hooks.RolloutView(batch, masks, log_probs, values, kl)
@@ -135,7 +136,7 @@ def advantages_and_returns(
         made = algorithm.estimator.estimate(_rewarded(batch, masks, log_probs, values, kl, float(args.kl_coef)))
     advantages = made.advantages
     if args.use_opd:
-        teacher = log_probs.teacher if args.opd_type == "megatron" else _teacher_of_samples(batch.samples)
+        teacher = _teacher(batch.samples, args, log_probs)
         assert log_probs.student is not None and teacher is not None, "distillation needs both log-probs"
         parts = zip(advantages, log_probs.student, teacher, masks, strict=True)
         advantages = tuple(distilled(a, old, t, m, args.opd_kl_coef) for a, old, t, m in parts)
@@ -185,6 +186,19 @@ def _kl_to_reference(masks: Arrays, args: Args, estimator: KLEstimator, log_prob
         kl = estimator.estimate(policy, reference, keep, log_ratio_limit=float(args.log_ratio_limit))
         out.append(kl.numpy())
     return tuple(out)
+
+
+def _teacher(samples: Sequence[TrainSample], args: Args, log_probs: BatchLogProbs) -> Arrays | None:
+    """The teacher's log-probs, from where --opd-type says."""
+    match args.opd_type:
+        case "megatron":
+            return log_probs.teacher
+        case "sglang":
+            return _teacher_of_samples(samples)
+        case None:
+            raise AssertionError("the settings say where a teacher is")
+        case _ as never:
+            assert_never(never)
 
 
 def _teacher_of_samples(samples: Sequence[TrainSample]) -> Arrays:

@@ -18,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 import enum
+from typing import assert_never
 
 from slime.cluster.actors import Actors
 from slime.cluster.memory import MemoryHandOver
@@ -44,7 +45,13 @@ class EndRequests(enum.Enum):
         """Only the worker of `--fully-async` generates during a weight sync."""
         if not args.fully_async:
             return cls.NEVER
-        return cls.ALWAYS if args.pause_generation_mode == "abort" else cls.FOR_SAVES
+        match args.pause_generation_mode:
+            case "abort":
+                return cls.ALWAYS
+            case "retract" | "in_place":
+                return cls.FOR_SAVES
+            case _ as never:
+                assert_never(never)
 
 
 class WeightSyncSequence:

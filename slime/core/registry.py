@@ -19,9 +19,14 @@ An entry is a class. If it is a frozen dataclass, its fields are settings: the c
 the entry is known, and `build` fills them. Modules of a package are imported when names are asked for, so they import
 torch and the engines inside functions only.
 
+An entry may refuse settings: `check(self, args: Args) -> str | None`, the same in every registry, is asked of the
+entries that a run has chosen, before anything starts. It returns one message (got / because / do), or None; it raises
+nothing.
+
 Invariants
 1. A name stands for one entry; registering another under it is an error.
 2. A name that is not registered is an import path, or it is refused with the names that exist.
+3. A built-in module that cannot be imported is an error each time names are asked for, never a name that is missing.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -107,10 +113,17 @@ class Registry(Generic[T]):
     def _import_all(self) -> None:
         if self._complete:
             return
-        self._complete = True  # before the imports: an entry may ask for names
         package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self.package}.{module.name}")
+        self._complete = True  # before the imports: an entry may ask for names
+        for found in pkgutil.iter_modules(package.__path__):
+            name = f"{self.package}.{found.name}"
+            try:
+                importlib.import_module(name)
+            except BaseException:
+                # Imported once more, it would register its entries once more.
+                self._entries = {n: entry for n, entry in self._entries.items() if entry.__module__ != name}
+                self._complete = False
+                raise
 
     def _of_path(self, path: str) -> type[T]:
         """A class at a path, or the one entry that the module at the path registers."""
@@ -129,10 +142,11 @@ class Registry(Generic[T]):
         return found
 
     def _class_or_module(self, path: str) -> Any:
+        """Of `pkg.mod` too, which is a module, or names a class `mod` of a module `pkg`."""
         try:
             found = load_object(path)
         except LoadingFailed:
-            if ":" in path:
+            if not _is_module(path):
                 raise
             return self._only_entry_of(path)
         return self._only_entry_of(path) if isinstance(found, type(importlib)) else found
@@ -143,3 +157,11 @@ class Registry(Generic[T]):
         if len(entries) != 1:
             raise LoadingFailed(f"{path} registers {len(entries)} entries; name one as {path}:ClassName")
         return next(iter(entries.values()))
+
+
+def _is_module(path: str) -> bool:
+    """Whether a module of this name can be found; its parent packages are imported."""
+    try:
+        return ":" not in path and importlib.util.find_spec(path) is not None
+    except Exception:  # whatever a user's package raises: the first error has it
+        return False

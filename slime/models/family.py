@@ -56,9 +56,9 @@ class Family(ABC):
         """The Megatron settings in which it departs from `decoder_architecture`. Raises `ConfigError`."""
         return {}
 
-    def check(self, args: Args) -> list[str]:
-        """What the settings of a run ask of it that cannot work, each as a message."""
-        return []
+    def check(self, args: Args) -> str | None:
+        """What the settings of a run ask of it that cannot work (got / because / do); None if nothing."""
+        return None
 
     # --- its tensors --------------------------------------------------------------------------------------------------
 

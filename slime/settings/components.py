@@ -65,14 +65,14 @@ class Choice:
     entry: type
 
     def problems(self, settings: Any) -> list[str]:
-        """What its own `check(settings)` says cannot work: it returns a message or several, or raises one."""
+        """What its own `check(settings) -> str | None` says cannot work."""
         if not hasattr(self.entry, "check"):
             return []
-        try:
-            told = self.chooser.registry.build(self.name, settings).check(settings) or ()
-        except ConfigError as error:
-            return [str(error)]
-        return [told] if isinstance(told, str) else list(told)
+        message = self.chooser.registry.build(self.name, settings).check(settings)
+        if message is None or isinstance(message, str):
+            return [message] if message else []
+        kind = type(message).__name__
+        return [f"got {self.chooser.what} {self.name}, whose check returns a {kind}; return one message, or None"]
 
 
 class Components:

@@ -16,24 +16,39 @@ def estimator_of(s: Any) -> Any:
     return load_object(ESTIMATORS).get(s.advantage_estimator)
 
 
+def fine_tunes(s: Any) -> bool:
+    """Whether the run learns from texts as they are: nothing is sampled, and there are no rewards."""
+    return bool(s.loss_type == "sft_loss")
+
+
+def minimises_policy_loss(s: Any) -> bool:
+    """Whether the loss is slime's own for sampled tokens: the policy loss, a KL to the reference, an entropy bonus."""
+    return bool(s.loss_type == "policy_loss")
+
+
+def minimises_custom_loss(s: Any) -> bool:
+    """Whether the loss is the user's function of sampled tokens."""
+    return bool(s.loss_type == "custom_loss")
+
+
 def computes_advantages(s: Any) -> bool:
     """Whether the run turns rewards into advantages."""
-    return s.loss_type != "sft_loss" and bool(s.compute_advantages_and_returns)
+    return not fine_tunes(s) and bool(s.compute_advantages_and_returns)
 
 
 def has_policy_term(s: Any) -> bool:
-    """Whether slime's own policy loss is minimised."""
-    return s.loss_type == "policy_loss" and bool(s.compute_advantages_and_returns)
+    """Whether slime's own policy loss is minimised, from advantages."""
+    return minimises_policy_loss(s) and bool(s.compute_advantages_and_returns)
 
 
 def has_kl(s: Any) -> bool:
     """Whether a KL to the reference is computed."""
-    return bool(s.kl_coef) or (s.use_kl_loss and s.loss_type == "policy_loss")
+    return bool(s.kl_coef) or (s.use_kl_loss and minimises_policy_loss(s))
 
 
 def has_reference(s: Any) -> bool:
     """Whether log-probs of a reference are computed: for a KL, or for a custom loss that reads them."""
-    return bool(s.kl_coef) or (s.use_kl_loss and s.loss_type != "sft_loss")
+    return bool(s.kl_coef) or (s.use_kl_loss and not fine_tunes(s))
 
 
 _POLICY_TERM_TEXT = "the policy loss: loss_type policy_loss, without --disable-compute-advantages-and-returns"
@@ -46,13 +61,13 @@ OWN_ADVANTAGES = Need(
     lambda s: not s.custom_advantage_function_path, "an estimator; --custom-advantage-function-path replaces it"
 )
 POLICY_TERM = Need(has_policy_term, _POLICY_TERM_TEXT)
-POLICY_LOSS = Need(lambda s: s.loss_type == "policy_loss", "loss_type policy_loss")
-SAMPLED_LOSS = Need(lambda s: s.loss_type in ("policy_loss", "custom_loss"), "loss_type policy_loss or custom_loss")
+POLICY_LOSS = Need(minimises_policy_loss, "loss_type policy_loss")
+SAMPLED_LOSS = Need(lambda s: not fine_tunes(s), "loss_type policy_loss or custom_loss")
 CRITIC = Need(lambda s: estimator_of(s).needs_critic, "an advantage_estimator with a critic, as ppo")
 KL = Need(has_kl, "--kl-coef, or --use-kl-loss with loss_type policy_loss")
 KL_LOSS = Need(lambda s: s.use_kl_loss, "--use-kl-loss")
 REFERENCE = Need(has_reference, "--use-kl-loss or --kl-coef")
 ENGINE_LOG_PROBS = Need(
-    lambda s: has_policy_term(s) or (s.loss_type == "policy_loss" and s.use_kl_loss and s.use_unbiased_kl),
+    lambda s: has_policy_term(s) or (minimises_policy_loss(s) and s.use_kl_loss and s.use_unbiased_kl),
     f"{_POLICY_TERM_TEXT}; or --use-unbiased-kl",
 )

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.core.hf_config import read_hf_config
-from slime.settings.conditions import estimator_of
+from slime.settings.conditions import (
+    estimator_of,
+    fine_tunes,
+    has_policy_term,
+    minimises_custom_loss,
+    minimises_policy_loss,
+)
 from slime.settings.data_files import first_row_names, split_slice
 from slime.settings.eval_config import eval_datasets
 from slime.settings.group import Rule
@@ -55,7 +61,7 @@ def steps_agree(args: Args) -> str | None:
 
 def sampled_distribution_is_trained(args: Args) -> str | None:
     """The log-prob of a token is that of the distribution it was sampled from; engines report the whole one."""
-    if args.loss_type == "sft_loss" or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
+    if fine_tunes(args) or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
         return None
     names = ("use_rollout_logprobs", "use_kl_loss", "custom_loss_function_path", "custom_advantage_function_path")
     wrong = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n)]
@@ -70,7 +76,7 @@ def sampled_distribution_is_trained(args: Args) -> str | None:
 
 def something_is_trained(args: Args) -> str | None:
     """Without advantages the policy loss is zero; only a KL loss or an entropy bonus is left."""
-    trains = args.num_rollout != 0 and args.loss_type == "policy_loss" and not args.debug_rollout_only
+    trains = args.num_rollout != 0 and minimises_policy_loss(args) and not args.debug_rollout_only
     if not trains or args.compute_advantages_and_returns or args.entropy_coef:
         return None
     if args.use_kl_loss and args.kl_loss_coef:
@@ -84,7 +90,7 @@ def something_is_trained(args: Args) -> str | None:
 def advantages_can_differ_from_zero(args: Args) -> str | None:
     """A single reward less its mean is zero."""
     own_groups = args.rollout_function_path != DEFAULT_ROLLOUT or args.custom_convert_samples_to_train_data_path
-    trains = args.num_rollout != 0 and args.loss_type == "policy_loss" and args.compute_advantages_and_returns
+    trains = args.num_rollout != 0 and has_policy_term(args)
     if args.n_samples_per_prompt != 1 or not trains or args.debug_rollout_only or own_groups:
         return None
     if not (estimator_of(args).compares_within_group and args.components["rewards_normalization"]):
@@ -100,14 +106,14 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
 
 def custom_loss_has_a_function(args: Args) -> str | None:
     """The loss type and the hook come together."""
-    if (args.loss_type == "custom_loss") == bool(args.custom_loss_function_path):
+    if minimises_custom_loss(args) == bool(args.custom_loss_function_path):
         return None
     return "got one of --loss-type custom_loss and --custom-loss-function-path without the other; give both or none"
 
 
 def rewards_are_defined(args: Args) -> str | None:
     """A policy learns from rewards, or from a teacher; what is sampled to be kept is judged by them."""
-    learns = args.loss_type == "policy_loss" or args.rollout_function_path == DEFAULT_ROLLOUT
+    learns = minimises_policy_loss(args) or args.rollout_function_path == DEFAULT_ROLLOUT
     needs = learns and not args.debug_train_only and args.num_rollout != 0 and args.opd_teacher_url is None
     if args.rm_type == "remote_rm" and not args.rm_url:
         return "got --rm-type remote_rm without --rm-url; give its address"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.core.loading import load_object
+from slime.settings.conditions import fine_tunes
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC
 from slime.settings.groups.rollout import SCHEDULES
@@ -88,7 +89,7 @@ def _worker_has_its_own_ways(args: Args) -> str | None:
     if not args.fully_async:
         return None
     wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if args.was_given(n)]
-    if not wrong and args.loss_type != "sft_loss":
+    if not wrong and not fine_tunes(args):
         return None
     return (
         f"got --fully-async with {' and '.join(wrong) or 'loss_type sft_loss'}: its worker is the rollout function "

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.advantages import ESTIMATORS, Arrays, CriticEstimator
+from slime.algorithms.advantages import Arrays, CriticEstimator
+from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
@@ -26,6 +27,7 @@ from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
 from slime.models.common.table import FamilyTable
 from slime.settings import Args
+from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
 from slime.training.model.frozen import freeze_others, trained_names
@@ -84,6 +86,7 @@ class MegatronBackend:
         """
         activate(args.device)
         self.args = args
+        self._algorithm = Algorithm.of(args)
         self.weight_version = 0
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", local_rank)
         if self.device.type == "cuda":
@@ -131,7 +134,9 @@ class MegatronBackend:
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         # The policy goes first: what its checks refuse leaves the critic alone, too.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
-            metrics |= train_on(context, objective_of(self.args), self._trainable, prepared, version=version)
+            metrics |= train_on(
+                context, objective_of(self.args, self._algorithm), self._trainable, prepared, version=version
+            )
         if self._critic is not None:
             metrics |= self._critic.train(context, prepared, version=version)
         self._others.note_trained(batch.rollout_id)
@@ -157,6 +162,7 @@ class MegatronBackend:
         return prepare(
             batch,
             self.args,
+            self._algorithm,
             dp_size=self.parallel_info.dp_size,
             cp_size=self.parallel_info.sizes.cp,
             micro_batch_multiple=micro_batch_multiple(self._trainable.ddps),
@@ -167,8 +173,8 @@ class MegatronBackend:
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:
         """Adds what the loss needs of forward passes before the update, and the advantages made from it."""
         args, context = self.args, self._context
-        if args.loss_type == "sft_loss":
-            return with_advantages(prepared, args, BatchLogProbs())
+        if fine_tunes(args):
+            return with_advantages(prepared, args, self._algorithm, BatchLogProbs())
         old = self._old_log_probs(context, prepared)
         log_probs = BatchLogProbs(
             old=old[0] if old else None,
@@ -178,7 +184,7 @@ class MegatronBackend:
         )
         values = self._critic.values(context, prepared) if self._critic is not None else None
         check_log_probs(prepared, log_probs, values, run_dir=args.run_dir)
-        return with_advantages(prepared, args, log_probs, values)
+        return with_advantages(prepared, args, self._algorithm, log_probs, values)
 
     def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
         """Those of the policy before the update (see `LogProbs`); none where the pass that is trained gives them."""
@@ -188,7 +194,7 @@ class MegatronBackend:
         # With one step its own forward pass gives them, unless an advantage is made from them.
         several = len(prepared.schedule.steps) > 1
         hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path
-        read = args.kl_coef or args.use_opd or hooks or ESTIMATORS.get(args.advantage_estimator).reads_log_probs
+        read = args.kl_coef or args.use_opd or hooks or self._algorithm.estimator.reads_log_probs
         if several or read:
             return forward_batch(context, LogProbs(args), self._trainable.ddps, prepared)
         return ()
@@ -310,11 +316,10 @@ class MegatronBackend:
 
     def _build_critic(self) -> Critic | None:
         """A critic if the estimator needs one."""
-        args = self.args
-        estimator = ESTIMATORS.build(args.advantage_estimator, args)
-        if args.loss_type == "sft_loss" or not isinstance(estimator, CriticEstimator):
+        estimator = self._algorithm.estimator
+        if fine_tunes(self.args) or not isinstance(estimator, CriticEstimator):
             return None
-        return Critic(args, estimator, self.device)
+        return Critic(self.args, estimator, self.device)
 
     def _choose_trained(self, chunks: list[PolicyModel]) -> None:
         """Adds adapters, freezes, and finds out which rank holds what. Collective."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.advantages import ESTIMATORS, Arrays
+from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.data.context_split import split_context
@@ -169,7 +170,9 @@ def run(layout: Layout, prepared: PreparedBatch, args: Any, *, what: str) -> dic
     """One optimizer step's loss and gradients, summed over the world."""
     toy = Toy(layout)
     by_values = what == "values"
-    objective: Any = ValueObjective(ESTIMATORS.build("ppo", args)) if by_values else objective_of(args)
+    objective: Any = (
+        ValueObjective(ESTIMATORS.build("ppo", args)) if by_values else objective_of(args, Algorithm.of(args))
+    )
     total = torch.zeros((), dtype=torch.float64)
     sums: dict[str, Any] = {}
     for positions in prepared.schedule.steps[0].micro_batches[layout.dp_rank]:
@@ -204,7 +207,9 @@ def run_cases(seat: Seat, sizes: tuple[int, int, int], cases: dict[Case, dict[st
         results = {}
         for case, settings in cases.items():
             args = training_args(Path("unused"), **settings)
-            prepared = prepare(batch, args, dp_size=layout.dp_size, cp_size=layout.cp_size)
+            algorithm = Algorithm.of(args)
+            prepared = prepare(batch, args, algorithm, dp_size=layout.dp_size, cp_size=layout.cp_size)
             what = "values" if args.advantage_estimator == "ppo" else "log_probs"
-            results[case] = run(layout, with_advantages(prepared, args, log_probs, values), args, what=what)
+            prepared = with_advantages(prepared, args, algorithm, log_probs, values)
+            results[case] = run(layout, prepared, args, what=what)
         return results

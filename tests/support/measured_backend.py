@@ -50,9 +50,9 @@ class MeasuredBackend(MegatronBackend):
 
         A training step leaves each data-parallel rank with its own shard of the gradients only.
         """
-        trainable = self._trainable
+        trainable, objective = self._trainable, objective_of(self.args, self._algorithm)
         zero_grad(trainable)
-        run_step(self._context, objective_of(self.args), trainable, prepared, prepared.schedule.steps[0], None)
+        run_step(self._context, objective, trainable, prepared, prepared.schedule.steps[0], None)
         gather_grads(trainable)
         out = {
             name: getattr(p, "main_grad", torch.zeros_like(p, dtype=torch.float32)).detach().clone()

@@ -88,8 +88,9 @@ class AdvantageEstimator(ABC):
     def estimate(self, batch: RewardedBatch) -> Estimate:
         """The advantages of a batch, before distillation and whitening. Deterministic: every rank computes the same."""
 
-    def check(self, args: Args) -> None:  # noqa: B027
-        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
+    def check(self, args: Args) -> str | None:
+        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from slime.algorithms.advantages import AdvantageEstimator, Array, Estimate, RewardedBatch
 from slime.algorithms.advantages.returns import spread_advantage
-from slime.core.errors import ConfigError
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import always, derived
 
@@ -54,13 +53,14 @@ class GroupEstimator(AdvantageEstimator):
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
         """Rewards [S] less what they are compared with; 0 where there is nothing to compare."""
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """What the reward hook returns is what is trained on."""
-        if args.custom_reward_post_process_path and self.rewards_normalization:
-            raise ConfigError(
-                "got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the "
-                "hook returns once more; drop the switch and normalise in the hook"
-            )
+        if not (args.custom_reward_post_process_path and self.rewards_normalization):
+            return None
+        return (
+            "got --custom-reward-post-process-path with --rewards-normalization, which would normalise what the hook "
+            "returns once more; drop the switch and normalise in the hook"
+        )
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
         """See `AdvantageEstimator`."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from slime.algorithms.advantages import ESTIMATORS, Array
 from slime.algorithms.advantages.groups import GroupEstimator, iter_groups, nothing_to_compare
-from slime.core.errors import ConfigError
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import Need, always, derived, opt
 
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 
 STD_EPSILON = 1e-6
 """Added to the (unbiased) standard deviation."""
-SCALES = ("group", "batch", "none")
+Scale = Literal["group", "batch", "none"]
+"""Whose standard deviation divides."""
 
 _COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_normalization"))
 
@@ -45,7 +45,7 @@ class GroupRelative(GroupEstimator):
         asks=always,
     )
     """Divide group rewards by their standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
-    advantage_scale: Literal["group", "batch", "none"] = derived(
+    advantage_scale: Scale = derived(
         lambda s: "group" if s.grpo_std_normalization else "none",
         lambda s: f"grpo_std_normalization {s.grpo_std_normalization}",
         needs=_COMPARES,
@@ -63,15 +63,15 @@ class GroupRelative(GroupEstimator):
         """See `GroupEstimator`."""
         return group_advantages(rewards, groups, executions, scale=self.advantage_scale, epsilon=self.advantage_epsilon)
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """Two settings say whether rewards are divided; where both are given they say the same."""
-        super().check(args)
         both = args.was_given("grpo_std_normalization") and args.was_given("advantage_scale")
         if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
-            raise ConfigError(
+            return (
                 f"got grpo_std_normalization {self.grpo_std_normalization} with advantage_scale "
                 f"{self.advantage_scale}, which contradicts it; give one of them"
             )
+        return super().check(args)
 
 
 def group_advantages(
@@ -79,16 +79,13 @@ def group_advantages(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
     *,
-    scale: str = "group",
+    scale: Scale = "group",
     epsilon: float = STD_EPSILON,
 ) -> Array:
     """Reward minus the mean of its group, for each sample [S], divided as `scale` says.
 
     group: by the group's standard deviation + epsilon; batch: by that of all executions of the batch; none: not.
-    Raises `ConfigError` on an unknown scale.
     """
-    if scale not in SCALES:
-        raise ConfigError(f"got --advantage-scale {scale!r}; choose one of {', '.join(SCALES)}")
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
     everyone: list[float] = []
@@ -99,6 +96,10 @@ def group_advantages(
         out[members] = rewards[members] - np.mean(own)
         if scale == "group":
             out[members] /= np.std(own, ddof=1) + epsilon
-    if scale == "batch" and len(everyone) > 1:
-        out /= np.std(everyone, ddof=1) + epsilon
-    return out
+    match scale:
+        case "batch":
+            return out / (np.std(everyone, ddof=1) + epsilon) if len(everyone) > 1 else out
+        case "group" | "none":
+            return out
+        case _ as never:
+            assert_never(never)

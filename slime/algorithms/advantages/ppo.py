@@ -7,7 +7,7 @@ token V and A are 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Estimate, RewardedBatch, where_trained
 from slime.algorithms.advantages.returns import ReturnSettings, rewards_of_tokens
 from slime.algorithms.advantages.scan import CHUNK_TOKENS, reverse_scan
-from slime.core.errors import ConfigError
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
 
@@ -34,6 +33,7 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
     def estimate(self, batch: RewardedBatch) -> Estimate:
         """See `AdvantageEstimator`."""
         assert batch.values is not None, "ppo needs the critic's values"
+        assert self.observation_returns != "reset", "`check` refuses it"
         pairs = [
             generalized_advantages(r, v, m, self.gamma, self.lambd, self.observation_returns)
             for r, v, m in zip(rewards_of_tokens(batch), batch.values, batch.masks, strict=True)
@@ -41,10 +41,11 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
         advantages, returns = [a for a, _ in pairs], [r for _, r in pairs]
         return Estimate(where_trained(advantages, batch.masks), where_trained(returns, batch.masks))
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """GAE bootstraps over observations or through them; there is no reset."""
         if self.observation_returns == "reset":
-            raise ConfigError("got observation_returns reset with ppo, which bootstraps; give skip or through")
+            return "got observation_returns reset with ppo, which bootstraps; give skip or through"
+        return None
 
 
 def generalized_advantages(
@@ -53,13 +54,13 @@ def generalized_advantages(
     mask: npt.NDArray[Any],
     gamma: float,
     lambd: float,
-    observations: str = "skip",
+    observations: Literal["skip", "through"] = "skip",
     chunk: int = CHUNK_TOKENS,
 ) -> tuple[Array, Array]:
     """(advantages [R], returns [R]) of one sample; all inputs [R].
 
     skip: observation tokens take no time and their values do not matter, V_{t+1} is that of the next trained token;
-    both results are 0 there. through: every token is a step with its own value. Raises `ConfigError` otherwise.
+    both results are 0 there. through: every token is a step with its own value.
     """
     trained = np.asarray(mask) > 0
     if observations == "through":
@@ -67,7 +68,7 @@ def generalized_advantages(
     elif observations == "skip":
         steps = trained
     else:
-        raise ConfigError(f"got --observation-returns {observations!r} with a critic; choose skip or through")
+        assert_never(observations)
     rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)[steps]
     value = np.asarray(values, np.float64)[steps]
     delta = rewards + gamma * np.append(value[1:], 0.0) - value if len(value) else rewards

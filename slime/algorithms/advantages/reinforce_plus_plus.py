@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,8 @@ from slime.algorithms.advantages import (
     RewardedBatch,
     where_trained,
 )
-from slime.algorithms.advantages.returns import OBSERVATIONS, ReturnSettings, rewards_of_tokens
+from slime.algorithms.advantages.returns import Observations, ReturnSettings, rewards_of_tokens
 from slime.algorithms.advantages.scan import reverse_scan
-from slime.core.errors import ConfigError
 
 
 @ESTIMATORS.register("reinforce_plus_plus")
@@ -38,12 +37,9 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
 
 
 def discounted_returns(
-    token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: str = "skip"
+    token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: Observations = "skip"
 ) -> Array:
-    """R_t = r_t + gamma * R_{t+1} over the tokens of one sample [R]; what stands at masked positions is not trained.
-
-    Raises `ConfigError` on an unknown value of `observations`.
-    """
+    """R_t = r_t + gamma * R_{t+1} over the tokens of one sample [R]; what stands at masked positions is not trained."""
     trained = np.asarray(mask) > 0
     rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
     if observations == "through":
@@ -55,4 +51,4 @@ def discounted_returns(
     if observations == "reset":
         parts = np.split(rewards, np.flatnonzero(~trained))
         return np.concatenate([reverse_scan(part, gamma) for part in parts])
-    raise ConfigError(f"got --observation-returns {observations!r}; choose one of {', '.join(OBSERVATIONS)}")
+    assert_never(observations)

@@ -19,7 +19,7 @@ from slime.core.errors import DataError
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
 
-OBSERVATIONS = ("skip", "through", "reset")
+Observations = Literal["skip", "through", "reset"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ReturnSettings:
 
     gamma: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
     """Discount of later tokens' rewards (ppo, reinforce_plus_plus)."""
-    observation_returns: Literal["skip", "through", "reset"] = opt("skip", needs=OWN_ADVANTAGES)
+    observation_returns: Observations = opt("skip", needs=OWN_ADVANTAGES)
     """What tokens that the policy did not write (tool results) do to returns: they are skipped, count as time steps, or
     end the discounted sum (reinforce_plus_plus only)."""
 

@@ -43,8 +43,9 @@ class Aggregation(ABC):
         `count_masked` is false. Samples that are not to count at all (unscored ones) are not passed.
         """
 
-    def check(self, args: Args) -> None:  # noqa: B027
-        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
+    def check(self, args: Args) -> str | None:
+        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        return None
 
 
 AGGREGATIONS: Registry[Aggregation] = Registry(

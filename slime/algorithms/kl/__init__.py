@@ -47,8 +47,9 @@ class KLEstimator(ABC):
         log_ratio, _ = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
         return estimate * log_ratio.exp()
 
-    def check(self, args: Args) -> None:  # noqa: B027
-        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
+    def check(self, args: Args) -> str | None:
+        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        return None
 
 
 KL_ESTIMATORS: Registry[KLEstimator] = Registry(

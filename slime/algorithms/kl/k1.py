@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.algorithms.kl import KL_ESTIMATORS, KLEstimator
-from slime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +22,11 @@ class K1(KLEstimator):
         """See `KLEstimator`."""
         return d
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """A loss that holds nothing is refused."""
-        if args.use_kl_loss and args.kl_loss_coef and not args.use_unbiased_kl:
-            raise ConfigError(
-                f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}, because as a loss its expected gradient "
-                "is zero, so nothing pulls the policy to the reference; use another, or add --use-unbiased-kl"
-            )
+        if not (args.use_kl_loss and args.kl_loss_coef) or args.use_unbiased_kl:
+            return None
+        return (
+            f"got kl_loss_type k1 with kl_loss_coef {args.kl_loss_coef}, because as a loss its expected gradient is "
+            "zero, so nothing pulls the policy to the reference; use another, or add --use-unbiased-kl"
+        )

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
-from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -60,8 +59,18 @@ class Correction(ABC):
     name: ClassVar[str]
     switch: ClassVar[str] = ""
     """The flag that asks for it, for messages."""
+    asked_by: ClassVar[str] = ""
+    """The setting of that flag; corrections of one setting stand in for each other."""
+    place: ClassVar[int] = 0
+    """Where it acts among those that switches ask for, the smallest first; --off-policy-corrections has its own order.
+    """
     needs_rollout_log_probs: ClassVar[bool] = True
     """Whether trained tokens must come with the engine's log-probs."""
+
+    @classmethod
+    def asked_for(cls, settings: Any) -> bool:
+        """Whether the switches ask for it, where --off-policy-corrections is not given."""
+        return False
 
     @abstractmethod
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,20 +79,22 @@ class Correction(ABC):
         A name that ends in `_clamped` is counted instead.
         """
 
-    def check(self, args: Args) -> None:  # noqa: B027
-        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
+    def check(self, args: Args) -> str | None:
+        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        return None
 
 
 class MismatchCorrection(Correction):
     """A correction by w = p(trainer, before the update) / p(engine)."""
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """With the engine's log-probs as old policy every w is one."""
-        if args.use_rollout_logprobs:
-            raise ConfigError(
-                "got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
-                "them with the trainer's; give one of them"
-            )
+        if not args.use_rollout_logprobs:
+            return None
+        return (
+            "got --use-rollout-logprobs with --use-tis, --rejection-level or --get-mismatch-metrics, which compare "
+            "them with the trainer's; give one of them"
+        )
 
 
 CORRECTIONS: Registry[Correction] = Registry(

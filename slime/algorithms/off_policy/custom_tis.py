@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
 from slime.core.errors import HookError
@@ -11,6 +11,8 @@ from slime.settings.hooks import load_hook
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from slime.settings import Args
 
 FLAG = "--custom-tis-function-path"
 
@@ -20,13 +22,26 @@ FLAG = "--custom-tis-function-path"
 class CustomWeights(MismatchCorrection):
     """Lists per sample in; the changed loss, masks per sample and metrics [R] out."""
 
-    switch: ClassVar[str] = "--custom-tis-function-path"
+    switch: ClassVar[str] = FLAG
+    asked_by: ClassVar[str] = "use_tis"
+    place: ClassVar[int] = 10
+
+    @classmethod
+    def asked_for(cls, settings: Any) -> bool:
+        """It takes the place of `tis`."""
+        return bool(settings.use_tis and settings.custom_tis_function_path)
+
+    def check(self, args: Args) -> str | None:
+        """There is a function to call."""
+        if not args.custom_tis_function_path:
+            return f"got --off-policy-corrections custom_tis without {FLAG}, which names its function; give both"
+        return super().check(args)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`. Raises `HookError` if the function breaks its contract."""
         import torch
 
-        assert tokens.args.custom_tis_function_path is not None, "the correction is chosen by its function"
+        assert tokens.args.custom_tis_function_path is not None, "`check` refuses it"
         result = load_hook(tokens.args.custom_tis_function_path, "tis")(
             args=tokens.args,
             pg_loss=loss,

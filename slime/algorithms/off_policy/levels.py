@@ -6,26 +6,23 @@ variance grows with the length). geometric: the geometric mean of the same token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, assert_never
 
 from slime.algorithms.log_ratio import clamp_counted, clamped_log_ratio, unmasked
-from slime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.algorithms.sequences import Sequences
-
-Level = Literal["token", "sequence", "geometric"]
-LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
+    from slime.settings.groups.off_policy import Level
 
 
 def mismatch_log_ratio(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, level: str, limit: float
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, level: Level, limit: float
 ) -> tuple[Tensor, Tensor]:
     """(log ratio [R] at `level`, detached, zero where masked; where a clamp acted [R] bool).
 
-    The clamp of +-`limit` holds for each token and for the sum of a sequence. Raises `ConfigError` on an unknown level.
+    The clamp of +-`limit` holds for each token and for the sum of a sequence.
     """
     log_ratio, limited = clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), mask, limit)
     if level == "token":
@@ -35,4 +32,4 @@ def mismatch_log_ratio(
     if level == "sequence":
         total, too_far = clamp_counted(sequences.sum(log_ratio), limit)
         return unmasked(sequences.spread(total), mask), limited | (sequences.spread(too_far) & (mask > 0))
-    raise ConfigError(f"got level {level!r}; choose one of {', '.join(LEVELS)}")
+    assert_never(level)

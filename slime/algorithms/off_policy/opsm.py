@@ -7,7 +7,7 @@ out: pushing its tokens down further would be learning from what the policy no l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
 from slime.algorithms.off_policy import CORRECTIONS, Correction, OffPolicyTokens
@@ -25,11 +25,17 @@ class OffPolicySequenceMasking(Correction):
     """Leaves out drifted sequences with a negative advantage (`--use-opsm`)."""
 
     switch: ClassVar[str] = "--use-opsm"
-
+    asked_by: ClassVar[str] = "use_opsm"
+    place: ClassVar[int] = 40
     needs_rollout_log_probs: ClassVar[bool] = False
 
     opsm_delta: float = opt(1e-4, ge=0)
     """Largest mean of old minus current log-prob of such a sequence."""
+
+    @classmethod
+    def asked_for(cls, settings: Any) -> bool:
+        """See `Correction`."""
+        return bool(settings.use_opsm)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`."""

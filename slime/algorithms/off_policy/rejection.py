@@ -7,13 +7,13 @@ of another can be combined. Rejected tokens stay in the denominators of the loss
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
-from slime.algorithms.off_policy.levels import Level, mismatch_log_ratio
-from slime.core.errors import ConfigError
+from slime.algorithms.off_policy.levels import mismatch_log_ratio
 from slime.settings.fields import opt
+from slime.settings.groups.off_policy import Level
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +28,9 @@ class Rejection(MismatchCorrection):
     """Leaves out what is out of the band (`--rejection-level`)."""
 
     switch: ClassVar[str] = "--rejection-level"
+    asked_by: ClassVar[str] = "rejection_level"
+    place: ClassVar[int] = 30
 
-    rejection_level: Level | None = None
-    """Leave tokens (or whole sequences) out of the loss whose w is out of bounds, apart from the weight."""
     rejection_low: float = opt(0.5, ge=0)
     """Lower bound of an accepted w."""
     rejection_high: float = opt(2.0, ge=0)
@@ -38,14 +38,21 @@ class Rejection(MismatchCorrection):
     rejection_veto: float | None = opt(None, ge=0)
     """A sequence with one token whose w is below this is left out."""
 
+    @classmethod
+    def asked_for(cls, settings: Any) -> bool:
+        """See `Correction`."""
+        return settings.rejection_level is not None
+
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`."""
+        level = tokens.args.rejection_level
+        assert level is not None, "`check` refuses it"
         keep = rejection_mask(
             tokens.trainer_log_probs,
             tokens.rollout_log_probs,
             tokens.sampled,
             tokens.sequences,
-            level=self.rejection_level or "token",
+            level=level,
             low=self.rejection_low,
             high=self.rejection_high,
             veto=self.rejection_veto,
@@ -53,14 +60,19 @@ class Rejection(MismatchCorrection):
         )
         return loss * keep, {"rejected": 1.0 - keep}
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """See `Correction`."""
-        super().check(args)
+        if args.rejection_level is None:
+            return (
+                "got --off-policy-corrections rejection without --rejection-level, which says whose ratio is compared; "
+                "give token, sequence or geometric"
+            )
         if self.rejection_low > self.rejection_high:
-            raise ConfigError(
+            return (
                 f"got rejection_low {self.rejection_low} and rejection_high {self.rejection_high}, because no ratio "
                 "lies between them; give 0 <= low <= high"
             )
+        return super().check(args)
 
 
 def rejection_mask(
@@ -69,7 +81,7 @@ def rejection_mask(
     mask: Tensor,
     sequences: Sequences,
     *,
-    level: str = "token",
+    level: Level = "token",
     low: float | None = None,
     high: float | None = None,
     veto: float | None = None,

@@ -9,13 +9,13 @@ outside of it ("mask"), without a gradient of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, assert_never
 
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
-from slime.algorithms.off_policy.levels import Level, mismatch_log_ratio
-from slime.core.errors import ConfigError
+from slime.algorithms.off_policy.levels import mismatch_log_ratio
 from slime.settings.fields import opt
+from slime.settings.groups.off_policy import Level
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from slime.algorithms.sequences import Sequences
     from slime.settings import Args
 
-MODES = ("truncate", "mask")
+Mode = Literal["truncate", "mask"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSettings:
+class Weighing(MismatchCorrection):
     """How the weights are made; of those that act and of those that are only reported."""
 
     tis_clip: float = opt(2.0, ge=0)
@@ -36,16 +36,17 @@ class WeightSettings:
     """Lower bound of the weight."""
     tis_level: Level = "token"
     """The weight of a token is its own, the product over its sequence, or the geometric mean of it."""
-    tis_mode: Literal["truncate", "mask"] = "truncate"
+    tis_mode: Mode = "truncate"
     """A weight out of bounds becomes the bound (TIS), or zero (icepop, MIS)."""
 
-    def check_bounds(self) -> None:
-        """Raises `ConfigError` for bounds of no interval."""
+    def check(self, args: Args) -> str | None:
+        """See `Correction`."""
         if self.tis_clip_low > self.tis_clip:
-            raise ConfigError(
+            return (
                 f"got tis_clip_low {self.tis_clip_low} and tis_clip {self.tis_clip}, because no weight lies between "
                 "them; give 0 <= low <= high"
             )
+        return super().check(args)
 
     def weights(self, tokens: OffPolicyTokens) -> ImportanceWeights:
         """Of the tokens that an engine sampled; 1 elsewhere."""
@@ -64,37 +65,50 @@ class WeightSettings:
 
 @CORRECTIONS.register("tis")
 @dataclass(frozen=True, kw_only=True)
-class ImportanceSampling(WeightSettings, MismatchCorrection):
+class ImportanceSampling(Weighing):
     """Multiplies the policy loss by the weights."""
 
     switch: ClassVar[str] = "--use-tis without --custom-tis-function-path"
+    asked_by: ClassVar[str] = "use_tis"
+    place: ClassVar[int] = 10
+
+    @classmethod
+    def asked_for(cls, settings: Any) -> bool:
+        """Unless `custom_tis` takes its place."""
+        return bool(settings.use_tis and not settings.custom_tis_function_path)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`."""
         weights = self.weights(tokens)
         return loss * weights.weight, weights.metrics()
 
-    def check(self, args: Args) -> None:
-        """See `Correction`."""
-        super().check(args)
-        self.check_bounds()
+    def check(self, args: Args) -> str | None:
+        """A function of the user's is called by `custom_tis` alone."""
+        if args.custom_tis_function_path and "custom_tis" not in args.off_policy_corrections:
+            return (
+                "got --off-policy-corrections tis with --custom-tis-function-path, which only custom_tis calls; name "
+                "custom_tis in its place, or drop the function"
+            )
+        return super().check(args)
 
 
 @CORRECTIONS.register("tis_metrics")
 @dataclass(frozen=True, kw_only=True)
-class ReportedWeights(WeightSettings, MismatchCorrection):
+class ReportedWeights(Weighing):
     """Reports the weights without applying them (`--get-mismatch-metrics`)."""
 
     switch: ClassVar[str] = "--get-mismatch-metrics"
+    asked_by: ClassVar[str] = "get_mismatch_metrics"
+    place: ClassVar[int] = 20
+
+    @classmethod
+    def asked_for(cls, settings: Any) -> bool:
+        """Weights that act are reported anyway."""
+        return bool(settings.get_mismatch_metrics and not settings.use_tis)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Correction`."""
         return loss, self.weights(tokens).metrics()
-
-    def check(self, args: Args) -> None:
-        """See `Correction`."""
-        super().check(args)
-        self.check_bounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +140,15 @@ def importance_weights(
     mask: Tensor,
     sequences: Sequences,
     *,
-    level: str = "token",
-    mode: str = "truncate",
+    level: Level = "token",
+    mode: Mode = "truncate",
     low: float,
     high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> ImportanceWeights:
     """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values cannot matter.
 
-    What is masked does not enter the product or the mean of its sequence. Raises `ConfigError` on an unknown level or
-    mode.
+    What is masked does not enter the product or the mean of its sequence.
     """
     import torch
 
@@ -147,5 +160,5 @@ def importance_weights(
     elif mode == "mask":
         weight = torch.where(outside, torch.zeros_like(raw), raw)
     else:
-        raise ConfigError(f"got --tis-mode {mode!r}; choose one of {', '.join(MODES)}")
+        assert_never(mode)
     return ImportanceWeights(weight, raw, outside.to(raw.dtype), limited.to(raw.dtype))

@@ -61,8 +61,9 @@ class PolicyLoss(ABC):
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """The loss of each token. It must not depend on what stands at masked positions, NaN included."""
 
-    def check(self, args: Args) -> None:  # noqa: B027
-        """Raises `ConfigError` for settings that cannot work together, before anything starts."""
+    def check(self, args: Args) -> str | None:
+        """What cannot work together (got / because / do), before anything starts; None if nothing."""
+        return None
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(

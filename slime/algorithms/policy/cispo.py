@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from slime.algorithms.log_ratio import LOG_RATIO_LIMIT, clamped_log_ratio, unmasked
 from slime.algorithms.policy import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses
 from slime.algorithms.policy.clip import ClipRange
-from slime.core.errors import ConfigError
 from slime.settings.fields import Need, derived, opt
 
 if TYPE_CHECKING:
@@ -64,13 +63,14 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
             log_ratio_limit=tokens.log_ratio_limit,
         )
 
-    def check(self, args: Args) -> None:
+    def check(self, args: Args) -> str | None:
         """See `PolicyLoss`."""
-        if not 0 <= self.cispo_clip_low <= self.cispo_clip_high:
-            raise ConfigError(
-                f"got cispo_clip_low {self.cispo_clip_low} and cispo_clip_high {self.cispo_clip_high}, because no "
-                "weight lies between them; give 0 <= low <= high"
-            )
+        if 0 <= self.cispo_clip_low <= self.cispo_clip_high:
+            return None
+        return (
+            f"got cispo_clip_low {self.cispo_clip_low} and cispo_clip_high {self.cispo_clip_high}, because no weight "
+            "lies between them; give 0 <= low <= high"
+        )
 
 
 def cispo_loss(

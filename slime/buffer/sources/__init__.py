@@ -53,6 +53,10 @@ class DataSource(ABC):
     def open(self, context: SourceContext) -> DataBuffer:
         """The buffer over this source. Called once for a run."""
 
+    def check(self, args: Args) -> str | None:
+        """What of the settings cannot work with it (got / because / do); None if nothing. Asked before the start."""
+        return None
+
 
 class SampleSource(DataSource):
     """A source that makes groups of samples itself, and takes back what is unfinished."""

@@ -40,9 +40,9 @@ class Qwen3Next(Family):
     """Linear attention of Qwen3-Next and Qwen3.5: kernels of flash-linear-attention (a GPU and half precision), plain
     PyTorch, or the kernels where they are installed and can run."""
 
-    def check(self, args: Args) -> list[str]:
+    def check(self, args: Args) -> str | None:
         """A recurrence runs through whole sequences, on ranks that hold whole key heads; kernels can run."""
-        return [*_layout_problems(args), *self._kernel_problems(args)]
+        return _layout_problem(args) or self._kernel_problem(args)
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Gated delta nets, gated attention, experts. Raises `ConfigError` for what is not trained."""
@@ -100,28 +100,28 @@ class Qwen3Next(Family):
         """See `flops`."""
         return mixer_cost(hf_config, layer)
 
-    def _kernel_problems(self, args: Args) -> list[str]:
+    def _kernel_problem(self, args: Args) -> str | None:
         if self.qwen_gdn_backend != "fla":
-            return []
+            return None
         problems = (
             ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
             ("the trainer runs on a CPU", args.device == "cpu"),
             ("the training dtype is float32", not (args.megatron["bf16"] or args.megatron["fp16"])),
         )
         reasons = " and ".join(reason for reason, holds in problems if holds)
-        told = f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself"
-        return [told] if reasons else []
+        if not reasons:
+            return None
+        return f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself"
 
 
-def _layout_problems(args: Args) -> list[str]:
+def _layout_problem(args: Args) -> str | None:
     m = args.megatron
     tp, cp, heads = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1, m["linear_num_key_heads"]
-    out = []
     if heads % tp:
-        out.append(f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor")
+        return f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor"
     if cp > 1:
-        out.append(
+        return (
             f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
             "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size"
         )
-    return out
+    return None

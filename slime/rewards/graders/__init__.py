@@ -17,11 +17,14 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 from slime.core.sample import Sample
+
+if TYPE_CHECKING:
+    from slime.settings import Args
 
 Reward = float | dict[str, Any]
 """A finite number, or several by name, of which `--reward-key` picks one."""
@@ -54,6 +57,10 @@ class Grader(ABC):
     def warm_up(self) -> None:
         """Imports what takes long, before the first sample comes and its time runs."""
         return
+
+    def check(self, args: Args) -> str | None:
+        """What of the settings cannot work with it (got / because / do); None if nothing. Asked before the start."""
+        return None
 
 
 class GraderRegistry(Registry[Grader]):

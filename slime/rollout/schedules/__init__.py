@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slime.buffer.data_buffer import DataBuffer
     from slime.rollout.context import RolloutContext
     from slime.rollout.types import RolloutFnTrainOutput
+    from slime.settings import Args
 
 
 class RolloutSchedule(ABC):
@@ -54,6 +55,10 @@ class RolloutSchedule(ABC):
 
     async def close(self) -> None:  # noqa: B027
         """Ends what still runs and gives its groups back to the source."""
+
+    def check(self, args: Args) -> str | None:
+        """What of the settings cannot work with it (got / because / do); None if nothing. Asked before the start."""
+        return None
 
 
 SCHEDULES: Registry[RolloutSchedule] = Registry(

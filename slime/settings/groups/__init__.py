@@ -33,7 +33,7 @@ GROUPS: tuple[Group, ...] = (
     Group(evaluation.EvalSettings, "Evaluation", evaluation.RULES),
     Group(reward.RewardSettings, "Reward", reward.RULES),
     Group(algorithm.AlgorithmSettings, "Algorithm", algorithm_rules.RULES),
-    Group(off_policy.OffPolicySettings, "Off-policy corrections"),
+    Group(off_policy.OffPolicySettings, "Off-policy corrections", off_policy.RULES),
     Group(teacher.TeacherSettings, "On-policy distillation", teacher.RULES),
     Group(critic.CriticSettings, "Critic"),
     Group(parameters.ParameterSettings, "Trained parameters, reference, old policy", parameters.RULES),

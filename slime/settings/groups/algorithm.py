@@ -17,6 +17,8 @@ from slime.settings.conditions import (
     SAMPLED_LOSS,
     computes_advantages,
     estimator_of,
+    fine_tunes,
+    minimises_policy_loss,
 )
 from slime.settings.fields import Need, derived, is_not_zero, opt
 
@@ -28,7 +30,7 @@ _COUNTS_EXECUTIONS = Need(
     "a loss_aggregation that counts executions, which token_mean does not",
 )
 _RATIOS = Need(
-    lambda s: s.loss_type == "policy_loss" or (computes_advantages(s) and bool(s.kl_coef)),
+    lambda s: minimises_policy_loss(s) or (computes_advantages(s) and bool(s.kl_coef)),
     "loss_type policy_loss, or --kl-coef with custom_loss",
 )
 
@@ -81,7 +83,7 @@ class AlgorithmSettings:
     entropy_coef: float = opt(0.0, ge=0, needs=POLICY_LOSS, asks=is_not_zero)
     """Weight of the entropy bonus."""
     compute_advantages_and_returns: bool = derived(
-        lambda s: False if s.loss_type == "sft_loss" else None,
+        lambda s: False if fine_tunes(s) else None,
         "--loss-type sft_loss learns from the data, not from rewards",
         default=True,
         off_names=("--disable-compute-advantages-and-returns",),

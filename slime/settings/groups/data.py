@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.core.loading import load_object
+from slime.settings.conditions import fine_tunes
 from slime.settings.fields import Need, derived, opt
 from slime.settings.groups.hooks import SFT_ROLLOUT
 
 _RENDERS = Need(
-    lambda s: s.apply_chat_template or s.loss_type == "sft_loss" or s.rollout_function_path == SFT_ROLLOUT,
+    lambda s: s.apply_chat_template or fine_tunes(s) or s.rollout_function_path == SFT_ROLLOUT,
     "--apply-chat-template",
 )
 

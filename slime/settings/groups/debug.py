@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.settings.conditions import fine_tunes
 from slime.settings.fields import derived
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import SFT_ROLLOUT
@@ -18,7 +19,7 @@ def _trains_only(s: Any) -> bool | None:
     if s.load_debug_rollout_data:
         return True
     evaluates = s.eval_prompt_data is not None or s.eval_config is not None
-    needs_no_engine = s.loss_type == "sft_loss" and s.rollout_function_path == SFT_ROLLOUT and not evaluates
+    needs_no_engine = fine_tunes(s) and s.rollout_function_path == SFT_ROLLOUT and not evaluates
     return True if needs_no_engine else None
 
 

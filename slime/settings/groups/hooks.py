@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.settings.conditions import ADVANTAGES, POLICY_TERM
+from slime.settings.conditions import ADVANTAGES, POLICY_TERM, fine_tunes
 from slime.settings.fields import Adjusted, Need, derived, opt
 
 DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
@@ -48,7 +48,7 @@ class HookSettings:
     """Import paths: `pkg.mod.fn`, `pkg.mod:fn` or `path/to/file.py:fn`. --help hooks shows every signature."""
 
     rollout_function_path: str = derived(
-        lambda s: SFT_ROLLOUT if s.loss_type == "sft_loss" else None,
+        lambda s: SFT_ROLLOUT if fine_tunes(s) else None,
         "--loss-type sft_loss learns from the data, not from rewards",
         default=DEFAULT_ROLLOUT,
         canonical=_one_spelling,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.settings.conditions import REFERENCE
+from slime.settings.conditions import REFERENCE, fine_tunes
 from slime.settings.fields import Need, opt
 from slime.settings.group import Rule
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ADAPTERS = Need(lambda s: s.lora_rank is not None, "--lora-rank")
 _OLD_ACTOR = (
     Need(
-        lambda s: s.loss_type != "sft_loss" and not s.use_rollout_logprobs,
+        lambda s: not fine_tunes(s) and not s.use_rollout_logprobs,
         "old log-probs of the trainer: loss_type policy_loss or custom_loss, without --use-rollout-logprobs",
     ),
     Need(lambda s: not s.debug_train_only, "engines, to which weights are synced"),

@@ -21,6 +21,7 @@ from slime.algorithms.policy import PolicyTokens, TokenLosses
 from slime.algorithms.sft_loss import negative_log_likelihood
 from slime.core.errors import HookError
 from slime.settings import Args
+from slime.settings.conditions import fine_tunes
 from slime.settings.hooks import load_hook
 from slime.training.model.log_probs import TokenScores
 from slime.training.step.micro_batch import MicroBatch
@@ -65,11 +66,11 @@ class Objective(Evaluation, Protocol):
         """Of the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
 
 
-def objective_of(args: Args) -> Objective:
+def objective_of(args: Args, algorithm: Algorithm) -> Objective:
     """What the policy minimises, by `--loss-type`."""
     match args.loss_type:
         case "policy_loss":
-            return PolicyObjective(args, algorithm=Algorithm.of(args))
+            return PolicyObjective(args, algorithm=algorithm)
         case "custom_loss":
             return CustomObjective(args)
         case "sft_loss":
@@ -98,7 +99,7 @@ class LogProbs:
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
         """See `Evaluation`."""
-        args, samples = self.args, self.args.loss_type != "sft_loss"
+        args, samples = self.args, not fine_tunes(self.args)
         with_entropy = trains and self.with_entropy
         return chunk(
             batch.tokens,

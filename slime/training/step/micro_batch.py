@@ -59,6 +59,7 @@ class PreparedBatch:
 def prepare(
     batch: TrainBatch,
     args: Args,
+    algorithm: Algorithm,
     *,
     dp_size: int,
     cp_size: int = 1,
@@ -71,7 +72,7 @@ def prepare(
     `one_step` is for measuring: a batch of any size is one step, whatever the settings say. `flops` prices samples for
     `--balance-data`; a micro-batch may hold `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
     """
-    samples, algorithm = batch.samples, Algorithm.of(args)
+    samples = batch.samples
     check_samples(samples, args, algorithm)
     room = args.max_tokens_per_gpu if args.use_dynamic_batch_size else None
     assert room is not None or not args.use_dynamic_batch_size, "the settings demand --max-tokens-per-gpu"
@@ -99,10 +100,14 @@ def prepare(
 
 
 def with_advantages(
-    prepared: PreparedBatch, args: Args, log_probs: BatchLogProbs, values: Arrays | None = None
+    prepared: PreparedBatch,
+    args: Args,
+    algorithm: Algorithm,
+    log_probs: BatchLogProbs,
+    values: Arrays | None = None,
 ) -> PreparedBatch:
     """The same batch with advantages and returns. Raises as `advantages_and_returns` does."""
-    aims = advantages_and_returns(prepared.batch, args, Algorithm.of(args), log_probs, values)
+    aims = advantages_and_returns(prepared.batch, args, algorithm, log_probs, values)
     return dataclasses.replace(prepared, log_probs=log_probs, values=values, aims=aims)
 
 

@@ -18,6 +18,7 @@ from slime.algorithms.advantages import Arrays
 from slime.core.sample import NOT_SAMPLED
 from slime.models.common.table import FamilyTable
 from slime.settings import Args
+from slime.settings.conditions import fine_tunes
 from slime.training.state.hf_weights import Holder
 from slime.training.state.host_policies import HostPolicies
 from slime.training.step.loss import LogProbs
@@ -48,11 +49,11 @@ class OtherPolicies:
         adapters = holders.keys() - set(table.megatron_names)
         self._host = HostPolicies(parameters, adapters or holders.keys())
         self._synced_version = 0
-        learns_from_samples = args.loss_type != "sft_loss"
+        samples = not fine_tunes(args)
         needed: dict[str, tuple[str | None, str]] = {}
-        if learns_from_samples and (args.use_kl_loss or args.kl_coef):
+        if samples and (args.use_kl_loss or args.kl_coef):
             needed[REFERENCE] = (args.ref_load, "--ref-load")
-        if learns_from_samples and args.use_opd and args.opd_type == "megatron":
+        if samples and args.use_opd and args.opd_type == "megatron":
             needed[TEACHER] = (args.opd_teacher_load, "--opd-teacher-load")
         if args.keep_old_actor:
             needed |= dict.fromkeys((SYNCED, BEFORE), (None, ""))

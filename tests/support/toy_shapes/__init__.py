@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from slime.core.registry import Registry
 from slime.settings.fields import Need, derived, opt
@@ -14,6 +14,10 @@ class Shape(ABC):
     """The contract."""
 
     name: ClassVar[str]
+
+    def check(self, args: Any) -> str | None:
+        """As of every registry."""
+        return None
 
 
 SHAPES: Registry[Shape] = Registry("shape", flag="--shape", package="tests.support.toy_shapes", contract=Shape)  # type: ignore[type-abstract]

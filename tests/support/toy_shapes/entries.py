@@ -27,8 +27,8 @@ class Circle(Lined):
     scale: float = 1.0
     """The group's."""
 
-    def check(self, args: Any) -> list[str]:
-        return [f"got radius {self.radius} above 100; give less"] if self.radius > 100 else []
+    def check(self, args: Any) -> str | None:
+        return f"got radius {self.radius} above 100; give less" if self.radius > 100 else None
 
 
 @SHAPES.register("square")

@@ -179,25 +179,42 @@ def test_a_policy_loss_of_the_user_is_a_policy_loss(tmp_path: Path) -> None:
 def test_a_class_of_another_kind_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "another_kind.py"
     file.write_text(textwrap.dedent(OWN_LOSS))
-    with pytest.raises(ConfigError, match=r"no advantage estimator; derive a class from .*AdvantageEstimator"):
+    with pytest.raises(ConfigError, match=r"as advantage estimator; derive a class from .*AdvantageEstimator"):
         Algorithm.of(settings(advantage_estimator=f"{file}:Unclipped"))
 
 
 @pytest.mark.parametrize(
-    ("registry", "name", "changes", "text"),
+    ("registry", "name", "needed", "changes", "text"),
     [
-        (KL_ESTIMATORS, "k1", {"use_kl_loss": True, "kl_loss_coef": 0.1}, "expected gradient"),
-        (ESTIMATORS, "ppo", {"observation_returns": "reset"}, "skip or through"),
-        (POLICY_LOSSES, "cispo", {"cispo_clip_low": 2.0, "cispo_clip_high": 1.0}, "cispo_clip_low"),
-        (CORRECTIONS, "tis", {"tis_clip_low": 3.0}, "tis_clip"),
-        (CORRECTIONS, "tis", {"use_rollout_logprobs": True}, "use-rollout-logprobs"),
-        (CORRECTIONS, "rejection", {"rejection_low": 3.0}, "rejection_low"),
+        (KL_ESTIMATORS, "k1", {}, {"use_kl_loss": True, "kl_loss_coef": 0.1}, "expected gradient"),
+        (ESTIMATORS, "ppo", {}, {"observation_returns": "reset"}, "skip or through"),
+        (POLICY_LOSSES, "cispo", {}, {"cispo_clip_low": 2.0, "cispo_clip_high": 1.0}, "cispo_clip_low"),
+        (CORRECTIONS, "tis", {}, {"tis_clip_low": 3.0}, "tis_clip"),
+        (CORRECTIONS, "tis", {}, {"use_rollout_logprobs": True}, "use-rollout-logprobs"),
+        (
+            CORRECTIONS,
+            "tis",
+            {},
+            {"off_policy_corrections": ("tis",), "custom_tis_function_path": "a.b"},
+            "only custom_tis",
+        ),
+        (CORRECTIONS, "custom_tis", {"custom_tis_function_path": "a.b"}, {"custom_tis_function_path": None}, "without"),
+        (CORRECTIONS, "rejection", {"rejection_level": "token"}, {"rejection_low": 3.0}, "rejection_low"),
+        (
+            CORRECTIONS,
+            "rejection",
+            {"rejection_level": "token"},
+            {"rejection_level": None},
+            "without --rejection-level",
+        ),
     ],
 )
-def test_an_entry_refuses_what_cannot_work(registry: Registry[Any], name: str, changes: Any, text: str) -> None:
-    registry.build(name, settings()).check(settings())
-    with pytest.raises(ConfigError, match=text):
-        registry.build(name, settings(**changes)).check(settings(**changes))
+def test_an_entry_refuses_what_cannot_work(
+    registry: Registry[Any], name: str, needed: dict[str, Any], changes: dict[str, Any], text: str
+) -> None:
+    assert registry.build(name, settings(**needed)).check(settings(**needed)) is None, "it works"
+    wrong = settings(**needed | changes)
+    assert text in registry.build(name, wrong).check(wrong)
 
 
 def test_corrections_follow_the_switches_in_the_order_in_which_they_act() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,10 +15,9 @@ from slime.algorithms.advantages.ppo import generalized_advantages
 from slime.algorithms.advantages.reinforce_plus_plus import discounted_returns
 from slime.algorithms.advantages.returns import spread_advantage, token_rewards
 from slime.algorithms.advantages.whitening import whiten
-from slime.algorithms.off_policy.levels import LEVELS
 from slime.algorithms.off_policy.opsm import opsm_mask
 from slime.algorithms.off_policy.rejection import rejection_mask
-from slime.algorithms.off_policy.tis import MODES, importance_weights
+from slime.algorithms.off_policy.tis import Mode, importance_weights
 from slime.algorithms.policy import TokenLosses
 from slime.algorithms.policy.cispo import cispo_loss
 from slime.algorithms.policy.gspo import gspo_loss
@@ -26,6 +26,7 @@ from slime.algorithms.policy.sapo import sapo_loss
 from slime.algorithms.sequences import Sequences
 from slime.algorithms.sft_loss import negative_log_likelihood
 from slime.algorithms.value_loss import value_loss
+from slime.settings.groups.off_policy import Level
 from tests.support.algorithms import KL_TYPES, kl_estimate
 
 POISONS = [float("nan"), float("inf"), -float("inf"), 1e6, -1e6]
@@ -67,7 +68,7 @@ TORCH_CASES: dict[str, Callable[[Inputs], list[Tensor]]] = {
     ],
     **{f"kl {k}": lambda x, k=k: [kl_estimate(x[0], x[2], M, k)] for k in KL_TYPES},
     **{f"kl {k}, ratio": lambda x, k=k: [kl_estimate(x[0], x[2], M, k, old_log_probs=x[1])] for k in KL_TYPES},
-    **{f"weights {k} {m}": lambda x, k=k, m=m: _weights(x, k, m) for k in LEVELS for m in MODES},
+    **{f"weights {k} {m}": lambda x, k=k, m=m: _weights(x, k, m) for k in get_args(Level) for m in get_args(Mode)},
 }
 
 

@@ -30,7 +30,7 @@ class Toy(Family):
     """What it is."""
 
     def check(self, args):
-        return ["got a toy that is too weak"] if self.toy_strength < 0 else []
+        return "got a toy that is too weak" if self.toy_strength < 0 else None
 
     def departures(self, hf_config):
         return {"qk_layernorm": True}

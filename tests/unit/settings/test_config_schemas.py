@@ -67,6 +67,7 @@ def test_every_setting_is_read_somewhere() -> None:
         "strict",
     }
     within_config |= {"use_tis", "use_opsm", "get_mismatch_metrics"}  # they choose --off-policy-corrections
+    within_config |= {"compute_advantages_and_returns"}  # asked through slime.settings.conditions
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
     paths.append(ROOT / "slime" / "settings" / "eval_config.py")  # makes the datasets that the rollout samples
     text = "\n".join(p.read_text() for p in [*paths, ROOT / "train.py", ROOT / "train_async.py"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from slime.settings.fields import derived
 from slime.settings.flags import FlagTable
 from slime.settings.passthrough import Passthrough
 from slime.settings.resolver import Resolver
+from slime.settings.table import components as slime_components
 from slime.settings.validation import out_of_range
 from tests.support.command_line import refused
 from tests.support.toy_shapes import SHAPES, ToySettings
@@ -165,7 +167,7 @@ class Pigeon(Transport):
     "What the birds ask for."
 
     def check(self, args):
-        return ["got one pigeon in a storm; give more"] if self.num_pigeons == 13 else None
+        return "got one pigeon in a storm; give more" if self.num_pigeons == 13 else None
 
     def open(self, context):
         raise NotImplementedError
@@ -220,3 +222,18 @@ def test_a_setting_of_a_built_in_entry_is_told_if_another_is_chosen(base: list[s
     assert parse_args(words).idle["update_weight_disk_keep_files"] == "True, which needs update_weight_transport disk"
     assert not parse_args([*words, "--update-weight-transport", "disk"]).idle
     assert "unknown" not in refused([*words, "--strict"]) and "--strict" in refused([*words, "--strict"])
+
+
+def test_every_check_returns_one_message_or_none() -> None:
+    entries = [(c, entry) for c in slime_components().choosers for _, entry in c.registry]
+    assert len({c.setting for c, _ in entries}) >= 9, "the registries that settings choose from"
+    for chooser, entry in entries:
+        says = inspect.get_annotations(entry.check)
+        assert (says["args"], says["return"]) == ("Args", "str | None"), f"{entry} of {chooser.setting}"
+
+
+def test_a_check_that_answers_otherwise_is_refused(base: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "talker.py"
+    path.write_text(TRANSPORT.replace('return "got', 'return ["got').replace('more" if', 'more"] if'))
+    words = [*base, "--update-weight-transport", f"{path}:Pigeon"]
+    assert "whose check returns a list; return one message, or None" in refused([*words, "--num-pigeons", "13"])

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch, TrainSample
 from slime.training.step.loss import objective_of
@@ -61,7 +62,9 @@ def trainer_step(
     args: Any, batch: TrainBatch, before: BatchLogProbs, dp_size: int
 ) -> tuple[float, Tensor, dict[str, float]]:
     """(loss, gradient of the table, metric sums) over all ranks and micro-batches."""
-    prepared = with_advantages(prepare(batch, args, dp_size=dp_size), args, before)
+    algorithm = Algorithm.of(args)
+    prepared = with_advantages(prepare(batch, args, algorithm, dp_size=dp_size), args, algorithm, before)
+    objective = objective_of(args, algorithm)
     logits, total, sums = table(), 0.0, dict[str, float]()
     assert len(prepared.schedule.steps) == 1, "one step"
     for rank in prepared.schedule.steps[0].micro_batches:
@@ -69,7 +72,7 @@ def trainer_step(
             mb = to_device(prepared, positions, torch.device("cpu"), pad_to_multiple=8)
             log_p = logits.log_softmax(-1)[mb.tokens[mb.predicting]]
             entropy = -(log_p.exp() * log_p).sum(-1)
-            parts = objective_of(args).loss(mb, whole_scores(log_p.gather(1, mb.target_tokens[:, None])[:, 0], entropy))
+            parts = objective.loss(mb, whole_scores(log_p.gather(1, mb.target_tokens[:, None])[:, 0], entropy))
             parts.loss.backward()
             total += parts.loss.item()
             for name, value in parts.sums.items():
