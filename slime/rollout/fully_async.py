@@ -20,7 +20,7 @@ def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, 
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     raise HookError(
-        f"got a call of generate_rollout_fully_async for step {rollout_id}, because a function of yours wraps it and "
-        "its worker outlives a step; do: give --fully-async alone, or derive a schedule from "
+        f"got a call of generate_rollout_fully_async for step {rollout_id}, because your function wraps it and "
+        "its worker outlives a step; do: pass --fully-async alone, or derive a schedule from "
         "slime.rollout.schedules.fully_async.FullyAsync and name it with --rollout-schedule"
     )
