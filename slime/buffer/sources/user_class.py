@@ -1,7 +1,7 @@
 """The source of `--data-source-path`: any class with the methods of a source, built as `cls(args)`.
 
-The class needs no base of slime; one that wants settings of its own derives from `SampleSource` and is named
-by `--data-source`.
+The class need not derive from anything in slime; one that wants settings of its own derives from `SampleSource` and is
+named by `--data-source`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UserClass(DataSource):
         return "got --data-source user_class without a class; give its path as --data-source-path"
 
     def open(self, context: SourceContext) -> DataBuffer:
-        """Raises `HookError` if the class is another, or with `--buffer-filter-path`."""
+        """Raises `HookError` if it is not such a class, or with `--buffer-filter-path`."""
         from slime.buffer.data_source import behind_buffer
         from slime.settings.hooks import load_hook
 
