@@ -109,7 +109,7 @@ class MegatronBackend:
             load_family(args.model_family)
         self.hf_config = read_hf_config(args.hf_checkpoint)
         self.table = table_for(self.hf_config)
-        self._flops = family_of(self.hf_config).flops(self.hf_config)
+        self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
         base = parameters_of(chunks)
         hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))
