@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.algorithms.algorithm import Algorithm
 from slime.core.errors import HookError, NumericsError
 from tests.support.adapters import fill_b
 from tests.support.measured_backend import MeasuredBackend
@@ -67,7 +68,7 @@ def train_layout(seat: Seat, spec: dict[str, Any]) -> Outcome:
     all_gradients = {}
     for name, scenario in spec["scenarios"].items():
         order = scenario.get("order") or range(len(batch.samples))
-        with _changed(args, {**settings, **scenario.get("args", {})}):
+        with _changed(backend, {**settings, **scenario.get("args", {})}):
             gradients = backend.gradients(with_samples(batch, [batch.samples[i] for i in order]))
         if seat.rank == 0:
             all_gradients[name] = _on_host(gradients)
@@ -77,7 +78,7 @@ def train_layout(seat: Seat, spec: dict[str, Any]) -> Outcome:
     if spec.get("export"):
         backend.save_hf(out / "hf")
     errors = errors_of(backend, batch, settings) if spec.get("provoke", True) else {}
-    with _changed(args, {**settings, **spec.get("round_args", {})}):
+    with _changed(backend, {**settings, **spec.get("round_args", {})}):
         for done in range(1, spec.get("rounds", 0) + 1):
             result["metrics"].append(backend.train(batch))
             if done == spec.get("save_after"):
@@ -95,15 +96,18 @@ def _on_host(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _changed(args: Any, settings: dict[str, Any]) -> Iterator[None]:
-    """Other settings of a backend in the block, with what follows from them; Megatron's stay."""
+def _changed(backend: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Other settings of a backend in the block, with what follows from them, its algorithm too; Megatron's stay."""
+    args, algorithm = backend.args, backend._algorithm
     kept = dict(vars(args))
     changed = training_args(Path(args.hf_checkpoint), **settings)
     vars(args).update({name: value for name, value in vars(changed).items() if name != "megatron"})
+    backend._algorithm = Algorithm.of(args)
     try:
         yield
     finally:
         vars(args).update(kept)
+        backend._algorithm = algorithm
 
 
 def errors_of(backend: Any, batch: Any, settings: dict[str, Any]) -> dict[str, str]:
@@ -119,7 +123,7 @@ def errors_of(backend: Any, batch: Any, settings: dict[str, Any]) -> dict[str, s
         samples = list(batch.samples)
         broken = samples[3].rollout_log_probs + np.float32(shift)
         samples[3] = dataclasses.replace(samples[3], rollout_log_probs=broken)
-        with _changed(backend.args, {**settings, **changes}):
+        with _changed(backend, {**settings, **changes}):
             try:
                 backend.train(with_samples(batch, samples))
             except (NumericsError, HookError, ZeroDivisionError) as error:
