@@ -27,6 +27,7 @@ from tests.support.e2e import (
     Flags,
     RealRun,
     Recorded,
+    digits_task,
     started_and_finished,
 )
 
@@ -55,17 +56,7 @@ def digits(tasks: Path) -> Callable[[Path], Flags]:
 
     def flags(model: Path) -> Flags:
         return [
-            "--hf-checkpoint",
-            model,
-            "--prompt-data",
-            tasks / DIGITS_FILE,
-            "--input-key",
-            "prompt",
-            "--label-key",
-            "label",
-            "--apply-chat-template",
-            "--custom-rm-path",
-            "recipes.tiny.tasks:digit_fraction",
+            *digits_task(model, tasks / DIGITS_FILE),
             "--rollout-batch-size",
             str(PROMPTS_PER_STEP),
             "--n-samples-per-prompt",

@@ -28,7 +28,7 @@ from recipes.tiny.tasks import digits_rows, write_rows
 from slime.buffer.prompts import PromptWalk
 from slime.core.prompt import Fingerprint
 from slime.core.sample import Group, Status
-from tests.support.e2e import Flags, RealRun, latest_step, rank_settings, recorded_groups
+from tests.support.e2e import Flags, RealRun, digits_task, latest_step, rank_settings, recorded_groups
 from tests.support.kill_at import Point, environment
 
 NUM_STEPS, BATCH, NUM_ROWS, SEED = 10, 4, 24, 7
@@ -129,17 +129,7 @@ class History:
         walk = PromptWalk(Numbers(), shuffle=True, seed=SEED)
         self.order = [walk.next_row() for _ in range(NUM_ROWS * 10)]
         self.flags: Flags = [
-            "--hf-checkpoint",
-            model,
-            "--prompt-data",
-            data,
-            "--input-key",
-            "prompt",
-            "--label-key",
-            "label",
-            "--apply-chat-template",
-            "--custom-rm-path",
-            "recipes.tiny.tasks:digit_fraction",
+            *digits_task(model, data),
             "--rollout-shuffle",
             "--rollout-seed",
             str(SEED),

@@ -276,6 +276,13 @@ class RealRun:
         return [rows[step][name] for step in sorted(rows)]
 
 
+def digits_task(model: Path, data: Path) -> Flags:
+    """A model, and the prompts of the digits task with their reward."""
+    task: Flags = ["--hf-checkpoint", model, "--prompt-data", data]
+    task += ["--input-key", "prompt", "--label-key", "label", "--apply-chat-template"]
+    return [*task, "--custom-rm-path", "recipes.tiny.tasks:digit_fraction"]
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A finished run with its checkpoints, its rollouts, and the flags that repeat it."""
