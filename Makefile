@@ -7,7 +7,9 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 VENV        ?= .venv
 PY          := $(VENV)/bin/python
-PIP         := $(PY) -m pip --disable-pip-version-check install --quiet
+# pip would compile 30,000 files on one core, which is most of the installation: all cores do it at the end.
+PIP         := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
+COMPILE     := $(PY) -m compileall -qq -j 0 -x 'site-packages/.*/(tests?|multimodal_gen)/'
 STAMP       := $(VENV)/.complete
 PINS        := requirements/cpu-engines.txt requirements/cpu-engines-no-deps.txt requirements/constraints.txt
 PYTEST      := $(PY) -m pytest
@@ -32,6 +34,7 @@ $(STAMP): pyproject.toml $(PINS)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(PIP) -c requirements/constraints.txt -r requirements/cpu-engines.txt -e '.[dev]' '$(TORCH)'
 	$(PIP) --no-deps -r requirements/cpu-engines-no-deps.txt
+	@$(COMPILE) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true # some are templates
 	@touch $@
 
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
@@ -40,15 +43,20 @@ demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before an
 # Two sessions side by side, one thread each: what starts engines, ranks or runs waits much and computes little. The
 # output of the pure tests comes at the end.
 PURE := $(wildcard tests/unit tests/mutation tests/project)
+define TWO_SESSIONS
+@export OMP_NUM_THREADS=1; log=$$(mktemp); $(PYTEST) $(SELECT) -p no:cacheprovider $(PURE) >$$log 2>&1 & pid=$$!; \
+trap 'kill $$pid 2>/dev/null; rm -f $$log' EXIT; \
+$(PYTEST) $(SELECT) $(addprefix --ignore=,$(PURE)) tests; real=$$?; \
+wait $$pid; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
+endef
 
+test: SELECT := -m "not slow"
 test: $(STAMP) ## everything but the slow tests, real engines included
-	@export OMP_NUM_THREADS=1; log=$$(mktemp); $(PYTEST) -m "not slow" -p no:cacheprovider $(PURE) >$$log 2>&1 & pid=$$!; \
-	trap 'kill $$pid 2>/dev/null; rm -f $$log' EXIT; \
-	$(PYTEST) -m "not slow" $(addprefix --ignore=,$(PURE)) tests; real=$$?; \
-	wait $$pid; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
+	$(TWO_SESSIONS)
 
+test-all: SELECT := --hypothesis-profile=explore
 test-all: $(STAMP) ## every test, and new examples for the properties
-	$(PYTEST) --hypothesis-profile=explore tests
+	$(TWO_SESSIONS)
 
 check: $(STAMP) ## lint, format, types, import contracts; how much code each room has
 	$(PY) -m ruff check .

@@ -58,7 +58,7 @@ def write(folder: Path) -> None:
     """Writes the checkpoint, and its FP8 version beside it."""
     import torch
 
-    from slime.cli.convert import run
+    from slime.cli.conversion import convert
     from slime.models import table_for
     from slime.training.state import hf_files
 
@@ -70,7 +70,7 @@ def write(folder: Path) -> None:
         (name, (torch.randn(table.shape_of(name), generator=generator) * 0.02).bfloat16()) for name in table.hf_names
     )
     hf_files.write_hf(folder / "bf16", tensors, assets_from=folder / "assets")
-    run(folder / "bf16", folder / "fp8", "fp8")
+    convert(folder / "bf16", folder / "fp8", "fp8")
 
 
 def memory() -> dict[str, int]:

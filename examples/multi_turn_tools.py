@@ -22,10 +22,13 @@ from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.rollout.context import current
 from slime.rollout.generate import generate as one_turn
+from slime.rollout.turns import count_tool_call, expect_tools
 
 MAX_TURNS = 4
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)
 PLACEHOLDER = "qqplaceholderqq"
+FAILED = "error:"
+"""How the result of a failed call begins."""
 TOOLS = [
     {
         "type": "function",
@@ -60,12 +63,14 @@ async def converse(
         sample.tokens = chat.encode(chat.render(sample.prompt, tools=sample.metadata.get("tools") or TOOLS))
     if sample.response_length == 0:
         sample.metadata["turns"] = [0]
+    expect_tools(sample)
     starts: list[int] = sample.metadata["turns"]  # of each turn of the model, in characters of the response
     while True:
         sample = await one_turn(args, sample, sampling_params)
         result = answer(sample.response[starts[-1] :]) if sample.status is Status.COMPLETED else None
         if result is None or len(starts) == MAX_TURNS:
             return sample
+        count_tool_call(sample, failed=result.startswith(FAILED))
         ids = between_turns(chat, result)
         if ids[0] == sample.tokens[-1]:
             ids = ids[1:]  # the model sampled the end of its turn
@@ -82,7 +87,7 @@ def calculate(text: str) -> str | None:
         expression = json.loads(call[1])["arguments"]["expression"]
         return str(_value(ast.parse(expression, mode="eval").body))
     except (ValueError, KeyError, TypeError, SyntaxError, ArithmeticError, RecursionError) as problem:
-        return f"error: {problem}"
+        return f"{FAILED} {problem}"
 
 
 def _value(node: ast.expr) -> float:

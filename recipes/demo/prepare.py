@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from recipes.demo import task
-from recipes.demo.model import unpack
+from . import task
+from .model import unpack
 
 STAMP = "task.json"
 

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# GRPO of SmolLM2-135M-Instruct on small sums, on two CPU cores: `make demo`, or this script with further flags for
-# train.py. Environment: PY (python), SEED, RUN_DIR.
+# GRPO of SmolLM2-135M-Instruct on small sums, on two CPU cores: `make demo`, `slime recipe demo`, or this script with
+# further flags for the loop. Environment: PY (python), SEED, RUN_DIR. In a checkout it runs in its root, from an
+# installed package where you are.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+root=$(cd "$(dirname "$0")/../.." && pwd)
+if test -f "$root/pyproject.toml"; then cd "$root"; fi
 PY=${PY:-.venv/bin/python}
 SEED=${SEED:-1234}
 # bfloat16 is fast only where the processor multiplies it; elsewhere it is emulated, about five times slower than float32.
 if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16; else DTYPE=--no-bf16; fi
 RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
 
-"$PY" -m recipes.demo.prepare --out assets/demo --model assets/smollm2-135m-instruct
+"$PY" -m slime.cli.recipes.demo.prepare --out assets/demo --model assets/smollm2-135m-instruct
 
-"$PY" train.py \
+"$PY" -m slime train \
   --hf-checkpoint assets/smollm2-135m-instruct \
   --run-dir "$RUN_DIR" \
   --device auto --colocate \
@@ -32,4 +34,4 @@ RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
   "$@"
 
 cat "$RUN_DIR/report.md"
-echo "picture: $RUN_DIR/report.png"
+echo "page: $RUN_DIR/report.html, picture: $RUN_DIR/report.png"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.core.errors import DataError, LedgerError
-from slime.core.sample import Group, Sample, Status
+from slime.core.sample import TURN_COUNTS, Group, Sample, Status
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def group_index_of(samples: Sequence[Sample]) -> int:
 
 def reset(sample: Sample) -> Sample:
     """The sample as it was before any generation."""
-    metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored")}
+    metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored", TURN_COUNTS)}
     return dataclasses.replace(
         sample,
         tokens=sample.tokens[: sample.prompt_length],

@@ -1,1 +1,1 @@
-"""The command line beside `train.py`: `slime doctor`, `slime report`, `slime trace`, `slime schemas`."""
+"""The command line: `slime <command>`, one file per command (`slime/cli/main.py` has the table)."""

@@ -6,6 +6,7 @@ are imported in a process of their own, so that one that crashes or hangs is rep
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import socket
@@ -157,9 +158,15 @@ def _guarded(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]
         return [Finding(name, FAIL, f"{type(error).__name__}: {error}")]
 
 
-def run(device: str = "auto", *, engines: bool = True) -> int:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What to check for."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what to check for")
+    parser.add_argument("--no-engines", action="store_true", help="skip the imports of SGLang and Megatron (30 s)")
+
+
+def run(options: argparse.Namespace) -> int:
     """Prints every finding; returns 1 if one failed."""
-    findings = find_all(device, engines=engines)
+    findings = find_all(options.device, engines=not options.no_engines)
     for finding in findings:
         print(f"{finding.state:>4}  {finding.name:<16} {finding.detail}")
     num_failed = sum(f.state == FAIL for f in findings)

@@ -6,6 +6,7 @@ python -m slime.cli.schemas             says what differs; exit code 1 if anythi
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -45,16 +46,23 @@ def differences(installed: dict[str, dict[str, Any]]) -> list[str]:
     return out
 
 
-def main(argv: list[str]) -> int:
-    """Entry of `python -m slime.cli.schemas`; returns the exit code."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Whether to write."""
+    parser.add_argument("--write", action="store_true", help="write them again")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what differs; returns 1 if anything does and nothing is written."""
     installed = build_all()
     changed = differences(installed)
-    if "--write" in argv:
+    if options.write:
         for owner, schema in installed.items():
             (SCHEMA_DIR / f"{owner}.json").write_text(dump(schema))
     print(f"{len(changed)} settings differ" + "".join(f"\n  {line}" for line in changed))
-    return 0 if "--write" in argv else int(bool(changed))
+    return 0 if options.write else int(bool(changed))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="compare the flag schemas with the installed engines")
+    add_flags(parser)
+    sys.exit(run(parser.parse_args()))

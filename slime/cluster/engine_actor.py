@@ -44,5 +44,9 @@ class EngineActor:
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         self._control.resume_memory(tags)
 
+    def require_alive(self) -> None:
+        """Raises `EngineError` if the server has ended."""
+        self._server.require_alive()
+
     def stop(self) -> None:
         self._server.stop()

@@ -1,8 +1,9 @@
 """From settings to a running run, and back to nothing.
 
-Order: run folder -> guardian and Ray -> placement group, engines, trainers, router (`start`). The `with` block ends
-them in the opposite order, whatever ends the block. This module imports no Ray: Ray reads its environment when it is
-imported, and the environment is made here.
+Order: preflight -> run folder -> guardian -> views (W&B has a process of its own) -> Ray -> placement group, engines,
+trainers, router (`start`). The `with` block ends them in the opposite order, whatever ends the block: the views are
+closed when nothing of the run computes any more, and before the guardian ends what is left. This module imports no Ray:
+Ray reads its environment when it is imported, and the environment is made here.
 """
 
 from __future__ import annotations
@@ -10,25 +11,33 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.environment import prepare_environment
+from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import plan_placement
+from slime.cluster.preflight import preflight
+from slime.cluster.resuming import how_to_resume
+from slime.core.errors import ActorDied, ActorFailed
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
-from slime.observability.spans import collect, start_recording
+from slime.observability.spans import start_recording
+from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker, Views
 from slime.settings import Args
 from slime.settings.hooks import check_hooks
 
 if TYPE_CHECKING:
     from slime.cluster.run import Run
+    from slime.cluster.session import RaySession
 
 logger = logging.getLogger(__name__)
 
+DRIVER_LOG = "driver.log"
 RESCUE_LIMIT_S = 600.0
 """How long a save in the background may still take after an error."""
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
@@ -38,9 +47,11 @@ ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 @contextmanager
 def launch(args: Args) -> Iterator[Run]:
     """Starts everything that `args` asks for, yields the verbs, and leaves nothing behind."""
+    began_s = time.monotonic()
     run_id = args.run_id
     prepare_environment(run_id)  # before any user code: a hook may import Ray
     check_hooks(args)
+    preflight(args)
     plan = plan_placement(
         num_train=0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node,
         num_rollout=0 if args.debug_train_only else args.rollout_num_gpus,
@@ -51,38 +62,78 @@ def launch(args: Args) -> Iterator[Run]:
     )
     settings = args.to_json_dict()
     folder = RunFolder.create(
-        Path(args.run_dir).resolve(), run_id=run_id, args=settings, without_effect=settings["idle"]
+        Path(args.run_dir).resolve(),
+        run_id=run_id,
+        args=settings,
+        command=args.command,
+        without_effect=settings["idle"],
     )
-    setup_logging(folder.logs / "driver.log")
+    setup_logging(folder.logs / DRIVER_LOG)
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("settings that were given and have no effect (--strict refuses them):\n%s", told)
-    from slime.cluster.session import RaySession
+    from slime.cluster.session import RaySession, guarded
     from slime.cluster.start import start
 
     num_gpus = plan.num_slots if args.device == "cuda" else 0
     spans = start_recording("driver", folder.traces)
+    startup = StartUp(began_s)
     try:
         with (
+            guarded(run_id, log_path=folder.logs / "guardian.log"),
+            MemoryWatch(run_id) as memory,
             Tracker.with_views(_views(args, settings), folder) as tracker,
-            RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, log_path=folder.logs / "guardian.log"),
         ):
-            run = start(args, plan, folder, tracker)
-            collect()  # the first step begins now
             try:
-                yield run
-            except BaseException as error:
-                if isinstance(error, Exception):  # Ctrl-C ends a save, too
-                    _rescue(run)
-                _end(run, limit_s=HASTY_END_S)
+                with _ray(startup, RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)):
+                    with _explained(memory, folder):
+                        run = start(args, plan, folder, tracker, startup)
+                    yield from _used(run, memory, folder)
+            except BaseException as error:  # after the end of a save in the background
+                if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt)):
+                    error.add_note(told)
                 raise
-            _end(run, limit_s=ORDERLY_END_S)
     except Exception:  # the console gets one message, from `run_or_exit`
         logger.error("the run failed", exc_info=True, extra=FILE_ONLY)
         raise
     finally:
         spans.close()
         folder.write_report()
+
+
+@contextmanager
+def _ray(startup: StartUp, session: RaySession) -> Iterator[None]:
+    """The block has a cluster; how long that took is a phase of the start."""
+    with ExitStack() as stack:
+        with startup.phase("ray", "Ray is up"):
+            stack.enter_context(session)
+        yield
+
+
+def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
+    """Gives the verbs to the loop, and ends the actors in order, whatever ends the loop."""
+    try:
+        with _explained(memory, folder):
+            yield run
+    except BaseException as error:
+        if isinstance(error, Exception):  # Ctrl-C ends a save, too
+            _rescue(run)
+        _end(run, limit_s=HASTY_END_S)
+        raise
+    _end(run, limit_s=ORDERLY_END_S)
+
+
+@contextmanager
+def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
+    """Notes to an error that ends the block, while the others still live: was it memory, and where its trace is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ActorDied) or memory.was_killed_for_memory():
+            error.add_note(memory.report())
+        if isinstance(error, ActorFailed | ActorDied):
+            error.add_note(f"the trace is in {folder.logs / DRIVER_LOG}")
+        raise
 
 
 def _views(args: Args, settings: dict[str, Any]) -> Views:

@@ -24,8 +24,8 @@ class MemoryHandOver:
         self._engines_lent = False
 
     def to_trainer(self) -> None:
-        """The trainer can train; engines are idle."""
-        if self._engines_lend:
+        """The trainer can train; engines are idle. Nothing if that is so already."""
+        if self._engines_lend and not self._engines_lent:
             with span("offload_rollout"):
                 self._actors.on_engines("release_memory")
             self._engines_lent = True

@@ -16,7 +16,9 @@ import ray
 
 from slime.core.batch import TrainBatch
 from slime.observability.logs import setup_logging
+from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
+from slime.rollout.types import StepNews
 from slime.serving.router import Router
 from slime.settings import Args
 
@@ -30,7 +32,13 @@ class RolloutActor:
         setup_logging(Path(log_dir) / "rollout.log")
         self._router: Router | None = None
         if num_engines:
-            self._router = Router(log_path=Path(log_dir) / "router.log", extra_args=args.router, worker_api_key=api_key)
+            self._router = Router(
+                host=args.router_host,
+                port=args.router_port,
+                log_path=Path(log_dir) / "router.log",
+                extra_args=args.router,
+                worker_api_key=api_key,
+            )
             self._router.start()
             self._router.wait_ready(args.engine_start_timeout_s)
             args = args.replace(sglang_router_ip=self._router.host, sglang_router_port=self._router.port)
@@ -51,15 +59,21 @@ class RolloutActor:
         """The router; None without engines."""
         return None if self._router is None else self._router.url
 
-    async def serve(self) -> None:
-        """Lasts as long as this actor."""
-        await asyncio.Event().wait()
+    async def require_alive(self) -> None:
+        """Raises `EngineError` if the router has ended."""
+        if self._router is not None:
+            self._router.require_alive()
 
-    async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
-        return await self._manager.generate(rollout_id)
+    async def generate(self, rollout_id: int) -> tuple[TrainBatch, StepNews]:
+        batch, metrics = await self._manager.generate(rollout_id)
+        return batch, StepNews(metrics, self._manager.showcase.take("rollout", rollout_id))
 
-    async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        return await self._manager.evaluate(rollout_id)
+    async def evaluate(self, rollout_id: int) -> StepNews:
+        metrics = await self._manager.evaluate(rollout_id)
+        return StepNews(metrics, self._manager.showcase.take("eval", rollout_id))
+
+    async def held_out(self) -> tuple[HeldOut, ...]:
+        return await self._manager.held_out()
 
     async def probe(self) -> TrainBatch:
         return await self._manager.probe()

@@ -12,26 +12,42 @@ Invariants
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from slime.cluster.actors import Actors
+from slime.cluster.held_out import HeldOutLoss
 from slime.cluster.memory import MemoryHandOver
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
 from slime.observability.spans import collect, span
+from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
+from slime.rollout.types import StepNews
 from slime.settings import Args
+from slime.settings.held_out import samples_evaluations
 
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_S = 30 * 24 * 3600.0
 """Limit of a generation when the user set none; its requests and graders have limits of their own."""
+ROUTER_LIMIT_S = 60.0
+"""Limit of a question about the router."""
+WATCH_EVERY_S = 1.0
+"""How often serving looks whether engines and router live."""
 TRAIN_STEP_LIMIT_S = 24 * 3600.0
 """Limit of one training step: far above any sane one; collectives have their own, shorter limit."""
+
+PROBED = {
+    "train/train_rollout_logprob_abs_diff_max": "probe/train_rollout_logprob_abs_diff_max",
+    "train/train_rollout_logprob_abs_diff_p99": "probe/train_rollout_logprob_abs_diff_p99",
+    "train/train_rollout_logprob_abs_diff_current": "probe/train_rollout_logprob_abs_diff_mean",
+}
+"""What the mismatch of a probe is called: the batch of the same step has the names on the left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +57,43 @@ class Generation:
     rollout_id: int
     batch: Any
     """Reference to the `TrainBatch`, which goes from the rollout side to the training ranks without passing here."""
-    metrics: Any
-    """Reference to the metrics; there when the batch is."""
+    news: Any
+    """Reference to its `StepNews`, the metrics and the samples to show; there when the batch is."""
 
 
 class Run:
     """The verbs. Built by `launch`."""
 
-    def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
-        self.args = args
+    def __init__(self, args: Args, actors: Actors, tracker: Tracker, startup: StartUp) -> None:
+        self.args, self._startup = args, startup
         self._actors, self._tracker = actors, tracker
         self._saver = Saver(args, actors, tracker)
         self._memory = MemoryHandOver(args, actors)
         self._weight_sync = WeightSyncSequence(args, actors, memory=self._memory, tracker=tracker)
+        self._held_out = HeldOutLoss(args, actors, memory=self._memory)
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
-        """Starts generating the samples of a step and returns at once."""
-        batch, metrics = self._actors.rollout.generate.options(num_returns=2).remote(rollout_id)
-        return Generation(rollout_id, batch, metrics)
+        """Starts generating the samples of a step and returns at once. The first one ends the start of the run."""
+        if startup := self._startup.end():
+            collect()  # the times of the first step begin now
+            self._tracker.add(startup)
+        batch, news = self._actors.rollout.generate.options(num_returns=2).remote(rollout_id)
+        return Generation(rollout_id, batch, news)
 
     def finish_generation(self, generation: Generation) -> Any:
         """Waits for a generation; returns a reference to its `TrainBatch`."""
         with span("rollout_wait"), self._watching(f"rollout {generation.rollout_id}") as on_poll:
-            metrics = wait_for(
-                [generation.metrics],
+            news = wait_for(
+                [generation.news],
                 for_what=f"the rollout of step {generation.rollout_id}",
                 limit_s=self._rollout_limit_s,
                 on_poll=on_poll,
             )[0]
-        self._tracker.log("rollout", generation.rollout_id, metrics)
+        self._tracker.log("rollout", generation.rollout_id, news.metrics)
+        self._tracker.log_samples("rollout", generation.rollout_id, news.samples)
         return generation.batch
 
     def generate(self, rollout_id: int) -> Any:
@@ -83,27 +104,38 @@ class Run:
         """Blocks until no request of this generation is running, without taking its result."""
         with span("generation_wait"):
             wait_for(
-                [generation.metrics],
+                [generation.news],
                 for_what=f"the rollout of step {generation.rollout_id}",
                 limit_s=self._rollout_limit_s,
             )
 
     def evaluate(self, rollout_id: int) -> None:
-        """Evaluates the synced weights on the held-out data."""
-        with span("eval"), self._watching("eval") as on_poll:
-            metrics = wait_for(
-                [self._actors.rollout.evaluate.remote(rollout_id)],
-                for_what=f"the evaluation at step {rollout_id}",
-                limit_s=self._rollout_limit_s,
-                on_poll=on_poll,
-            )[0]
-        self._tracker.log("eval", rollout_id, metrics)
+        """Evaluates the synced weights on the held-out data: by sampled answers, and by the loss of conversations."""
+        news = StepNews({}, [])
+        phase = self._startup.phase("eval", "the held-out data is evaluated")
+        with phase, span("eval"), self._watching("eval") as on_poll:
+            if samples_evaluations(self.args):
+                news = wait_for(
+                    [self._actors.rollout.evaluate.remote(rollout_id)],
+                    for_what=f"the evaluation at step {rollout_id}",
+                    limit_s=self._rollout_limit_s,
+                    on_poll=on_poll,
+                )[0]
+            losses = self._held_out.measure()
+        self._tracker.log("eval", rollout_id, {**news.metrics, **losses})
+        self._tracker.log_samples("eval", rollout_id, news.samples)
 
     def serve(self) -> None:
-        """Engines and router answer whoever asks, until Ctrl-C (`--debug-rollout-only --num-rollout 0`)."""
-        url = self._actors.on_rollout("url", for_what="the router", limit_s=60)
+        """Engines and router answer whoever asks, until Ctrl-C (`--debug-rollout-only --num-rollout 0`).
+
+        Raises `EngineError` with exit status and log as soon as one of them has ended.
+        """
+        url = self._actors.on_rollout("url", for_what="the router", limit_s=ROUTER_LIMIT_S)
         logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C", url)
-        self._actors.on_rollout("serve", for_what="Ctrl-C", limit_s=NO_LIMIT_S)
+        while True:
+            self._actors.on_engines("require_alive")
+            self._actors.on_rollout("require_alive", for_what="a look at the router", limit_s=ROUTER_LIMIT_S)
+            time.sleep(WATCH_EVERY_S)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +160,9 @@ class Run:
         `for_save`: a checkpoint follows. To be in it with the tokens they have, requests of `--fully-async` end and are
         sent again, whatever `--pause-generation-mode` says. See `weight_sync_sequence`.
         """
-        self._weight_sync.run(for_save=for_save)
+        phase = self._startup.phase("update_weights", "the engines hold the trainer's weights, verified")
+        with phase if self._actors.engine_infos and self._actors.trainers else nullcontext():
+            self._weight_sync.run(for_save=for_save)
 
     def check_log_probs(self) -> None:
         """Compares trainer and engines on fresh samples of the weights just synced; over the limit the run ends.
@@ -141,7 +175,7 @@ class Run:
         with span("check_log_probs"):
             batch = self._actors.on_rollout("probe", for_what="a probe", limit_s=self._rollout_limit_s)
             metrics = self._actors.on_trainers("measure_mismatch", batch)[0]
-        self._tracker.add(metrics)
+        self._tracker.add({PROBED[name]: value for name, value in metrics.items() if name in PROBED})
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -150,7 +184,8 @@ class Run:
 
         `--finetune` takes the weights alone and starts at `--start-rollout-id` or 0.
         """
-        step = self._saver.restore()
+        with self._startup.phase("load", "the checkpoint is loaded") if self.args.load else nullcontext():
+            step = self._saver.restore()
         return int(self.args.start_rollout_id or 0) if step is None or self.args.finetune else step + 1
 
     def save(self, rollout_id: int) -> None:

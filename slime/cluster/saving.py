@@ -17,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from slime.observability.tracker import Tracker
 from slime.settings import Args
 from slime.training.state import checkpoint
 from slime.training.state.async_save import BackgroundSave, Facts
+
+logger = logging.getLogger(__name__)
 
 LIMIT_S = 3600.0
 """Of writing one checkpoint, and of each part of it."""
@@ -64,7 +67,21 @@ class Saver:
             wait_for(loads, for_what=f"{len(loads)} training ranks to load", limit_s=LIMIT_S)
             if not self._args.finetune:
                 self._actors.on_rollout("load", str(found.path), for_what="the Data Buffer to load", limit_s=600)
+        self._tell_resumed(found)
         return found.rollout_id
+
+    def _tell_resumed(self, found: checkpoint.Checkpoint) -> None:
+        """One line on where the run goes on."""
+        if self._args.finetune:
+            logger.info(
+                "the weights are those of %s; everything else starts from the beginning (--finetune)", found.path
+            )
+            return
+        following, num_rollout = found.rollout_id + 2, self._args.num_rollout
+        of_all = "" if num_rollout is None else f" of {num_rollout}"
+        over = num_rollout is not None and following > num_rollout
+        go_on = "no step is left" if over else f"the next step is {following}{of_all}"
+        logger.info("resumed from %s of %s: %s", found.path.name, found.path.parent, go_on)
 
     def save(self, rollout_id: int) -> None:
         """Writes one checkpoint, or with `--async-save` begins to. Raises the error of the save before, if any."""

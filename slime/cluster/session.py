@@ -1,12 +1,14 @@
-"""One run's Ray cluster, from the first process to the last.
+"""One run's processes, from the first to the last: its guardian and its Ray cluster.
 
-`RaySession` starts the guardian, then Ray, and ends them in the opposite order. The environment is made before
-(`environment.py`); with `RAY_ADDRESS` set, the run joins that cluster. It waits for Ray to start and for the guardian
-to end all that is left; the only thing that reaches it from outside is SIGTERM, which it turns into an exception.
+`guarded` is the outer block, `RaySession` the inner one; what has processes of its own and outlives Ray stands between
+them (the views: W&B). The environment is made before (`environment.py`); with `RAY_ADDRESS` set, the run joins that
+cluster. They wait for Ray to start and for the guardian to end all that is left; the only thing that reaches them from
+outside is SIGTERM, which becomes an exception.
 
 Invariants
 1. The guardian starts before the first process that it may have to end, and outlives the driver.
 2. Whatever ends the driver (return, exception, Ctrl-C, SIGTERM, SIGKILL), nothing of the run is left.
+3. After a return, an exception or Ctrl-C the guardian ends only what is left when everything else has ended by itself.
 """
 
 from __future__ import annotations
@@ -16,32 +18,52 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import ray
 
-from slime.cluster.guardian import Guardian, start_guardian
+from slime.cluster.guardian import start_guardian
+from slime.core.blame import one_line
+from slime.core.errors import ActorFailed
 
+logger = logging.getLogger(__name__)
+
+SLOW_START = "timed out during startup"
+"""In Ray's message (2.60)."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Object store of a local run: the batches of two steps, with much room."""
+
+
+def ray_folder(run_id: str) -> Path:
+    """Where a local Ray of the run keeps its files."""
+    # Ray puts unix sockets below it, whose paths may not exceed 107 characters: never the run folder.
+    return Path(tempfile.gettempdir()) / f"slime-ray-{run_id}"
+
+
+@contextmanager
+def guarded(run_id: str, *, log_path: Path) -> Iterator[None]:
+    """Nothing of the run outlives the block, nor this process. `log_path`: where the guardian writes what it did."""
+    temp_dirs = [] if os.environ.get("RAY_ADDRESS") else [str(ray_folder(run_id))]
+    guardian = start_guardian(run_id, temp_dirs=temp_dirs, log_path=log_path)
+    try:
+        yield
+    finally:
+        guardian.close()
 
 
 class RaySession:
     """Context manager around the Ray cluster of one run."""
 
-    def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int, log_path: Path) -> None:
-        """`log_path`: where the guardian writes what it did."""
-        self.run_id, self._log_path = run_id, log_path
+    def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int) -> None:
+        """`num_cpus`, `num_gpus`: what a local cluster has to give."""
+        self.run_id = run_id
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
-        self._guardian: Guardian | None = None
-        # Ray puts unix sockets below this folder, whose paths may not exceed 107 characters: never the run folder.
-        self._temp_dir = Path(tempfile.gettempdir()) / f"slime-ray-{run_id}"
 
     def __enter__(self) -> RaySession:
         address = os.environ.get("RAY_ADDRESS")
-        temp_dirs = [] if address else [str(self._temp_dir)]
-        self._guardian = start_guardian(self.run_id, temp_dirs=temp_dirs, log_path=self._log_path)
         if address:
             namespace = f"slime-{self.run_id}"
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
@@ -51,6 +73,20 @@ class RaySession:
         return self
 
     def _start_local(self) -> None:
+        """Raises `ActorFailed` if Ray does not start: it gives its own processes 30 s, too few on a busy machine."""
+        for last in (False, False, True):
+            try:
+                self._init_local()
+                return
+            except Exception as error:
+                ray.shutdown()
+                if last or SLOW_START not in str(error):
+                    raise ActorFailed(
+                        f"Ray did not start: {one_line(error)}; look at the load and the free memory of this machine"
+                    ) from error
+                logger.warning("Ray did not start in 30 s on this busy machine; again")
+
+    def _init_local(self) -> None:
         ray.init(
             num_cpus=self._num_cpus,
             num_gpus=self._num_gpus,
@@ -59,17 +95,13 @@ class RaySession:
             logging_level=logging.ERROR,
             object_store_memory=OBJECT_STORE_BYTES,
             namespace=f"slime-{self.run_id}",
-            _temp_dir=str(self._temp_dir),
+            _temp_dir=str(ray_folder(self.run_id)),
         )
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            ray.shutdown()
-        finally:
-            if self._guardian is not None:
-                self._guardian.close()
+        ray.shutdown()
 
 
 def _raise_exit(signum: int, frame: FrameType | None) -> None:

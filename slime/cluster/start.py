@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any, Protocol
 
 import ray
@@ -14,9 +15,11 @@ from slime.cluster.engine_actor import EngineActor
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.rollout_actor import RolloutActor
 from slime.cluster.run import Run
+from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
 from slime.observability.run_folder import RunFolder
+from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.serving.server import ServerSpec
 from slime.settings import Args
@@ -31,8 +34,62 @@ class OnSlot(Protocol):
     def __call__(self, slot: int, share: float) -> dict[str, Any]: ...
 
 
-def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) -> Run:
+def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, startup: StartUp) -> Run:
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
+    on_slot = _slots(args, plan)
+    # Other users of the machine can reach loopback; without this token they cannot reach the engines.
+    api_key = args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
+    with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
+        began_s = time.monotonic()
+        engines = _create_engines(args, plan, folder, on_slot, api_key)
+        trainers = _create_trainers(args, plan, folder, on_slot)
+        rollout = _create_rollout(args, len(engines), folder, api_key)
+        building = _build_trainers(args, trainers)
+        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
+        data = [rollout.ready.remote()]
+        progress = StartProgress(
+            startup,
+            [
+                Waiting("engines", ready, f"engines are up ({len(engines)})"),
+                Waiting("data", data, "data and router are ready"),
+                Waiting("trainers", building, f"training ranks hold the model ({len(trainers)})"),
+            ],
+            began_s=began_s,
+            note=note,
+            engine_logs=[folder.logs / f"engine_{placed.index}.log" for placed in plan.engines],
+        )
+        results = wait_for(
+            [*ready, *data, *building],
+            for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
+            limit_s=args.engine_start_timeout_s + 60,
+            on_poll=progress.tell,
+        )
+    for name, seconds in (results[-1] if building else {}).items():
+        startup.part(f"trainer_{name}", seconds)
+    infos = [
+        EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots, api_key)
+        for placed, url in zip(plan.engines, results[: len(engines)], strict=True)
+    ]
+    if infos and trainers:
+        with startup.phase("connect", "the weight sync is connected"):
+            wait_for(
+                [trainer.connect_engines.remote(infos) for trainer in trainers],
+                for_what="the weight sync to connect",
+                limit_s=args.weight_sync_timeout_s,
+            )
+    assert ray.is_initialized(), "Ray ended while the run was starting"
+    actors = Actors(
+        trainers=tuple(trainers),
+        engines=tuple(engines),
+        rollout=rollout,
+        engine_infos=tuple(infos),
+        engine_limit_s=args.weight_sync_timeout_s,
+    )
+    return Run(args, actors, tracker, startup)
+
+
+def _slots(args: Args, plan: PlacementPlan) -> OnSlot:
+    """Reserves the slots of the plan."""
     unit = "GPU" if args.device == "cuda" else "CPU"
     bundle = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
     group = placement_group([bundle] * max(plan.num_slots, 1), strategy="PACK")
@@ -45,39 +102,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker) 
         resources = {"num_cpus": share} if unit == "CPU" else {"num_cpus": share, "num_gpus": share}
         return {**resources, "scheduling_strategy": strategy}
 
-    # Other users of the machine can reach loopback; without this token they cannot reach the engines.
-    api_key = args.sglang.get("api_key") or secrets.token_hex(32)
-    with tracker.progress("starting engines and trainers", limit_s=args.engine_start_timeout_s):
-        engines = _create_engines(args, plan, folder, on_slot, api_key)
-        trainers = _create_trainers(args, plan, folder, on_slot)
-        rollout = _create_rollout(args, len(engines), folder, api_key)
-        building = _build_trainers(args, trainers)
-        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
-        waits = [*ready, rollout.ready.remote(), *building]
-        results = wait_for(
-            waits,
-            for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
-            limit_s=args.engine_start_timeout_s + 60,
-        )
-    infos = [
-        EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots, api_key)
-        for placed, url in zip(plan.engines, results[: len(engines)], strict=True)
-    ]
-    if infos and trainers:
-        wait_for(
-            [trainer.connect_engines.remote(infos) for trainer in trainers],
-            for_what="the weight sync to connect",
-            limit_s=args.weight_sync_timeout_s,
-        )
-    assert ray.is_initialized(), "Ray ended while the run was starting"
-    actors = Actors(
-        trainers=tuple(trainers),
-        engines=tuple(engines),
-        rollout=rollout,
-        engine_infos=tuple(infos),
-        engine_limit_s=args.weight_sync_timeout_s,
-    )
-    return Run(args, actors, tracker)
+    return on_slot
 
 
 def _create_engines(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot, api_key: str) -> list[Any]:

@@ -49,12 +49,14 @@ class TrainActor:
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
-    def build(self, master_address: str, master_port: int) -> None:
-        """Joins the process group, builds the model and loads the Hugging Face weights."""
+    def build(self, master_address: str, master_port: int) -> dict[str, float]:
+        """Joins the process group, builds the model and loads the Hugging Face weights; seconds of both parts."""
+        began_s = time.perf_counter()
         import torch
 
         from slime.training.backend import MegatronBackend
 
+        imported_s = time.perf_counter()
         if self._args.device == "cpu":
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._backend = MegatronBackend(
@@ -67,6 +69,7 @@ class TrainActor:
             listener=self._listener,
         )
         self._backend.weight_version = 1
+        return {"import": imported_s - began_s, "build": time.perf_counter() - imported_s}
 
     def connect_engines(self, engines: Sequence[EngineInfo]) -> None:
         """Prepares the weight sync to these engines."""
@@ -94,6 +97,10 @@ class TrainActor:
 
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
         metrics: dict[str, float] = self._backend.measure_mismatch(batch)
+        return metrics
+
+    def measure_loss(self, batch: TrainBatch) -> dict[str, float]:
+        metrics: dict[str, float] = self._backend.measure_loss(batch)
         return metrics
 
     def take_snapshot(self) -> None:

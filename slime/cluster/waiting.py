@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
-from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
+from slime.cluster.failures import translated
+from slime.core.errors import DeadlineExceeded
 
 POLL_S = 0.5
 
@@ -27,10 +28,11 @@ def wait_for(
     owner: str = "driver",
     on_poll: Callable[[], str] | None = None,
 ) -> list[Any]:
-    """Results of all `refs`, in order. The first failure is raised at once, as the actor raised it.
+    """Results of all `refs`, in order. The first failure is raised at once (`failures.translated`).
 
     `on_poll` is called about twice a second and returns the last progress as text. Raises `DeadlineExceeded` when
-    `limit_s` runs out, `EngineError` if an actor process died.
+    `limit_s` runs out, the actor's own error if it is one of ours, `ActorFailed` for any other (also of Ray itself),
+    and `ActorDied` if its process is gone.
     """
     deadline = time.monotonic() + limit_s
     pending, last_progress = list(refs), "none"
@@ -45,22 +47,22 @@ def wait_for(
     return [_get(ref, for_what) for ref in refs]
 
 
+def all_there(refs: Sequence[Any]) -> bool:
+    """Whether the results, or failures, of all `refs` are there. Never waits."""
+    return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1] if refs else True
+
+
 def peek(ref: Any) -> Any:
     """The result of `ref` if it is there, else None; also None if the call failed. Never waits, never raises."""
     done, _ = ray.wait([ref], timeout=0)
     try:
         return ray.get(ref) if done else None
-    except (RayTaskError, RayActorError):
+    except RayError:
         return None
 
 
 def _get(ref: Any, for_what: str) -> Any:
     try:
         return ray.get(ref)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, SlimeError):
-            raise cause from error
-        raise
-    except RayActorError as error:
-        raise EngineError(f"a process died during {for_what}: {error}; see logs/ in the run folder") from error
+    except RayError as error:
+        raise translated(error, for_what) from error

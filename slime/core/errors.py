@@ -31,6 +31,18 @@ class RequestRejected(EngineError):
     """The engine said that this request can never succeed (HTTP 4xx): never retried."""
 
 
+class GroupsFailed(EngineError):
+    """Too many groups of a step failed for chance: an engine, a user's function or a grader is broken."""
+
+
+class ActorFailed(SlimeError, RuntimeError):
+    """A process of the run raised an error of another kind: a user's function, a library, a bug. Says where."""
+
+
+class ActorDied(EngineError):
+    """A process of the run is gone: killed, or crashed. Names it and what is known of its end."""
+
+
 class WeightSyncError(SlimeError, RuntimeError):
     """An engine does not hold exactly the weights that the trainer meant to send. Names the tensors."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
+from slime.core.hub_names import download_hint
 
 HfConfig = Mapping[str, Any]
 """A `config.json` as `read_hf_config` gives it."""
@@ -21,10 +22,8 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
     """The checkpoint's config.json, see `text_config`. Raises `ConfigError` if it is missing or damaged."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
-        raise ConfigError(
-            f"got --hf-checkpoint {hf_checkpoint}, but {path} does not exist; give a local folder in HF format "
-            "(a hub name is not downloaded)"
-        )
+        what_to_do = download_hint(hf_checkpoint) or "give a local folder in HF format"
+        raise ConfigError(f"got --hf-checkpoint {hf_checkpoint}, but {path} does not exist; {what_to_do}")
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -72,3 +71,18 @@ def num_experts_of(config: HfConfig) -> int:
     """Routed experts of each layer, under the name that the family gives them; 0 for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
+
+
+_CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+
+
+def context_length_of(config: HfConfig) -> int | None:
+    """Most tokens of prompt and response together, as SGLang reads it; None for a config that does not say.
+
+    A rotary embedding that is stretched multiplies it, unless it names the length from which it was stretched.
+    """
+    length = next((config[key] for key in _CONTEXT_KEYS if isinstance(config.get(key), int)), None)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    stretched = "original_max_position_embeddings" not in rope and rope.get("rope_type", rope.get("type")) != "llama3"
+    factor = rope.get("factor") or 1
+    return None if length is None else int(length * (factor if stretched else 1))

@@ -27,6 +27,8 @@ from slime.core.errors import DataError
 
 NOT_SAMPLED = -1
 """Weight version of a token that no engine sampled (a prompt, a tool result)."""
+TURN_COUNTS = "turn_counts"
+"""Key of the metadata below which a generate function reports its turns and tool calls (`slime.rollout.turns`)."""
 PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs")
 """The fields of a sample that are lists of numbers: `tokens`, and those with one entry per response token."""
 
@@ -80,13 +82,14 @@ class Sample:
     reward: float | dict[str, Any] | None = None
     """The score (or a dict that `--reward-key` picks from); None while unscored."""
     status: Status = Status.PENDING
+    """How its generation ended."""
     remove_sample: bool = False
     """True: trains nothing (mask zeroed at conversion) but still counts in its group's statistics."""
     session_id: str | None = None
     """Router affinity for multi-turn work."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `unscored` (why), `failure` (why),
-    `quarantined` (how often)."""
+    `quarantined` (how often), `turn_counts` (`slime.rollout.turns`)."""
     generate_function_path: str | None = None
     """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
     custom_rm_path: str | None = None

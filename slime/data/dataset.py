@@ -24,7 +24,8 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.prompt import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
 from slime.data.files import RawRow, read_rows
-from slime.settings.data_files import split_slice
+from slime.data.schemes import INPUT, LABEL, METADATA, TOOLS
+from slime.settings.data_files import scheme_of
 from slime.settings.groups.data import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -124,8 +125,10 @@ class PromptDataset:
         allow_control_tokens: bool = False,
         max_prompt_tokens: int | None = None,
         max_bad_fraction: float = 0.05,
+        held_out: bool = False,
     ) -> PromptDataset:
-        """Reads `path` (.jsonl, .jsonl.zst, .parquet; optional `@[a:b]`).
+        """Reads `path`: files (.jsonl, .jsonl.zst, .parquet; a folder or a pattern of them) or the data of a scheme,
+        whose columns have names of their own; optional `@[a:b]`. `held_out`: as in `read_rows`.
 
         With `apply_chat_template` the prompt (messages, or a string taken as one user message) becomes text and ids;
         without it a string is encoded as it stands, no token added, and messages stay messages.
@@ -140,10 +143,12 @@ class PromptDataset:
         if apply_chat_template:
             kwargs = apply_chat_template_kwargs
             chat = ChatRenderer(tokenizer, kwargs=kwargs, allow_control_tokens=allow_control_tokens)
-        file, selected = split_slice(str(path))
-        loader = _Loader(file.name, _Keys(input_key, label_key, metadata_key, tool_key), tokenizer, chat)
+        keys = _Keys(input_key, label_key, metadata_key, tool_key)
+        if scheme_of(str(path)) is not None:
+            keys = _Keys(INPUT, LABEL, METADATA, TOOLS)
+        loader = _Loader(keys, tokenizer, chat)
         chunk: list[RawRow] = []
-        for raw in read_rows(file, selected):
+        for raw in read_rows(str(path), held_out=held_out):
             chunk.append(raw)
             if len(chunk) == ENCODE_CHUNK:
                 loader.add(chunk)
@@ -160,34 +165,37 @@ class PromptDataset:
         )
 
 
+_Parsed = tuple[PromptRow, Rendered | None, RawRow]
+"""A row, its rendered prompt if it is text, and where it came from."""
+
+
 class _Loader:
     """Turns raw rows into prompt rows, chunk by chunk."""
 
-    def __init__(self, file: str, keys: _Keys, tokenizer: Any, chat: ChatRenderer | None) -> None:
+    def __init__(self, keys: _Keys, tokenizer: Any, chat: ChatRenderer | None) -> None:
         self.rows: list[PromptRow] = []
         self.quarantined: list[Quarantined] = []
         self.num_control_token_rows = 0
-        self._file = file
         self._keys = keys
         self._tokenizer = tokenizer
         self._chat = chat
 
     def add(self, chunk: Sequence[RawRow]) -> None:
-        parsed: list[tuple[PromptRow, Rendered | None, int]] = []
+        parsed: list[_Parsed] = []
         for raw in chunk:
             try:
                 if raw.value is None:
                     raise DataError(raw.error or "unreadable")
-                row = _parse(raw.value, self._keys, f"{self._file}:{raw.line}")
-                parsed.append((*self._render(row), raw.line))
+                row = _parse(raw.value, self._keys, f"{raw.file}:{raw.line}")
+                parsed.append((*self._render(row), raw))
             except DataError as error:
-                self.quarantined.append(Quarantined(self._file, raw.line, str(error)))
-        for (row, rendered, line), ids in zip(parsed, self._encode(parsed), strict=True):
+                self.quarantined.append(Quarantined(raw.file, raw.line, str(error)))
+        for (row, rendered, raw), ids in zip(parsed, self._encode(parsed), strict=True):
             if isinstance(ids, DataError):
-                self.quarantined.append(Quarantined(self._file, line, str(ids)))
+                self.quarantined.append(Quarantined(raw.file, raw.line, str(ids)))
                 continue
             if ids is not None and not ids:
-                self.quarantined.append(Quarantined(self._file, line, "the prompt encodes to no token"))
+                self.quarantined.append(Quarantined(raw.file, raw.line, "the prompt encodes to no token"))
                 continue
             self.num_control_token_rows += bool(rendered and rendered.stand_ins)
             self.rows.append(row if ids is None else replace(row, prompt_tokens=tuple(ids)))
@@ -199,7 +207,7 @@ class _Loader:
         rendered = self._chat.render(messages, tools=row.metadata.get("tools"))
         return replace(row, prompt=rendered.text), rendered
 
-    def _encode(self, parsed: Sequence[tuple[PromptRow, Rendered | None, int]]) -> list[list[int] | DataError | None]:
+    def _encode(self, parsed: Sequence[_Parsed]) -> list[list[int] | DataError | None]:
         """Ids per row; None where nothing can encode it, an error where its text cannot be encoded safely."""
         out: list[list[int] | DataError | None] = [None] * len(parsed)
         if self._tokenizer is None:
@@ -334,3 +342,12 @@ def load_prompts(args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int |
         apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
         max_prompt_tokens=max_prompt_tokens,
     )
+
+
+def read_row(
+    raw: RawRow, *, input_key: str, label_key: str | None, metadata_key: str | None, tool_key: str | None
+) -> PromptRow:
+    """One row as `PromptDataset.load` reads it, before its template and its ids. Raises `DataError`."""
+    if raw.value is None:
+        raise DataError(raw.error or "unreadable")
+    return _parse(raw.value, _Keys(input_key, label_key, metadata_key, tool_key), f"row {raw.line}")

@@ -1,12 +1,14 @@
-"""Rows of jsonl (plain or .zst) and parquet files, with `@[a:b]` slices; what cannot be read is a row with an error.
+"""Rows of a data set: of jsonl (plain or .zst) and parquet files, or made by a scheme; with `@[a:b]` slices. What
+cannot be read is a row with an error.
 
 Invariants
-1. A slice counts the rows of the file (non-blank lines), good and bad alike, with Python's meaning of negatives.
+1. A slice counts the rows of all its files (non-blank lines), good and bad alike, with Python's meaning of negatives.
 2. Every selected row comes out exactly once, as a value or as the reason why not.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,23 +16,57 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, DataError
-from slime.settings.data_files import open_lines
+from slime.settings.data_files import count_file_rows, files_of, open_lines, scheme_of, split_spec
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
     """One row as the file gives it: `value`, or `error` where it could not be read."""
 
+    file: str
+    """Name of the file, or of the scheme's data."""
     line: int
-    """Line of a text file, row of a parquet file, from 1."""
+    """Line of a text file, row of a parquet file or of a scheme, from 1."""
     value: dict[str, Any] | None
     error: str | None = None
 
 
-def read_rows(path: Path, rows: slice) -> Iterator[RawRow]:
-    """The selected rows, in file order. Raises `ConfigError` for an unknown kind, `DataError` for a broken file."""
-    if not path.is_file():
-        raise DataError(f"got no file {path.resolve()}; do: correct the path of the dataset")
+def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
+    """The rows of a data set (`slime.settings.data_files`), in order; of its slice, if its name ends in one.
+
+    `held_out`: they are not trained, which the rows of a scheme depend on. Raises `ConfigError` for a name that means
+    nothing or a file of an unknown kind, `DataError` for a broken file.
+    """
+    name, rows = split_spec(spec)
+    found = scheme_of(spec)
+    if found is None:
+        yield from _read_files(files_of(spec), rows)
+        return
+    scheme, rest = found
+    start, stop, _ = rows.indices(scheme.count(rest))
+    made = itertools.islice(enumerate(scheme.rows(rest, held_out=held_out), start=1), start, max(start, stop))
+    yield from (RawRow(name, number, dict(value)) for number, value in made)
+
+
+def _read_files(files: list[Path], rows: slice) -> Iterator[RawRow]:
+    """Each file's part of a slice that counts the rows of all."""
+    if len(files) == 1 or rows == slice(None):
+        for path in files:
+            yield from _read_file(path, rows)
+        return
+    try:
+        sizes = [count_file_rows(path) for path in files]
+    except Exception as error:  # zstandard and pyarrow raise their own kinds
+        raise DataError(f"got unreadable {files[0].parent}: {type(error).__name__}: {error}") from error
+    start, stop, _ = rows.indices(sum(sizes))
+    for path, size in zip(files, sizes, strict=True):
+        low, high = max(start, 0), min(stop, size)
+        if low < high:
+            yield from _read_file(path, slice(low, high))
+        start, stop = start - size, stop - size
+
+
+def _read_file(path: Path, rows: slice) -> Iterator[RawRow]:
     if path.suffix == ".parquet":
         return _read_parquet(path, rows)
     if path.suffixes[-1:] == [".jsonl"] or path.suffixes[-2:] == [".jsonl", ".zst"]:
@@ -39,24 +75,25 @@ def read_rows(path: Path, rows: slice) -> Iterator[RawRow]:
 
 
 def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
-    try:
-        lines = [(n, text) for n, text in enumerate(open_lines(path), start=1) if text.strip()]
+    lines = ((n, text) for n, text in enumerate(open_lines(path), start=1) if text.strip())
+    from_the_start = all(bound is None or bound >= 0 for bound in (rows.start, rows.stop))
+    try:  # the first rows of a large file are there before the last ones are read
+        for n, text in itertools.islice(lines, rows.start, rows.stop) if from_the_start else list(lines)[rows]:
+            yield _parse_line(path.name, n, text)
     except Exception as error:  # zstandard raises its own kinds
         raise DataError(f"got unreadable {path}: {type(error).__name__}: {error}") from error
-    for n, text in lines[rows]:
-        yield _parse_line(n, text)
 
 
-def _parse_line(line: int, text: bytes) -> RawRow:
+def _parse_line(file: str, line: int, text: bytes) -> RawRow:
     try:
         value = json.loads(text.decode("utf-8-sig" if line == 1 else "utf-8"), parse_constant=_refuse_constant)
         if b"\\u" in text:  # half a surrogate pair: text that no tokenizer can encode
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        return RawRow(line, None, f"not valid JSON: {error}")
+        return RawRow(file, line, None, f"not valid JSON: {error}")
     if not isinstance(value, dict):
-        return RawRow(line, None, f"got a JSON {type(value).__name__}, a row is an object")
-    return RawRow(line, value)
+        return RawRow(file, line, None, f"got a JSON {type(value).__name__}, a row is an object")
+    return RawRow(file, line, value)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -74,7 +111,7 @@ def _read_parquet(path: Path, rows: slice) -> Iterator[RawRow]:
             low, high = max(start - first, 0), min(stop - first, batch.num_rows)
             if low < high:
                 for i, value in enumerate(batch.slice(low, high - low).to_pylist()):
-                    yield RawRow(first + low + i + 1, value)
+                    yield RawRow(path.name, first + low + i + 1, value)
             first += batch.num_rows
             if first >= stop:
                 return

@@ -37,6 +37,16 @@ class SftTokens:
         return len(self.loss_mask)
 
 
+def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[Any] | None:
+    """The messages that a row says: its prompt, or a text as the question and a text as its label as the answer.
+
+    None for any other row, and for a text that the chat template has made (`rendered`).
+    """
+    if isinstance(prompt, str) and isinstance(label, str) and prompt and label and not rendered:
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": label}]
+    return prompt if isinstance(prompt, list) else None
+
+
 def sft_tokens(
     messages: Sequence[Mapping[str, Any]], chat: ChatRenderer, *, tools: Sequence[Any] | None = None
 ) -> SftTokens:

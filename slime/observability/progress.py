@@ -6,6 +6,7 @@ comes from the thread and says how long there was no progress.
 Invariants
 1. Nothing is printed for work that ends within the first interval.
 2. Leaving the block ends the thread, also on an exception.
+3. News may hold text of a model: it is one visible line, and nothing in it is markup.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import time
 from types import TracebackType
 from typing import Any
 
+from slime.core.text import one_line
+
 logger = logging.getLogger("slime.progress")
+
+NOTE_CHARS = 300
+"""Of the news, at the end of a line."""
 
 
 class Progress:
     """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
 
     `total=None`: unknown length (a start-up, a wait); then there is no ETA. `limit_s`: the deadline, if there is one,
-    only shown here.
+    only shown here. `tty`: draw a bar (None: if stderr is a terminal). `console`: of rich, for the bar (None: stderr).
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class Progress:
         limit_s: float | None = None,
         every_s: float = 10.0,
         tty: bool | None = None,
+        console: Any = None,
     ) -> None:
         self.what, self.total, self.unit, self.limit_s, self.every_s = what, total, unit, limit_s, every_s
         self.done = 0
@@ -44,6 +51,7 @@ class Progress:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"progress {what}", daemon=True)
         self._tty = sys.stderr.isatty() if tty is None else tty
+        self._console = console
         self._bar: Any = None
         self._bar_task: Any = None
 
@@ -71,6 +79,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """What is going on now; shown at the end of the line. A new text counts as a sign of life."""
+        text = one_line(text, NOTE_CHARS)
         if text == self._note:
             return
         self._note = text
@@ -106,8 +115,10 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        console = Console(stderr=True) if self._console is None else self._console
+        what = TextColumn("{task.description}", markup=False)
+        columns = [what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True)
         self._bar_task = self._bar.add_task(self.what, total=self.total)
         self._bar.start()
 

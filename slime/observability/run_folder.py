@@ -1,14 +1,16 @@
 """The run folder: everything that one run leaves behind, in one place.
 
     <run dir>/
-      run.json        run id, each start (time, command, host, versions of the engines, commit, settings without effect)
+      run.json        each start: run id, time, command, where, host, versions, code, files (see `start_record`)
       args.json       every resolved setting of the latest start
+      starts/N/       of the N-th start: args.json, and uncommitted changes of the code as CHECKOUT.diff
       metrics.jsonl   one line per logged step
+      samples.jsonl   a few samples of each step and evaluation, as text
       logs/           one file per process
-      traces/         one Chrome trace per process
+      traces/         a Chrome trace of the driver for each start
       tensorboard/
       non_finite/       samples whose loss was not finite
-      report.png report.md
+      report.html report.png report.md
 
 Invariants
 1. The folder appears at once with its first files in it, or not at all (written beside it, then renamed).
@@ -22,10 +24,8 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 import types
@@ -36,14 +36,23 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
+from slime.core.hidden import HIDDEN
+from slime.observability.samples import FILE_NAME
+from slime.observability.start_record import (
+    NOT_READ,
+    SECRET,
+    SLIME,
+    checkouts,
+    environment,
+    hide_secrets,
+    input_files,
+)
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
 """Distributions whose versions decide what a run computes."""
-SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password)$")
 SUBFOLDERS = ("logs", "traces")
-HIDDEN = "<hidden>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        return self.path / FILE_NAME
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -69,10 +82,6 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
-    @property
-    def report_png(self) -> Path:
-        return self.path / "report.png"
-
     @classmethod
     def create(
         cls,
@@ -80,56 +89,64 @@ class RunFolder:
         *,
         run_id: str,
         args: Mapping[str, Any],
+        command: Sequence[str] = (),
         without_effect: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RunFolder:
         """Makes the folder, or joins the one that an earlier start of the run made.
 
-        `args`: every resolved setting; `without_effect`: those that were given and act on nothing, and why.
+        `args`: every resolved setting; `command`: what means them, `slime train ...`; `without_effect`: those that were
+        given and act on nothing, and why.
         Raises `ConfigError` if `path` holds something that is not a run.
         """
+        settings = plain(args)
+        code = checkouts(SLIME, Path.cwd())
+        ours = next((c for c in code if SLIME.is_relative_to(c.root)), None)
         start = {
             "run_id": run_id,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": hide_secrets(sys.argv),
+            "command": hide_secrets(command or sys.argv),
+            "cwd": str(Path.cwd()),
+            "environment": environment(),
             "versions": versions(),
-            "commit": git_commit(Path(__file__).parent),
+            "commit": ours and ours.commit + ("?" if ours.diff_sha256 == NOT_READ else "+" if ours.diff_sha256 else ""),
+            "code": [{"root": c.root, "commit": c.commit, "diff_sha256": c.diff_sha256} for c in code],
+            "files": input_files(settings),
             "host": host_facts(),
             "without_effect": plain(without_effect),
         }
+        own = {"args.json": json_text(settings)} | {f"{Path(c.root).name}.diff": c.diff for c in code if c.diff}
         folder = cls(Path(path), run_id)
         if folder.path.exists() and any(folder.path.iterdir()):
-            folder._join(start, args)
+            folder._join(start, own)
         else:
-            folder._make(start, args)
+            folder._make(start, own)
         return folder
 
     def write_report(self) -> None:
-        """Makes report.png and report.md from what was logged so far; a failure is logged, never raised."""
-        from slime.observability.report import summary_text, write_report
-
+        """Makes the report from what was logged so far; a failure is logged, never raised."""
         if not self.metrics.is_file() or not self.metrics.stat().st_size:
             logger.info("nothing was logged, so there is no report")
             return
         try:
-            title = report_title(json.loads((self.path / "args.json").read_text()))
-            summary = write_report(self.metrics, self.report_png, title=title)
-            logger.info("report: %s\n%s", self.report_png, summary_text(summary, title))
+            from slime.observability.report import summary_text, write_report
+
+            report = write_report(self.path)
+            logger.info("report: %s\n%s", report.page, summary_text(report.summary, report.title))
         except Exception:
             logger.exception("no report could be made; the metrics are in %s", self.metrics)
 
-    def _make(self, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def _make(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         partial = self.path.with_name(f".{self.path.name}.{self.run_id}")
         for name in SUBFOLDERS:
             (partial / name).mkdir(parents=True)
-        _write_json(partial / "run.json", {"starts": [start]})
-        _write_json(partial / "args.json", plain(settings))
+        _write_start(partial, [start], own)
         try:
             partial.rename(self.path)  # also replaces an empty folder
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise ConfigError(f"got --run-dir {self.path}, because another run just made it: {error}") from error
 
-    def _join(self, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def _join(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         record = self.path / "run.json"
         if not record.is_file():
             raise ConfigError(
@@ -138,48 +155,40 @@ class RunFolder:
             )
         for name in SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        starts = json.loads(record.read_text())["starts"]
-        _write_json(record, {"starts": [*starts, start]})
-        _write_json(self.path / "args.json", plain(settings))
+        _write_start(self.path, [*json.loads(record.read_text())["starts"], start], own)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
+    """`own`: the files of the latest start, by name."""
+    where = folder / "starts" / str(len(starts) - 1)
+    where.mkdir(parents=True, exist_ok=True)
+    for name, text in own.items():
+        _write(where / name, text)
+    _write(folder / "args.json", own["args.json"])
+    _write(folder / "run.json", json_text({"starts": list(starts)}))
+
+
+def json_text(value: Any) -> str:
+    """As the files of a run hold it."""
+    return json.dumps(value, indent=2, sort_keys=False) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
     """Writes through a temporary file, so that a reader never sees half of it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=False) + "\n")
+    partial.write_text(text)
     partial.replace(path)
 
 
 def plain(value: Any, name: str = "") -> Any:
     """`value` as JSON; secrets hidden by the name of their setting, unknown objects by their text."""
-    if isinstance(value, str) and value and SECRET.search(name):
+    if isinstance(value, str) and value and SECRET.search(name.lower()):
         return HIDDEN
     if isinstance(value, Mapping):
         return {str(k): plain(v, str(k)) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(v, name) for v in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def report_title(args: Mapping[str, Any]) -> str:
-    """Model, data and method in a few words."""
-    data = str(args.get("prompt_data") or "").partition("@")[0]
-    method = "SFT" if args.get("loss_type") == "sft_loss" else str(args.get("advantage_estimator") or "").upper()
-    parts = [Path(str(args.get("hf_checkpoint") or "")).name, Path(data).stem, method]
-    return ", ".join(p for p in parts if p) or "slime run"
-
-
-def hide_secrets(command: Sequence[str]) -> list[str]:
-    """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`)."""
-    out: list[str] = []
-    hide = False  # up to the next flag: it may take several
-    for word in command:
-        flag, equals, _ = word.partition("=")
-        secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
-        is_flag = word.startswith("--")
-        out.append(HIDDEN if hide and not is_flag else f"{flag}={HIDDEN}" if secret and equals else word)
-        hide = secret and not equals if is_flag else hide
-    return out
 
 
 def versions() -> dict[str, str | None]:
@@ -191,22 +200,6 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             out[name] = None
     return out
-
-
-def git_commit(where: Path) -> str | None:
-    """The commit of the checkout that holds `where`, with `+` if files differ from it; None outside a checkout."""
-    try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
-            cwd=where,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.strip() or None
 
 
 def host_facts() -> dict[str, Any]:

@@ -7,22 +7,35 @@ killed run keeps every step that it finished. The others are views.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, DeadlineExceeded
+from slime.core.text import ends_whole
+from slime.observability import sample_views
+from slime.observability.logs import FILE_ONLY
 from slime.observability.progress import duration
+from slime.observability.samples import Kind, ShownSample
+
+logger = logging.getLogger("slime.steps")
 
 AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "perf": "rollout/step"}
 """What a kind of step is counted by. Evaluations carry the rollout that they follow (-1: none yet)."""
 KINDS = tuple(AXES)
+OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout/step"}
+"""What other prefixes are counted by: their metrics are in rows of a kind."""
 
-EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_prompts|num_unscored|pass@\d+)$")
+HELD_OUT_LOSS = re.compile(r"eval/(.+)-loss")
+"""The held-out loss of a dataset, which it names."""
+EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_prompts|num_unscored|num_unusable|num_tokens|loss|pass@\d+)$")
 EVAL_FACTS = ("eval/step", "eval/weight_version")
 """What `eval/<dataset>...` metrics hold beside the score of the dataset."""
 
@@ -53,17 +66,30 @@ class Sink(Protocol):
 
     def write(self, record: StepRecord) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None:
+        """No more is written. `failed`: the run did not end well."""
+
+
+@runtime_checkable
+class SampleView(Protocol):
+    """A sink that shows samples, too."""
+
+    def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None: ...
 
 
 class JsonlSink:
-    """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line."""
+    """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line.
+
+    A line that a kill left half done gets its end first, so that the next row does not join it.
+    """
 
     essential = True
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
+        if not ends_whole(path):
+            self._file.write("\n")
 
     def write(self, record: StepRecord) -> None:
         row: dict[str, Any] = {"time": round(record.time_s, 3), record.axis: record.step}
@@ -72,18 +98,18 @@ class JsonlSink:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._file.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, non-finite values restored; a last line that a kill truncated is left out."""
+    """The rows of a metrics file, non-finite values restored; lines that a kill left half done are left out."""
     rows = []
     for line in path.read_text().splitlines():
         try:
             rows.append({k: float(v) for k, v in json.loads(line).items()})
         except json.JSONDecodeError:
-            break
+            continue
     return rows
 
 
@@ -114,12 +140,26 @@ class TensorBoardSink:
         self._writer.add_event(Event(wall_time=record.time_s, step=record.step, summary=Summary(value=values)))
         self._writer.flush()
 
-    def close(self) -> None:
+    def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        summary = sample_views.tensorboard_summary(samples)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 
+WANDB_LIMIT_S = 300.0
+"""How long the end of a run may wait for W&B's servers."""
+
+
 class WandbSink:
-    """Weights & Biases; each kind of step has its own axis, as `<kind>/step`."""
+    """Weights & Biases; each kind of step has its own axis, as `<kind>/step`.
+
+    The package hands everything to a process of its own, `wandb-core`, which must live until `close` returns.
+    """
 
     essential = False
 
@@ -129,16 +169,48 @@ class WandbSink:
             import wandb  # type: ignore[import-not-found,unused-ignore]
         except ImportError as error:
             raise ConfigError(f"got --use-wandb, but {error}; do: pip install 'slime[wandb]'") from error
-        self._run: Any = wandb.init(config=dict(settings), **init)
-        for kind, axis in AXES.items():
+        self._table: Any = wandb.Table
+        hook = sys.excepthook
+        try:
+            self._run: Any = wandb.init(config=dict(settings), **init)
+        except wandb.Error as error:
+            raise ConfigError(
+                f"got --use-wandb, but W&B refused: {error}; do: wandb login, or --wandb-mode offline, or leave it out"
+            ) from error
+        sys.excepthook = hook  # W&B's own prints every traceback once more; `close` tells it how the run ended
+        for prefix, axis in (AXES | OTHER_AXES).items():
             self._run.define_metric(axis)
-            self._run.define_metric(f"{kind}/*", step_metric=axis)
+            self._run.define_metric(f"{prefix}/*", step_metric=axis)
 
     def write(self, record: StepRecord) -> None:
         self._run.log({record.axis: record.step, **record.metrics})
 
-    def close(self) -> None:
-        self._run.finish()
+    def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
+        columns = list(sample_views.COLUMNS)
+        tables = {
+            tag: self._table(columns=columns, data=sample_views.table(of_tag), allow_mixed_types=True)
+            for tag, of_tag in sample_views.by_tag(samples).items()
+        }
+        self._run.log({AXES[kind]: step, **tables})
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the run there, as finished or as failed, and `wandb-core` with it.
+
+        Raises `DeadlineExceeded` if W&B does not take what is left in `WANDB_LIMIT_S`.
+        """
+        import wandb
+
+        def end() -> None:
+            self._run.finish(exit_code=int(failed))
+            wandb.teardown(exit_code=int(failed))
+
+        thread = threading.Thread(target=end, name="wandb finish", daemon=True)
+        thread.start()
+        thread.join(WANDB_LIMIT_S)
+        if thread.is_alive():
+            raise DeadlineExceeded.waiting(
+                owner="driver", for_what="W&B to take the last steps (do: wandb sync)", limit_s=WANDB_LIMIT_S
+            )
 
 
 HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
@@ -156,14 +228,20 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "perf": (
         ("perf/step_time", "step", ".1fs"),
-        ("perf/rollout_time", "rollout", ".1fs"),
+        ("perf/rollout_wait_time", "rollout", ".1fs"),
         ("perf/train_time", "train", ".1fs"),
         ("perf/update_weights_time", "sync", ".2fs"),
         ("perf/eval_time", "eval", ".1fs"),
+        ("probe/train_rollout_logprob_abs_diff_max", "probe", ".1e"),
     ),
     "eval": (),
 }
 """(metric, label, format) of what the console shows of each kind of step, in order; absent ones are left out."""
+FINE_TUNING = (
+    ("rollout/total_len/mean", "length", ".1f"),
+    ("rollout/trained_tokens", "trained tokens", ".0f"),
+)
+"""What it shows of a rollout of conversations instead: nothing was sampled, and nothing is rewarded."""
 
 
 class ConsoleSink:
@@ -171,17 +249,31 @@ class ConsoleSink:
 
     essential = False
 
-    def __init__(self, *, num_rollout: int | None = None, console: Any = None) -> None:
-        """`num_rollout`: rollouts of the whole run, for the ETA."""
+    def __init__(
+        self, *, num_rollout: int | None = None, console: Any = None, samples_interval: int | None = None
+    ) -> None:
+        """`num_rollout`: rollouts of the whole run, for the ETA. `samples_interval`: see `sample_views.is_due`."""
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False) if console is None else console
-        self._num_rollout = num_rollout
-        self._num_done = 0
-        self._start_s = time.time()
+        self._num_rollout, self._samples_interval = num_rollout, samples_interval
+        self._num_done, self._done_s = 0, 0.0
 
     def write(self, record: StepRecord) -> None:
-        self._console.print(self.line(record), soft_wrap=True, markup=False, style=self._style(record))
+        line = self.line(record)
+        self._print(line, self._style(record))
+        logger.info("%s", line, extra=FILE_ONLY)  # for who reads the log and was not there
+
+    def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
+        """Of a step when it is due; of evaluations only where the run has no steps."""
+        only_evaluates = self._num_rollout == 0 and self._samples_interval != 0
+        if only_evaluates if kind == "eval" else sample_views.is_due(step, self._samples_interval):
+            for line in sample_views.console_lines(samples):
+                self._print(f"{'sample':>7}  {line}", "dim")
+
+    def _print(self, line: str, style: str) -> None:
+        """The text as it is: rich reads neither brackets as markup nor `:smile:` as an emoji."""
+        self._console.print(line, soft_wrap=True, markup=False, emoji=False, style=style)
 
     def line(self, record: StepRecord) -> str:
         """What `write` prints; called once per record."""
@@ -194,14 +286,19 @@ class ConsoleSink:
 
     def _headlines(self, record: StepRecord) -> list[tuple[str, str, str]]:
         if record.kind != "eval":
-            return [h for h in HEADLINES[record.kind] if h[0] in record.metrics]
-        return [(key, name, ".3f") for key in record.metrics if (name := eval_name(key)) is not None]
+            shown = FINE_TUNING if "rollout/trained_tokens" in record.metrics else HEADLINES[record.kind]
+            return [h for h in shown if h[0] in record.metrics]
+        matches = {key: HELD_OUT_LOSS.fullmatch(key) for key in record.metrics}
+        losses = [(key, f"{match[1]} loss", ".4f") for key, match in matches.items() if match]
+        named = ((key, eval_name(key)) for key, match in matches.items() if not match)
+        return [*((key, name, ".3f") for key, name in named if name is not None), *losses]
 
     def _eta(self, record: StepRecord) -> str:
-        self._num_done += 1  # of this process: a resumed run does not count what an earlier one did
-        if self._num_rollout is None or record.step + 1 >= self._num_rollout:
+        """From the steps of this process: without its start, and without what an earlier one did before a resume."""
+        self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
+        if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
             return ""
-        left_s = (record.time_s - self._start_s) / self._num_done * (self._num_rollout - record.step - 1)
+        left_s = self._done_s / self._num_done * (self._num_rollout - record.step - 1)
         return f"  left {duration(left_s)}"
 
     @staticmethod
@@ -210,7 +307,7 @@ class ConsoleSink:
             return "bold red"
         return {"eval": "bold green", "rollout": "cyan", "perf": "dim"}.get(record.kind, "")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing is held."""
 
 

@@ -5,7 +5,7 @@ Called by the driver of the run alone (ranks and actors return their metrics to 
 Invariants
 1. The steps of one kind only go on; a repeated or earlier one is refused (an evaluation may repeat its step).
 2. A view that fails (TensorBoard, W&B, the console) is dropped with one message and never ends the run; the JSONL file
-   is the record, and its failure does.
+   is the record, and its failure does. Samples are for people: what fails to show or write them does not end the run.
 """
 
 from __future__ import annotations
@@ -15,15 +15,27 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from slime.core.errors import DataError
+from slime.observability.health import HealthSink, learns_from_rewards
 from slime.observability.metrics import MetricValue, to_floats
 from slime.observability.progress import Progress
 from slime.observability.run_folder import RunFolder, plain
-from slime.observability.sinks import KINDS, ConsoleSink, JsonlSink, Sink, StepRecord, TensorBoardSink, WandbSink
+from slime.observability.samples import Kind, SamplesFile, ShownSample
+from slime.observability.sinks import (
+    KINDS,
+    ConsoleSink,
+    JsonlSink,
+    SampleView,
+    Sink,
+    StepRecord,
+    TensorBoardSink,
+    WandbSink,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +46,8 @@ class Views:
 
     num_rollout: int | None
     """Steps of the loop, for the console's count."""
+    log_samples_interval: int | None = None
+    """Steps between those whose samples the console shows (`sample_views.is_due`)."""
     use_tensorboard: bool = False
     tb_project_name: str | None = None
     tb_experiment_name: str | None = None
@@ -58,13 +72,15 @@ class Tracker:
         """`metrics.jsonl` of `folder` is always written; `sinks` are views beside it."""
         self.folder = folder
         self._sinks: list[Sink] = [JsonlSink(folder.metrics), *sinks]
+        self._samples: SamplesFile | None = SamplesFile(folder.samples)
         self._last_step: dict[str, int] = {}
         self._pending: dict[str, MetricValue] = {}
 
     @classmethod
     def with_views(cls, views: Views, folder: RunFolder) -> Tracker:
         """The sinks that `views` asks for. Raises `ConfigError` if the package of one is missing."""
-        sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout)]
+        sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout, samples_interval=views.log_samples_interval)]
+        sinks.append(HealthSink(folder.metrics, learns_from_rewards=learns_from_rewards(views.settings)))
         if views.use_tensorboard:
             sinks.append(TensorBoardSink(_tensorboard_dir(views, folder)))
         if views.use_wandb:
@@ -93,8 +109,22 @@ class Tracker:
             self._pending = {}
         record = StepRecord(kind, step, to_floats(grouped))
         for sink in list(self._sinks):
-            self._write(sink, record)
+            self._write(sink, partial(sink.write, record))
         return dict(record.metrics)
+
+    def log_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
+        """Appends the samples of a step or an evaluation to `samples.jsonl` and hands them to the views."""
+        if not samples:
+            return
+        try:
+            if self._samples is not None:
+                self._samples.append(samples)
+        except Exception:
+            logger.exception("%s cannot be written and is given up", self.folder.samples.name)
+            self._samples = None
+        for sink in list(self._sinks):
+            if isinstance(sink, SampleView):
+                self._write(sink, partial(sink.write_samples, kind, step, samples))
 
     @contextmanager
     def progress(self, what: str, *, limit_s: float | None = None) -> Iterator[Callable[[str], str]]:
@@ -107,20 +137,20 @@ class Tracker:
 
             yield on_poll
 
-    def _write(self, sink: Sink, record: StepRecord) -> None:
+    def _write(self, sink: Sink, write: Callable[[], None]) -> None:
         try:
-            sink.write(record)
+            write()
         except Exception:
             if sink.essential:
                 raise
             logger.exception("%s failed and is dropped; metrics.jsonl is still written", type(sink).__name__)
             self._sinks.remove(sink)
 
-    def close(self) -> None:
-        """Ends every sink. Safe to call again."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends every sink; `failed`: the run did not end well. Safe to call again."""
         for sink in self._sinks:
             try:
-                sink.close()
+                sink.close(failed=failed)
             except Exception:
                 logger.exception("closing %s failed", type(sink).__name__)
         self._sinks = []
@@ -131,7 +161,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=error is not None)
 
 
 def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:

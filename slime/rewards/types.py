@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from slime.core.blame import RAISED_AT
+
 MAX_RESULT_BYTES = 64 * 1024
 """Longest JSON encoding of one reward; a longer one is refused (hostile or mistaken)."""
 
@@ -57,5 +59,6 @@ def check_reward(value: Any) -> Score:
 
 def reason_kind(reason: str) -> str:
     """A reason without its details, as a metric name: lower case words joined by `_`, at most four."""
-    words = "".join(c if c.isalpha() else " " for c in reason.lower()).split()
+    reason = reason.partition(RAISED_AT)[0].lower()
+    words = "".join(c if c.isalpha() else " " for c in reason).split()
     return "_".join(words[:4]) or "unknown"

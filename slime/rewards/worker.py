@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from slime.core.blame import one_line, raised_by_user
 from slime.core.lifeline import die_with_parent
 from slime.core.sample import Sample
 from slime.rewards.environment import leave_network
@@ -105,7 +106,7 @@ class Server:
             reason = f"the grader ran out of {'memory' if isinstance(problem, MemoryError) else 'stack'}"
         except Exception as problem:
             traceback.print_exc(limit=8)
-            reason = f"the grader raised {type(problem).__name__}: {str(problem)[:300]}"
+            reason = f"the grader raised {one_line(problem, 300)}{raised_by_user(problem)}"
         return {"scores": [{"unscored": reason}] * len(request["samples"])}
 
     def function(self, path: str) -> Callable[..., Any]:

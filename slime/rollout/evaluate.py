@@ -27,6 +27,7 @@ from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import spread
 from slime.rollout.sampling import eval_sampling_params
+from slime.rollout.turns import turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput
 from slime.settings.eval_config import EvalDatasetConfig
 
@@ -128,6 +129,7 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
         f"{name}-num_prompts": float(len(dataset.rows)),
         f"{name}-num_unscored": float(len(samples) - len(finished)),
         **spread(f"{name}/response_len", [s.effective_response_length for s in finished]),
+        **turn_metrics(name, finished),
     }
     by_prompt: dict[int | None, list[Sample]] = {}
     for sample in finished:

@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from slime.buffer.groups import reset
+from slime.core.blame import raised_by_user
 from slime.core.errors import (
     ConfigError,
     DataError,
@@ -173,6 +174,8 @@ async def run_execution(
             return Execution(result, Outcome.FINISHED)
         as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
         reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
+        if reason:
+            context.progress.failed(reason)
         return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
     except FATAL:
         raise
@@ -182,7 +185,8 @@ async def run_execution(
         return Execution([before], Outcome.EXPIRED, str(expiry))
     except Exception as problem:
         logger.warning("execution %s of group %s failed", sample.index, sample.group_index, exc_info=problem)
-        return Execution([before], Outcome.FAILED, f"{type(problem).__name__}: {problem}")
+        reason = f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
+        return Execution([before], Outcome.FAILED, context.progress.failed(reason))
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

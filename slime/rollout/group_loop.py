@@ -34,7 +34,7 @@ from typing import Protocol
 
 from slime.buffer.groups import reset_group
 from slime.buffer.origin import note_quarantines, num_quarantines
-from slime.core.errors import DataError, DeadlineExceeded, EngineError
+from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
 from slime.core.sample import Group
 from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use
@@ -123,8 +123,8 @@ class GroupLoop:
     async def turn(self, timeout_s: float | None = None) -> None:
         """Starts what there is room for, sleeps until a group ends, `wake` is called or time is up; settles what ended.
 
-        Raises `DataError` if the filter rejects nearly everything, `EngineError` if too many groups fail, and what user
-        hooks raise on purpose.
+        Raises `DataError` if the filter rejects nearly everything, `GroupsFailed` if too many groups fail, and what
+        user hooks raise on purpose.
         """
         self._refill()
         rests, since = not self.running, time.monotonic()
@@ -286,7 +286,7 @@ class GroupLoop:
     def _check_failed(self, reason: str) -> None:
         lost = self.counts.failed.total() + self.counts.num_quarantined
         if lost > max(MIN_FAILED_GROUPS, self.target):
-            raise EngineError(
+            raise GroupsFailed(
                 f"got {lost} failed groups in step {self.rollout_id} and {self.context.progress.done} of "
                 f"{self.target} finished; the last one failed because: {reason}"
             )

@@ -25,16 +25,19 @@ from slime.rollout.clients import engine_client, grader_pool, teacher_client
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import evaluate
+from slime.rollout.held_out import HeldOut, held_out_batches
 from slime.rollout.hooks import in_thread, is_logged_by_user
 from slime.rollout.metrics import speed
 from slime.rollout.mismatch_probe import MismatchProbe
 from slime.rollout.recorder import Recorder
 from slime.rollout.schedules import SCHEDULES
+from slime.rollout.shown import Showcase
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.staleness import staleness
 from slime.rollout.step_functions import evaluate_by_function
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
+from slime.settings.held_out import measures_loss
 
 BUFFER_FILE = "data_buffer.json"
 
@@ -50,7 +53,9 @@ class RolloutManager:
         self._args = args
         self._tokenizer = load_tokenizer(args)
         self._source: DataBuffer = load_data_source(args, self._tokenizer)
-        self._eval_datasets = load_eval_datasets(args, self._tokenizer)
+        datasets = load_eval_datasets(args, self._tokenizer)
+        self._eval_datasets = tuple(one for one in datasets if not measures_loss(args, one.config))
+        self._loss_datasets = tuple(one for one in datasets if measures_loss(args, one.config))
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
         self._client = engine_client(args, router_url, num_engines=num_engines, api_key=api_key)
@@ -62,6 +67,8 @@ class RolloutManager:
         self._account = BatchAccount(self._source, trains=not args.debug_rollout_only)
         self._recorder = Recorder(args)
         self._probe = MismatchProbe()
+        self.showcase = Showcase(args, self._tokenizer)
+        """The samples of each step and evaluation that people see; whoever logs the metrics takes them."""
         self._progress: list[Progress] = []
 
     @property
@@ -81,6 +88,7 @@ class RolloutManager:
         batch: TrainBatch = await in_thread(to_train_batch, self._args, rollout_id, output.samples)
         await self._recorder.save_batch(rollout_id, batch)
         self._probe.remember(output.samples)
+        self.showcase.add_rollout(rollout_id, output.samples)
         seconds = time.monotonic() - started
         metrics = output.metrics | speed(output.samples, seconds, num_gpus=self._args.rollout_num_gpus)
         samples = [sample for group in output.samples for sample in group]
@@ -98,9 +106,15 @@ class RolloutManager:
                 output = await evaluate_by_function(context, rollout_id, self._source)
         metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
         await self._recorder.save_evaluation(rollout_id, output)
+        self.showcase.add_evaluation(rollout_id, output.data)
         path = self._args.custom_eval_rollout_log_function_path
         logged = await is_logged_by_user(path, "eval_log", rollout_id, self._args, output.data, metrics)
         return {} if logged else metrics
+
+    async def held_out(self) -> tuple[HeldOut, ...]:
+        """The datasets of which the trainer measures the loss."""
+        made: tuple[HeldOut, ...] = await in_thread(held_out_batches, self._args, self._tokenizer, self._loss_datasets)
+        return made
 
     async def probe(self) -> TrainBatch:
         """Fresh answers to compare log-probs on (`mismatch_probe`)."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from slime.core.sample import Sample, Status
 from slime.rollout.filters import rewards_by_execution
+from slime.rollout.turns import turn_metrics
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -39,6 +40,7 @@ def sample_metrics(reward_key: str | None, groups: Sequence[Sequence[Sample]]) -
         "rollout/response_tokens": float(sum(s.effective_response_length for s in samples)),
         "rollout/zero_std/ratio": len(constant) / len(groups),
     }
+    metrics |= turn_metrics("rollout", samples)
     if flat:
         metrics["rollout/raw_reward"] = statistics.fmean(flat)
         metrics["rollout/raw_reward_std"] = statistics.pstdev(flat)

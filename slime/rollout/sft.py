@@ -12,7 +12,7 @@ from typing import Any
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.chat import ChatRenderer
-from slime.data.sft import sft_tokens
+from slime.data.sft import conversation_of, sft_tokens
 from slime.rollout.context import current
 from slime.rollout.types import RolloutFnTrainOutput
 
@@ -22,14 +22,20 @@ MAX_BAD_FACTOR = 4
 """Unusable conversations per wanted one after which the step gives up."""
 
 
-def fill(sample: Sample, chat: ChatRenderer) -> Sample:
-    """Writes ids and mask of the sample's messages into it; reward 0.0, no log-probs. Raises `DataError`."""
-    if not isinstance(sample.prompt, list):
+def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> Sample:
+    """Writes ids and mask of the sample's conversation into it; reward 0.0, no log-probs. Raises `DataError`.
+
+    A conversation is a list of messages, or a text with a text as its label: one question and its answer. `rendered`:
+    the chat template was applied to the prompt already, which is an error.
+    """
+    messages = conversation_of(sample.prompt, sample.label, rendered=rendered)
+    if messages is None:
         raise DataError(
-            f"sample {sample.index} has a text prompt; fine-tuning needs messages: give --input-key of a column with "
-            "messages and leave --apply-chat-template out, the template is applied here"
+            f"sample {sample.index} has a text prompt; fine-tuning needs messages, or a text and its answer: give "
+            "--input-key of a column with messages, or --label-key of the answers, and leave --apply-chat-template "
+            "out, the template is applied here"
         )
-    row = sft_tokens(sample.prompt, chat, tools=sample.metadata.get("tools"))
+    row = sft_tokens(messages, chat, tools=sample.metadata.get("tools"))
     sample.tokens = list(row.tokens)
     sample.loss_mask = list(row.loss_mask)
     sample.response_length = row.response_length
@@ -43,7 +49,7 @@ def fill(sample: Sample, chat: ChatRenderer) -> Sample:
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """One step of conversations. Raises `DataError` if too many of them cannot be used."""
-    assert not evaluation, "fine-tuning has no evaluation of its own; set --eval-function-path"
+    assert not evaluation, "the trainer evaluates fine-tuning (`slime.rollout.held_out`)"
     context = current()
     chat = ChatRenderer(context.tokenizer, kwargs=args.apply_chat_template_kwargs)
     groups: list[list[Sample]] = []
@@ -51,7 +57,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     while len(groups) < args.rollout_batch_size:
         for group in data_source.get_groups(args.rollout_batch_size - len(groups)):
             try:
-                groups.append([fill(sample, chat) for sample in group.samples])
+                groups.append([fill(s, chat, rendered=args.apply_chat_template) for s in group.samples])
             except DataError as problem:
                 logger.warning("group %d is dropped: %s", group.group_index, problem)
                 data_source.mark_filtered([group.group_index], "unusable_conversation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
@@ -14,12 +15,15 @@ from slime.settings.eval_config import EvalDatasetConfig, eval_datasets
 
 
 def load_tokenizer(args: Args) -> Any:
-    """The HF tokenizer of `--hf-checkpoint`; None if no checkpoint is given."""
+    """The HF tokenizer of `--hf-checkpoint`, with `--chat-template`; None if no checkpoint is given."""
     if not args.hf_checkpoint:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(args.hf_checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+    if args.chat_template is not None:
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    return tokenizer
 
 
 def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
@@ -46,5 +50,6 @@ def _rows(one: EvalDatasetConfig, tokenizer: Any) -> Any:
         apply_chat_template=one.apply_chat_template,
         apply_chat_template_kwargs=one.apply_chat_template_kwargs,
         max_prompt_tokens=one.max_prompt_len,
+        held_out=True,
     )
     return [dataset[i] for i in range(len(dataset))]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.sample import Sample
+from slime.observability.samples import ShownSample
 
 SampleGroup = list[Sample]
 """All samples of one prompt, fan-out flattened."""
@@ -30,6 +31,15 @@ class RolloutFnEvalOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StepNews:
+    """What the driver logs of a step or of an evaluation."""
+
+    metrics: dict[str, float]
+    samples: list[ShownSample]
+    """The few that people see."""
+
+
+@dataclass(frozen=True, slots=True)
 class DynamicFilterOutput:
     """Verdict of a dynamic sampling filter on one group."""
 
@@ -50,11 +60,21 @@ class Progress:
     total: int = 0
     tokens: int = 0
     """Response tokens sampled so far."""
+    num_failures: int = 0
+    """Executions that failed or got no score, each try counted."""
+    last_failure: str = ""
+    """Why the last of them did."""
     started: float = field(default_factory=time.monotonic)
 
     def begin(self, what: str, total: int) -> None:
         """Starts a new phase."""
         self.what, self.total, self.done, self.tokens, self.started = what, total, 0, 0, time.monotonic()
+        self.num_failures, self.last_failure = 0, ""
+
+    def failed(self, reason: str) -> str:
+        """Counts a failure, so that it is seen before the step gives up; returns its reason."""
+        self.num_failures, self.last_failure = self.num_failures + 1, reason
+        return reason
 
     @property
     def elapsed_s(self) -> float:
@@ -63,4 +83,5 @@ class Progress:
     def __str__(self) -> str:
         if not self.total:
             return self.what
-        return f"{self.what} {self.done}/{self.total}, {self.tokens / max(self.elapsed_s, 1e-9):.0f} tokens/s"
+        line = f"{self.what} {self.done}/{self.total}, {self.tokens / max(self.elapsed_s, 1e-9):.0f} tokens/s"
+        return f"{line}; {self.num_failures} failures, the last: {self.last_failure}" if self.num_failures else line

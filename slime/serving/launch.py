@@ -4,7 +4,8 @@ With `--token-versions` first the server tells the weight version of each token 
 
 SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again,
 under the name `__mp_main__`, before it looks at what the child is to run. That is the hook: the same few lines run in
-the server and in every process below it, and no environment variable has to name a folder of stand-ins.
+the server and in every process below it, and no environment variable has to name a folder of stand-ins. On a CPU they
+are copies of the server instead (`slime.compat.sglang_cpu.forked_children`).
 
 Invariants
 1. Imported under its own name, this module does nothing.
@@ -14,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -23,7 +25,8 @@ from slime.core.lifeline import die_with_parent
 ROUTER_FLAG = "--router"
 TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
-"""Holds the server's bearer token: a command line is for everybody on the host to read, an environment is not."""
+"""Holds the bearer token of a server or the router: a command line is for everybody on the host to read, an environment
+is not."""
 
 
 def device_of(arguments: list[str]) -> str:
@@ -39,10 +42,11 @@ def device_of(arguments: list[str]) -> str:
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
     from slime.compat import sglang_fresh_router, sglang_token_versions
-    from slime.compat.sglang_cpu import activate
+    from slime.compat.sglang_cpu import activate, forked_children
 
     die_with_parent(expected_parent)
-    activate(device_of(arguments))
+    if activate(device_of(arguments)):
+        forked_children.register()
     sglang_fresh_router.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
         sglang_token_versions.register()
@@ -67,10 +71,20 @@ def serve(arguments: list[str]) -> None:
 
 
 def route(arguments: list[str]) -> None:
-    """Runs sglang-router in this process until it ends."""
-    from sglang_router.launch_router import launch_router, parse_router_args
+    """Runs sglang-router in this process until it ends.
 
-    launch_router(parse_router_args(arguments))
+    Its own launcher would import SGLang and torch, for a balancer of its own that is not used.
+    """
+    import setproctitle
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    settings = RouterArgs.from_cli_args(parser.parse_args(arguments), use_router_prefix=False)
+    setproctitle.setproctitle("sglang::router")
+    settings._validate_router_args()
+    Router.from_args(settings).start()
 
 
 def main() -> None:
@@ -78,14 +92,15 @@ def main() -> None:
     from slime.serving.process import OWNER_ENV
 
     owner = os.environ.pop(OWNER_ENV, None)
+    api_key = os.environ.pop(API_KEY_ENV, None)
+    key = ["--api-key", api_key] if api_key else []
     arguments = sys.argv[1:]
     if arguments[:1] == [ROUTER_FLAG]:
         die_with_parent(int(owner) if owner else None)
-        route(arguments[1:])
+        route([*arguments[1:], *key])
         return
     prepare_process(arguments, int(owner) if owner else None)
-    api_key = os.environ.pop(API_KEY_ENV, None)
-    serve([*arguments, "--api-key", api_key] if api_key else arguments)
+    serve([*arguments, *key])
 
 
 if __name__ == "__mp_main__":

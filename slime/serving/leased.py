@@ -45,3 +45,12 @@ class LeasedServer:
     def alive(self) -> bool:
         """Whether the first process runs (SGLang ends it when one of its children fails)."""
         return self._process is not None and self._process.alive
+
+    def require_alive(self) -> None:
+        """Raises `EngineError` with the exit status and the end of the log if the process has ended."""
+        if self._process is None or self._process.alive:
+            return
+        raise EngineError(
+            f"got the end of {self._process.name} (exit status {self._process.returncode}), because it failed or was "
+            f"killed; read {self.log_path}, which ends with:\n{self._process.log_tail()}"
+        )

@@ -90,6 +90,14 @@ def _claim(port: int) -> socket.socket | None:
     return name
 
 
+def lease_port(port: int) -> PortLease:
+    """Leases this very port. Raises `EngineError` if it is taken, by a run or by another program."""
+    name = _claim(port)
+    if name is None:
+        raise EngineError(f"got port {port}, which another program on this host uses; end it or choose another port")
+    return PortLease((port,), [name])
+
+
 def lease_ports(count: int = 1, *, consecutive: bool = False) -> PortLease:
     """Leases `count` free ports, neighbours if `consecutive`. Raises `EngineError` if the host has none left."""
     chooser = random.SystemRandom()  # never the seeded global generator: two runs with one seed must not meet

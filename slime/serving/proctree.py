@@ -139,7 +139,7 @@ class ProcessFamily:
         self,
         *,
         grace_s: float,
-        limit_s: float = 10.0,
+        limit_s: float = 60.0,
         before_kill: Callable[[list[ProcessStat]], None] | None = None,
     ) -> list[ProcessStat]:
         """SIGTERM to all, `grace_s` later SIGKILL to the rest; returns who is left after `limit_s` more: normally none.

@@ -1,11 +1,13 @@
-"""sglang-router 0.3.2 in front of the servers of a run: one process, loopback, ports of its own.
+"""sglang-router 0.3.2 in front of the servers of a run: one process, on loopback unless another host is given.
 
 The owner adds a server once its weights are verified and removes it before it is stopped or replaced; the router sends
 `/generate` and the OpenAI routes to the servers it has.
 
 Invariants
 1. `add_worker` returns only when the router itself lists the server as healthy, `remove_worker` only when it is gone.
-2. The router's metrics port is leased like its own: its default would collide between two runs.
+2. The router's metrics port is leased like its own, and on loopback: its default would collide between two runs.
+3. With a key of its own the router answers nobody else, on any route but its health checks. The key is the engines',
+   because the router hands on what a client sends.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, DeadlineExceeded, EngineError
-from slime.serving.launch import ROUTER_FLAG
+from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.plain_http import request
-from slime.serving.ports import lease_ports
+from slime.serving.ports import lease_port, lease_ports
 from slime.serving.process import ChildProcess, python_module
 from slime.serving.server import command_line_flags
 
@@ -37,6 +39,8 @@ DEFAULTS: Mapping[str, Any] = {
     "disable_circuit_breaker": True,
 }
 _OWNED = frozenset({"host", "port", "prometheus_port", "prometheus_host", "worker_urls"})
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""An address that stands for all of this host's -> one of them, to ask."""
 _POLL_S = 0.1
 
 
@@ -58,29 +62,41 @@ class Router(LeasedServer):
         self,
         *,
         host: str = "127.0.0.1",
+        port: int | None = None,
         log_path: str | Path,
         extra_args: Mapping[str, Any] | None = None,
         worker_api_key: str | None = None,
     ) -> None:
-        """`extra_args`: router arguments by field name (`args.router`); `worker_api_key`: what the servers ask for."""
+        """`port`: None takes a free one. `extra_args`: router arguments by field name (`args.router`); its `api_key` is
+        what the router asks for. `worker_api_key`: what the servers ask for.
+        """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
             raise ConfigError(f"got {clash} among the router arguments, which slime sets itself; leave them out")
         super().__init__(host=host, log_path=log_path)
+        self._fixed_port = port
         self._extra = dict(extra_args or {})
+        self._api_key = self._extra.pop("api_key", None)
         self._worker_api_key = worker_api_key
 
+    @property
+    def url(self) -> str:
+        """Where this host reaches the router. Raises `EngineError` before `start`."""
+        host = _EVERYWHERE.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
     def start(self) -> None:
-        """Starts the router process and returns at once."""
+        """Starts the router process and returns at once. Raises `EngineError` if its fixed port is taken."""
         assert self._process is None, "the router was started twice; stop() it first"
-        self._lease = lease_ports(2)
-        port, metrics_port = self._lease.ports
-        fields = {**DEFAULTS, **self._extra, "host": self.host, "port": port}
-        fields |= {"prometheus_host": self.host, "prometheus_port": metrics_port}
+        self._lease = lease_ports(1) if self._fixed_port is None else lease_port(self._fixed_port)
+        self._metrics_lease = lease_ports(1)
+        fields = {**DEFAULTS, **self._extra, "host": self.host, "port": self.port}
+        fields |= {"prometheus_host": "127.0.0.1", "prometheus_port": self._metrics_lease.port}
         self._process = ChildProcess(
             f"router {self.url}",
             python_module("slime.serving.launch", [ROUTER_FLAG, *command_line_flags(fields)]),
             log_path=self.log_path,
+            env={API_KEY_ENV: self._api_key},
         )
         self._process.start()
 
@@ -96,7 +112,7 @@ class Router(LeasedServer):
 
     def workers(self) -> list[Worker]:
         """The servers that the router knows. Raises `EngineError` if it does not answer."""
-        status, text = request("GET", f"{self.url}/workers")
+        status, text = request("GET", f"{self.url}/workers", api_key=self._api_key)
         if status != 200:
             raise EngineError(f"got status {status} from {self.url}/workers: {text[:500]}")
         return [
@@ -112,7 +128,7 @@ class Router(LeasedServer):
         if any(w.url == url and w.healthy for w in self.workers()):
             return
         body = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
-        status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s)
+        status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s, api_key=self._api_key)
         if not 200 <= status < 300:
             raise EngineError(f"got status {status} from the router for the new server {url}: {text[:500]}")
         self._wait(lambda ws: any(w.url == url and w.healthy for w in ws), f"the router to register {url}", timeout_s)
@@ -125,9 +141,8 @@ class Router(LeasedServer):
         for worker in self.workers():
             if worker.url != url:
                 continue
-            status, text = request(
-                "DELETE", f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}", timeout_s=timeout_s
-            )
+            address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
+            status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self._api_key)
             if not 200 <= status < 300 and status != 404:
                 raise EngineError(f"got status {status} from the router for the removal of {url}: {text[:500]}")
         self._wait(lambda ws: all(w.url != url for w in ws), f"the router to forget {url}", timeout_s)
@@ -154,4 +169,5 @@ class Router(LeasedServer):
             self._process = None
         if self._lease is not None:
             self._lease.release()
+            self._metrics_lease.release()
             self._lease = None

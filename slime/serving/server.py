@@ -13,14 +13,17 @@ Invariants
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
+from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out
 from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
 from slime.serving.process import ChildProcess, python_module
@@ -159,9 +162,12 @@ class ServerSpec:
             # given to the trainer would then compute on nothing and die (seen with 0.5.16 on one GPU, colocated).
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         }
+        # A list of the user's own is left as it is.
+        files = [] if LEAVE_OUT_ENV in os.environ else files_left_out(self.model_path, self.extra)
+        env |= {LEAVE_OUT_ENV: ",".join(files)} if files else {}
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
-        env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads)}
+        env |= {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads), **ONE_THREAD}
         # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. A server that
         # dies meanwhile can leave an empty library in the user's cache, on which all later ones fail.
         env["TORCHDYNAMO_DISABLE"] = "1"

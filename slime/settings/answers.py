@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.settings.args import MAPPINGS, Args
-from slime.settings.flags import MASK, Flag
+from slime.core.hidden import HIDDEN
+from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
+from slime.settings.flags import Flag
 from slime.settings.hook_contracts import CONTRACTS
 from slime.settings.schema import load
 from slime.settings.table import components_of, engine_flags, own_flags, registered_names, secret_settings
@@ -104,7 +105,7 @@ def explain(args: Args) -> str:
     rows: list[tuple[str, tuple[str, str], Any]] = [
         (one.name, ("slime", one.name), getattr(args, one.name))
         for one in dataclasses.fields(args)
-        if one.name not in MAPPINGS
+        if one.name not in (*MAPPINGS, *NOT_A_SETTING)
     ]
     rows += [(name, ("slime", name), value) for name, value in args.components.items()]
     for owner in ("megatron", "sglang", "router", "custom"):
@@ -112,7 +113,7 @@ def explain(args: Args) -> str:
     lines: dict[bool, list[str]] = {True: [], False: []}
     for name, key, value in rows:
         origin = args.origins.get(name, "--custom-config-path" if name.startswith("custom.") else "command line")
-        shown = MASK if key in secrets and value is not None else json_line(value)
+        shown = HIDDEN if key in secrets and value is not None else json_line(value)
         lines[origin.startswith("default")].append(f"  {name} = {shown}    ({origin})")
     idle = [f"  {name} {text}" for name, text in args.idle.items()]
     told = ["Given, without effect:", *idle, ""] if idle else []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.settings.flags import MASK
+from slime.core.hidden import HIDDEN
 from slime.settings.groups.algorithm import AlgorithmSettings
 from slime.settings.groups.checkpoint import CheckpointSettings
 from slime.settings.groups.cluster import ClusterSettings
@@ -37,6 +37,8 @@ from slime.settings.passthrough import Passthrough
 
 MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "idle", "origins")
 """The fields of `Args` that hold settings of others, or what is known about settings."""
+NOT_A_SETTING = ("command",)
+"""Fields of `Args` that say how it came to be."""
 _BEHIND = ("components", "megatron", "custom")
 """Mappings whose settings are attributes as well, in this order."""
 
@@ -74,6 +76,9 @@ class Args(
     """Router settings that the user gave with --router-*."""
     custom: Passthrough = field(default_factory=lambda: Passthrough("custom", {}))
     """The user's own settings, from the key `custom` of --custom-config-path."""
+    command: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """`slime train ...`: the command line that means these settings, secrets included; it is not among what `args.json`
+    holds."""
     idle: Passthrough = field(default_factory=lambda: Passthrough("idle", {}), compare=False)
     """Setting -> its value and why it has no effect, for settings that were given and act on nothing."""
     origins: Passthrough = field(default_factory=lambda: Passthrough("origins", {}), compare=False, repr=False)
@@ -117,6 +122,8 @@ class Args(
         secrets = secret_settings(components_of(self))
         out: dict[str, Any] = {"format": 1, "eval_datasets": [dict(vars(one)) for one in eval_datasets(self)]}
         for one in dataclasses.fields(self):
+            if one.name in NOT_A_SETTING:
+                continue
             value = getattr(self, one.name)
             if one.name in MAPPINGS:
                 owner = "slime" if one.name == "components" else one.name
@@ -126,4 +133,4 @@ class Args(
 
 
 def _masked(value: Any, secret: bool) -> Any:
-    return MASK if secret and value is not None else value
+    return HIDDEN if secret and value is not None else value

@@ -10,7 +10,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
+from slime.core.hub_names import download_hint
+from slime.settings import length_rules
 from slime.settings.conditions import (
     estimator_of,
     fine_tunes,
@@ -18,7 +21,7 @@ from slime.settings.conditions import (
     minimises_custom_loss,
     minimises_policy_loss,
 )
-from slime.settings.data_files import first_row_names, split_slice
+from slime.settings.data_files import check_data, files_of, first_row_names, scheme_of
 from slime.settings.eval_config import eval_datasets
 from slime.settings.group import Rule
 from slime.settings.groups.data import reads_prompt_data
@@ -138,13 +141,15 @@ def prompts_exist(args: Args) -> str | None:
 
 
 def files_exist(args: Args) -> str | None:
-    """Files are there, and readable formats."""
-    files = [] if args.prompt_data is None else [("prompt_data", args.prompt_data)]
-    files += [(f"evaluation data {d.name}", d.path) for d in eval_datasets(args)]
-    for name, spec in files:
-        path, _ = split_slice(spec)
-        if not path.is_file():
-            return f"got {name} {path}, which does not exist; give a .jsonl or .parquet file"
+    """Files are there, and what a scheme is asked for exists."""
+    data = [] if args.prompt_data is None else [("prompt_data", args.prompt_data, False)]
+    data += [(f"evaluation data {d.name}", d.path, True) for d in eval_datasets(args)]
+    for name, spec, held_out in data:
+        try:
+            check_data(spec, held_out=held_out)
+        except ConfigError as error:
+            said = str(error)
+            return said if said.startswith("got --") else said.replace("got ", f"got {name} ", 1)
     for name, folder in (
         ("load", args.load),
         ("ref_load", args.ref_load),
@@ -152,7 +157,8 @@ def files_exist(args: Args) -> str | None:
         ("opd_teacher_load", args.opd_teacher_load),
     ):
         if folder is not None and not Path(folder).is_dir():
-            return f"got {name} {folder}, which is not a folder; give an existing one"
+            what_to_do = download_hint(folder) or "give an existing one"
+            return f"got {name} {folder}, which is not a folder; {what_to_do}"
     return None
 
 
@@ -223,7 +229,7 @@ def _in_use(args: Args) -> list[tuple[str, str]]:
     found = [(name, getattr(args, name)) for name in names if getattr(args, name, None)]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
     data = [*([args.prompt_data] if args.prompt_data else []), *(d.path for d in eval_datasets(args))]
-    found += [("the data", str(split_slice(spec)[0])) for spec in data]
+    found += [("the data", str(path)) for spec in data if scheme_of(spec) is None for path in files_of(spec)]
     return [*found, ("the working folder", os.getcwd())]
 
 
@@ -240,4 +246,5 @@ RULES: tuple[Rule, ...] = (
     engines_serve_plain_weights,
     one_first_step,
     export_replaces_nothing_else,
+    *length_rules.RULES,
 )

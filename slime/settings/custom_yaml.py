@@ -11,6 +11,8 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.settings.flags import FlagTable, coerce, shown
+from slime.settings.foreign_names import FOREIGN_NAMES
+from slime.settings.problems import refuse
 from slime.settings.schema import owned_spellings
 
 _FLAG = "--custom-config-path"
@@ -40,31 +42,41 @@ def merge_config(
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
         raise ConfigError(f"{path}: got custom: {custom!r}, which is not a mapping; write names and values below it")
-    merged, owned = dict(given), owned_spellings()
+    merged, problems = dict(given), []
     for key, value in content.items():
         if key == "custom":
             continue
-        where = f"{path}: {key}"
-        name = "--" + str(key).replace("_", "-")
-        if name in owned:
-            raise ConfigError(f"{where}: slime sets this itself; {owned[name]}")
-        if name not in table.by_name:
-            near = table.nearest(name)
-            hint = f"did you mean {near[2:].replace('-', '_')}?" if near else "your own settings go below `custom`."
-            raise ConfigError(f"{where}: got an unknown setting; {hint}")
-        flag, on = table.by_name[name]
-        if not on and isinstance(value, bool):
-            value = not value
-        typed = coerce(flag, value, where=where)
-        where_given = (flag.owner, flag.dest)
-        if given.get(where_given, typed) != typed:
-            raise ConfigError(
-                f"{where}: got {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; "
-                "give it in one place"
-            )
-        merged[where_given] = typed
-        origins[where_given] = f"{path}"
+        try:
+            (owner, dest), typed = _setting(table, str(key), value, given, where=f"{path}: {key}")
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        merged[owner, dest] = typed
+        origins[owner, dest] = f"{path}"
+    refuse(problems)
     return merged, custom
+
+
+def _setting(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
+    """((owner, dest), value) of one line of the file. Raises `ConfigError`."""
+    name, owned = "--" + key.replace("_", "-"), owned_spellings()
+    if name in owned:
+        raise ConfigError(f"{where}: slime sets this itself; {owned[name]}")
+    if name not in table.by_name:
+        near = table.nearest(name)
+        hint = f"did you mean {near[2:].replace('-', '_')}?" if near else "your own settings go below `custom`."
+        raise ConfigError(f"{where}: got an unknown setting; {FOREIGN_NAMES.get(name[2:], hint)}")
+    flag, on = table.by_name[name]
+    if not on and isinstance(value, bool):
+        value = not value
+    typed = coerce(flag, value, where=where)
+    where_given = (flag.owner, flag.dest)
+    if given.get(where_given, typed) != typed:
+        raise ConfigError(
+            f"{where}: got {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; "
+            "give it in one place"
+        )
+    return where_given, typed
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -1,17 +1,41 @@
 """What a data set's name means, and how many rows it has: shared by the command line and by the room that reads data.
 
+A name is a file, a folder or a glob of files, or that of a scheme (`rg:spell_backward?size=500`, `slime.data.schemes`);
+each may end in a slice of its rows, `@[a:b]`.
+
 Light: decompressors and parquet are imported only when such a file is counted or read.
+
+Invariants
+1. The files of a folder or a glob are read in the order of their paths, as text; a slice counts the rows of all.
+2. A folder is one split in one format: what may hold the same rows twice, or held-out ones, is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import io
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from slime.core.errors import ConfigError
+from slime.core.hub_names import download_hint
+from slime.core.loading import load_object
 
+SCHEMES = "slime.data.schemes:SCHEMES"
+"""The registry of data schemes, which stands above the settings."""
+ENDINGS = (".jsonl", ".jsonl.zst", ".parquet")
+"""Of the files that can be read."""
+
+_SCHEME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*):(?P<rest>.+)$", re.DOTALL)
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_SPLITS |= dict.fromkeys(("eval", "heldout"), "eval")
+"""Word of a file's name -> the split that it says."""
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -31,7 +55,7 @@ def split_slice(spec: str) -> tuple[Path, slice]:
     return Path(found["path"]), slice(start, stop)
 
 
-def open_lines(path: Path) -> Iterator[bytes]:
+def open_lines(path: Path) -> Generator[bytes]:
     """The lines of a text file, decompressed if its name ends in .zst. Errors are those of the file system or zstd."""
     if path.suffix != ".zst":
         with path.open("rb") as file:
@@ -43,30 +67,152 @@ def open_lines(path: Path) -> Iterator[bytes]:
         yield from io.BufferedReader(stream)
 
 
-def count_rows(spec: str) -> int:
-    """Rows of a .jsonl, .jsonl.zst or .parquet file with an optional `@[a:b]`, before any filter.
+def split_spec(spec: str) -> tuple[str, slice]:
+    """As `split_slice`, but the name as it was written."""
+    _, rows = split_slice(spec)
+    return (_SLICE.match(spec) or {"path": spec})["path"], rows
 
-    Raises `ConfigError` for a file that is missing or cannot be read.
+
+def scheme_of(spec: str) -> tuple[Any, str] | None:
+    """The scheme of a name and what stands after its colon; None for files.
+
+    Raises `ConfigError` for a scheme that nobody knows. A file with a colon in its name is a file.
     """
-    path, rows = split_slice(spec)
-    if not path.is_file():
-        raise ConfigError(f"got --prompt-data {path}, which does not exist; give a .jsonl or .parquet file")
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as parquet
+    name, _ = split_spec(spec)
+    found = _SCHEME.match(name)
+    if found is None or Path(name).exists():
+        return None
+    return load_object(SCHEMES).get(found["name"])(), found["rest"]
 
-            total = int(parquet.read_metadata(path).num_rows)
-        else:
-            total = sum(1 for line in open_lines(path) if line.strip())
-    except Exception as error:  # zstandard and pyarrow raise their own kinds
-        raise ConfigError(f"got --prompt-data {path}, which cannot be read: {type(error).__name__}: {error}") from error
+
+def grader_of_data(spec: str | None) -> str | None:
+    """The grader that comes with the data of a scheme; None for files, and for a scheme that nobody knows."""
+    try:
+        found = None if spec is None else scheme_of(spec)
+    except ConfigError:  # a rule tells it
+        return None
+    grader: str | None = None if found is None else found[0].grader
+    return grader
+
+
+def files_of(spec: str) -> list[Path]:
+    """The files of a name that is not a scheme's, in the order in which they are read.
+
+    Raises `ConfigError` if there are none, or if a folder holds more than one split or format.
+    """
+    name, _ = split_spec(spec)
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _files_in(path)
+    found = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
+    if glob.has_magic(name) and not found:
+        raise ConfigError(f"got {name}, which matches no file; correct the pattern")
+    if not found:
+        what_to_do = download_hint(name, dataset=True) or "give a .jsonl or .parquet file"
+        raise ConfigError(f"got {name}, which does not exist; {what_to_do}")
+    return found
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Raises `ConfigError` for a folder of several splits or formats, and for one without data."""
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name.endswith(ENDINGS))
+    if not files:
+        below = sorted({p.parent for p in folder.rglob("*") if p.name.endswith(ENDINGS)})
+        where = f"name one of {', '.join(map(str, below[:4]))}" if below else "put .jsonl or .parquet files into it"
+        raise ConfigError(f"got folder {folder}, which holds no {', '.join(ENDINGS)} file; {where}")
+    of_split: dict[str, Path] = {}
+    for file in files:
+        of_split.setdefault(_split_of(file), file)
+    if len(of_split) > 1 and set(of_split) != {"train", ""}:
+        named = ", ".join(f"{split or 'unnamed'}: {file.name}" for split, file in sorted(of_split.items()))
+        wanted = of_split.get("train") or of_split.get("") or files[0]
+        before, train, _ = wanted.name.partition("train")
+        pattern = f"{before}train*" if train else wanted.name
+        raise ConfigError(
+            f"got folder {folder}, whose files are of several splits ({named}), which would be read as one; give a "
+            f"pattern: '{folder}/{pattern}'"
+        )
+    endings = sorted({next(e for e in ENDINGS if p.name.endswith(e)) for p in files})
+    if len(endings) > 1:
+        raise ConfigError(
+            f"got folder {folder}, whose files end in {' and '.join(endings)}, which may be the same rows twice; "
+            f"give a pattern: '{folder}/*{endings[0]}'"
+        )
+    return files
+
+
+def _split_of(file: Path) -> str:
+    """The split that the first word of its kind in a file's name says (`gsm8k_test.jsonl`); empty without any."""
+    return next((_SPLITS[word] for word in re.findall(r"[a-z]+", file.name.lower()) if word in _SPLITS), "")
+
+
+def check_data(spec: str, *, held_out: bool) -> None:
+    """Raises `ConfigError` for data that are not there; files are not opened."""
+    found = scheme_of(spec)
+    if found is None:
+        files_of(spec)
+    else:
+        found[0].check(found[1], held_out=held_out)
+
+
+def count_file_rows(path: Path) -> int:
+    """Rows of one file. Raises what its reader raises."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        return int(parquet.read_metadata(path).num_rows)
+    return sum(1 for line in open_lines(path) if line.strip())
+
+
+def count_rows(spec: str) -> int:
+    """Rows of a data set, of its slice if it has one, before any filter.
+
+    Raises `ConfigError` for a file that is missing or cannot be read, and for a wrong name of a scheme.
+    """
+    _, rows = split_spec(spec)
+    found = scheme_of(spec)
+    if found is not None:
+        return len(range(*rows.indices(found[0].count(found[1]))))
+    total = 0
+    for path in files_of(spec):
+        try:
+            total += count_file_rows(path)
+        except Exception as error:  # zstandard and pyarrow raise their own kinds
+            text = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"got --prompt-data {path}, which cannot be read: {text}") from error
     return len(range(*rows.indices(total)))
 
 
 def first_row_names(spec: str, key: str) -> bool:
-    """Whether the first row of a data set holds `key`, by its text; assumed where that cannot be read."""
-    path, _ = split_slice(spec)
-    if path.suffix != ".jsonl" or not path.is_file():
+    """Whether the first row of a data set's first file holds `key`, by its text; assumed where that cannot be read.
+
+    Rows of a scheme name no grader; their scheme does.
+    """
+    try:
+        if scheme_of(spec) is not None:
+            return False
+        path = files_of(spec)[0]
+    except ConfigError:
         return True
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        return f'"{key}"' in lines.readline()
+    try:
+        stat = path.stat()
+        return f'"{key}"' in _first_row(path, stat.st_mtime_ns, stat.st_size)
+    except Exception:  # zstandard and pyarrow raise their own kinds; the look at the data tells it
+        return True
+
+
+@cache
+def _first_row(path: Path, _changed_ns: int, _size: int) -> str:
+    """The first row as JSON text, without the escapes of a column that holds JSON itself."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        with parquet.ParquetFile(path) as file:
+            batch = next(file.iter_batches(batch_size=1), None)
+        text = "" if batch is None else json.dumps(batch.to_pylist(), default=str)
+    else:
+        with contextlib.closing(open_lines(path)) as lines:
+            text = next((line for line in lines if line.strip()), b"").decode("utf-8", "replace")
+    return text.replace("\\", "")

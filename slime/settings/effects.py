@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from slime.core.hidden import HIDDEN
 from slime.settings.components import Components
 from slime.settings.fields import Need, declared
-from slime.settings.flags import MASK, Flag
+from slime.settings.flags import Flag
 from slime.settings.megatron_defaults import SLIME_DEFAULTS
 from slime.settings.megatron_effects import NEEDS
 
@@ -30,7 +31,7 @@ def own_settings_without_effect(settings: Resolver, components: Components) -> d
         if settings.was_given(name) and says.asks(value):
             text = what_is_missing(name, settings, components)
             if text is not None:
-                out[name] = f"{MASK if says.secret else value}, which needs {text}"
+                out[name] = f"{HIDDEN if says.secret else value}, which needs {text}"
     return out
 
 
@@ -71,5 +72,5 @@ def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[st
         if need is None or not args.was_given(f"megatron.{flag.dest}") or need.acts(args):
             continue
         if value != flag.default and value != SLIME_DEFAULTS.get(flag.dest, (flag.default,))[0]:
-            out[f"megatron.{flag.dest}"] = f"{MASK if flag.secret else value}, which needs {need.text}"
+            out[f"megatron.{flag.dest}"] = f"{HIDDEN if flag.secret else value}, which needs {need.text}"
     return out

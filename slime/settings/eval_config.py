@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
+from slime.settings.data_files import grader_of_data
 from slime.settings.fields import flags_of
 from slime.settings.flags import FlagTable, coerce
 
@@ -32,7 +33,7 @@ class EvalDatasetConfig:
     name: str
     """Unique; metrics are `eval/<name>`."""
     path: str
-    """A .jsonl, .jsonl.zst or .parquet file, with an optional `@[start:stop]`."""
+    """Named as in `--prompt-data`: files or a scheme's data, with an optional `@[start:stop]`."""
     rm_type: str | None = None
     """Grader of rows whose metadata names none, in place of --rm-type."""
     custom_rm_path: str | None = None
@@ -114,7 +115,15 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"got evaluation datasets with the same name {twice}, whose metrics would be one; rename one")
-    return tuple(EvalDatasetConfig(**{**common, **entry}) for entry in entries)
+    return tuple(
+        EvalDatasetConfig(**{"rm_type": _grader_of(entry["path"], args), **common, **entry}) for entry in entries
+    )
+
+
+def _grader_of(path: str, args: Args) -> str | None:
+    """The grader that comes with a scheme's data. With prompts of the same kind it is the run's, or what was given."""
+    grader = grader_of_data(path)
+    return None if grader == grader_of_data(args.prompt_data) else grader
 
 
 def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -6,12 +6,14 @@ That room stands above the settings, so it is named by its import path alone, he
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from slime.core.hf_config import read_hf_config
+from slime.settings.schema import flags_of_owner
 
 MODELS = "slime.models"
 """The module whose `architecture` and `load_family` are called; neither imports torch."""
@@ -49,10 +51,26 @@ def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) ->
     """One message per Megatron flag whose value is not the checkpoint's. `given`: explicit settings by field name."""
     out = []
     for name, value in given.items():
-        if name in architecture and value != architecture[name]:
-            flag = "--" + name.replace("_", "-")
+        if name in architecture and not _equal(value, architecture[name]):
             out.append(
-                f"got {flag} {value} because of a flag, but this checkpoint is trained with {architecture[name]}, as "
-                "its config.json and the engine's arithmetic have it; drop the flag"
+                f"got {_spellings(name)} {value} because of a flag, but this checkpoint is trained with "
+                f"{architecture[name]}, as its config.json and the engine's arithmetic have it; drop the flag"
             )
     return out
+
+
+def _equal(given: Any, stored: Any) -> bool:
+    """Whether two values mean the same; a number that went through float32 is still the number."""
+    if isinstance(given, float) and isinstance(stored, float):
+        return math.isclose(given, stored, rel_tol=_FLOAT32_ROUNDING)
+    return bool(given == stored)
+
+
+_FLOAT32_ROUNDING = 2.0**-23
+"""Checkpoints that another framework wrote hold 1e-5 as 9.999999747378752e-06."""
+
+
+def _spellings(name: str) -> str:
+    """A setting of Megatron as its flags are written."""
+    flag = next((flag for flag in flags_of_owner("megatron") if flag.dest == name), None)
+    return "--" + name.replace("_", "-") if flag is None else " or ".join((*flag.names, *flag.off_names))

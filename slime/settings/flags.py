@@ -11,14 +11,14 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime.core.errors import ConfigError
-
-MASK = "***"
-"""Written in place of a secret."""
+from slime.core.hidden import HIDDEN
+from slime.settings.problems import refuse
 
 KINDS = ("int", "float", "str", "bool", "json", "human_int", "dtype", "int_or_json", "float_or_json", "str_or_json")
 """How a value is written. `human_int` is SGLang's `4k`; `dtype` a torch dtype; `*_or_json` also takes a list."""
@@ -80,7 +80,7 @@ class Flag:
 
 def shown(flag: Flag, value: Any) -> str:
     """A value in a message."""
-    return MASK if flag.secret else repr(value)
+    return HIDDEN if flag.secret else repr(value)
 
 
 def _number(kind: str, text: str) -> Any:
@@ -192,42 +192,63 @@ class FlagTable:
 
     def nearest(self, name: str) -> str | None:
         """The known spelling most like `name`; none if nothing is alike."""
-        near = difflib.get_close_matches(name, self.by_name, 1, cutoff=0.6)
+        near = difflib.get_close_matches(name, self.by_name, 1, cutoff=0.75)
         return near[0] if near else None
 
-    def unknown(self, name: str) -> ConfigError:
-        """The error for an unknown flag."""
-        near = self.nearest(name)
-        do = f"did you mean {near}?" if near else "see --help, --help megatron, --help sglang, --help router."
-        return ConfigError(f"got unknown flag {name}; {do}")
+    def unknown(self, name: str, elsewhere: Mapping[str, str]) -> str:
+        """What is said about an unknown flag. `elsewhere`: names of other programs -> what to write here."""
+        words = set(name[2:].split("-"))
+        longer = [known for known, (_, on) in self.by_name.items() if on and words <= set(known[2:].split("-"))][:3]
+        if name[2:] in elsewhere:
+            do = elsewhere[name[2:]]
+        elif near := self.nearest(name):
+            do = f"did you mean {near}?"
+        elif longer:
+            do = f"did you mean {' or '.join(longer)}?"
+        else:
+            do = "see --help, --help megatron, --help sglang, --help router."
+        return f"got unknown flag {name}; {do}"
 
-    def parse(self, argv: Sequence[str], *, owned: Mapping[str, str] | None = None) -> dict[tuple[str, str], Any]:
+    def parse(
+        self,
+        argv: Sequence[str],
+        *,
+        owned: Mapping[str, str] = types.MappingProxyType({}),
+        elsewhere: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> dict[tuple[str, str], Any]:
         """Values given on a command line, by (owner, dest).
 
-        `owned` maps spellings that slime sets itself to what to use instead. Raises `ConfigError`.
+        `owned` maps spellings that slime sets itself to what to use instead, `elsewhere` names that other programs
+        have for a setting. Raises one `ConfigError` with all that is wrong.
         """
         out: dict[tuple[str, str], Any] = {}
+        problems: list[str] = []
         position = 0
         while position < len(argv):
             word = argv[position]
+            position += 1
             if not word.startswith("--"):
-                raise ConfigError(f"got {word!r}, which belongs to no flag; every setting is written --name value")
+                strays = [word, *self._values(argv, position)]
+                position += len(strays) - 1
+                problems += _about_strays(strays, elsewhere)
+                continue
             name, has_value, inline = word.partition("=")
             name = "--" + name[2:].replace("_", "-")
-            if owned and name in owned:
-                raise ConfigError(f"got {name}, which slime sets itself; {owned[name]}")
-            if name not in self.by_name:
-                raise self.unknown(name)
-            flag, on = self.by_name[name]
-            position += 1
-            if flag.kind == "bool":
-                if has_value:
-                    raise ConfigError(f"{name}: got a value {inline!r}, but it is a switch; write {name} alone")
-                out[flag.owner, flag.dest] = on
-                continue
             words = [inline] if has_value else self._values(argv, position)
-            position += 0 if has_value else self._num_taken(flag, words)
-            self._store(out, flag, name, words if flag.is_list else words[:1])
+            if name in self.by_name and name not in owned:
+                flag, on = self.by_name[name]
+                position += 0 if has_value else self._num_taken(flag, words)
+                try:
+                    self._store(out, flag, name, words, on=on, inline=bool(has_value))
+                except ConfigError as error:
+                    problems.append(str(error))
+                continue
+            position += 0 if has_value else len(words)  # whatever they are, they belong to this word
+            if name in owned:
+                problems.append(f"got {name}, which slime sets itself; {owned[name]}")
+            else:
+                problems.append(self.unknown(name, elsewhere))
+        refuse(problems)
         return out
 
     def _values(self, argv: Sequence[str], position: int) -> list[str]:
@@ -239,10 +260,21 @@ class FlagTable:
 
     @staticmethod
     def _num_taken(flag: Flag, words: Sequence[str]) -> int:
+        if flag.kind == "bool":
+            return 0
         return len(words) if flag.is_list else min(1, len(words))
 
     @staticmethod
-    def _store(out: dict[tuple[str, str], Any], flag: Flag, name: str, words: Sequence[str]) -> None:
+    def _store(
+        out: dict[tuple[str, str], Any], flag: Flag, name: str, words: Sequence[str], *, on: bool, inline: bool
+    ) -> None:
+        key = (flag.owner, flag.dest)
+        if flag.kind == "bool":
+            if inline:
+                raise ConfigError(f"{name}: got a value {words[0]!r}, but it is a switch; write {name} alone")
+            out[key] = on
+            return
+        words = words if flag.is_list else words[:1]
         if not words and flag.nargs not in ("*", "?"):
             raise ConfigError(f"{name}: got no value; write {name} <{flag.kind}>")
         if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
@@ -250,5 +282,16 @@ class FlagTable:
         values: Any = tuple(convert(flag, w, where=name) for w in words)
         if not flag.is_list:
             values = values[0] if values else True
-        key = (flag.owner, flag.dest)
         out[key] = (*out.get(key, ()), values) if flag.append else values
+
+
+def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterator[str]:
+    """What is said about words that belong to no flag; some programs write a setting as `group.name=value`."""
+    answered = {
+        w: elsewhere[name] for w in words if "=" in w and (name := w.partition("=")[0].lstrip("+-")) in elsewhere
+    }
+    for word, answer in answered.items():
+        yield f"got {word!r}, where every setting is written --name value; {answer}"
+    others = " ".join(word for word in words if word not in answered)
+    if others:
+        yield f"got {others!r}, which belongs to no flag; every setting is written --name value"

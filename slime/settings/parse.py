@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, HookError, SlimeError
+from slime.core.text import visible
 from slime.settings.args import Args
 from slime.settings.components import Components, entries_named_in, entries_named_on
 from slime.settings.custom_yaml import config_on, merge_config
+from slime.settings.foreign_names import FOREIGN_NAMES
 from slime.settings.resolve import resolve
 from slime.settings.schema import owned_spellings
 from slime.settings.table import components, flag_table
@@ -38,12 +40,13 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     config = config_on(words)
     known = _components_of(words, config)
     table = flag_table(known)
-    given = table.parse(words, owned=owned_spellings())
+    given = table.parse(words, owned=owned_spellings(), elsewhere=FOREIGN_NAMES)
     origins = dict.fromkeys(given, "command line")
     custom: dict[str, Any] = {}
     if config is not None:
         given, custom = merge_config(given, origins, table, *config)
     args = resolve(given, components=known, origins=origins, custom=custom, synchronous=synchronous)
+    args = args.replace(command=("slime", "train" if synchronous else "train-async", *words))
     if explain:
         _answer(answers.explain(args))
     return args
@@ -75,18 +78,26 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
         args = main_args(argv, synchronous=synchronous)
         logs = Path(args.run_dir).resolve() / "logs"
         main(args)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as end:
         where = f"; what it recorded is in {logs.parent}" if logs is not None and logs.is_dir() else ""
-        _stop(f"interrupted; the run and all its processes are ended{where}", 130)
+        _stop(f"interrupted; the run and all its processes are ended{where}{_notes(end)}", 130)
     except (ConfigError, HookError) as error:
-        _stop(f"{type(error).__name__}: {error}", 2)
+        _stop(f"{type(error).__name__}: {error}{_notes(error)}", 2)
     except SlimeError as error:
-        _stop(f"{type(error).__name__}: {error}\nlogs of every process: {logs}", 1)
+        _stop(f"{type(error).__name__}: {error}{_notes(error)}\nlogs of every process: {logs}", 1)
+
+
+def _notes(error: BaseException) -> str:
+    """What was added to an error on its way up, a line each."""
+    return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
 
 
 def _stop(message: str, code: int) -> NoReturn:
-    """Ends the process; the exception that is being handled has been reported, so it prints no traceback."""
-    sys.stderr.write(message + "\n")
+    """Ends the process; the exception that is being handled has been reported, so it prints no traceback.
+
+    It may quote what a model said, so a terminal obeys nothing in it.
+    """
+    sys.stderr.write(visible(message) + "\n")
     raise SystemExit(code) from None
 
 

@@ -46,8 +46,6 @@ OWNED: dict[str, dict[str, str]] = {
         "use_ray": "slime places the engines.",
     },
     "router": {
-        "host": "the router listens on an address of the run.",
-        "port": "ports are allocated per run.",
         "worker_urls": "workers join after their first verified weight sync.",
         "prometheus_port": "ports are allocated per run.",
         "prometheus_host": "the router listens on an address of the run.",

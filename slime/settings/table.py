@@ -46,7 +46,9 @@ def own_flags(known: Components | None = None, *, with_docs: bool = False) -> tu
 def engine_flags(owner: str) -> tuple[Flag, ...]:
     """The flags of megatron, sglang or router that a user may give."""
     own = components().own if owner == "megatron" else {}
-    return tuple(f for f in flags_of_owner(owner) if f.dest not in OWNED[owner] and f.dest not in own)
+    spelled = {name for flag in own_flags() for name in flag.names}
+    theirs = (f for f in flags_of_owner(owner) if f.dest not in OWNED[owner] and f.dest not in own)
+    return tuple(f for f in theirs if spelled.isdisjoint(f.names))
 
 
 @cache

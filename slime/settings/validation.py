@@ -17,6 +17,8 @@ from slime.settings.fields import declared
 from slime.settings.group import Rule
 from slime.settings.groups import GROUPS
 from slime.settings.loop_rules import async_rules, sync_rules
+from slime.settings.megatron_ranges import RANGES
+from slime.settings.problems import refuse
 
 
 def check_required(settings: Any, components: Components) -> None:
@@ -44,11 +46,8 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
             messages = [message for message in check() if message is not None]
         except ConfigError as error:  # of a value that several rules read: reported once
             messages = [str(error)]
-        found += [message for message in messages if message not in found]
-    if len(found) == 1:
-        raise ConfigError(found[0])
-    if found:
-        raise ConfigError(f"{len(found)} problems:" + "".join(f"\n  {i}. {text}" for i, text in enumerate(found, 1)))
+        found += messages
+    refuse(found)
 
 
 def of_chosen_entries(args: Args, components: Components) -> Iterator[str]:
@@ -66,6 +65,10 @@ def out_of_range(settings: Any, components: Components) -> Iterator[str]:
             continue
         if settings.was_given(name) or what_is_missing(name, settings, components) is None:
             yield f"got {name} {value}, which must be {limits.text()} (see --help); correct it or leave it out"
+    for name, limits in RANGES.items():
+        value = settings.megatron.get(name)
+        if settings.was_given(f"megatron.{name}") and value is not None and not limits.holds(value):
+            yield f"got {name} {value}, which must be {limits.text()} (see --help megatron); correct it or leave it out"
 
 
 def without_effect(args: Args) -> Iterator[str]:

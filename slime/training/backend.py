@@ -9,6 +9,8 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +45,9 @@ from slime.training.parallel import (
     seed_everything,
 )
 from slime.training.state import hf_weights
+from slime.training.state.adapter_files import adapters_alone, peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
-from slime.training.state.hf_files import begin_export, commit_export, require_replaceable, write_hf
+from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, begin_export, commit_export, require_replaceable, write_hf
 from slime.training.state.memory import HostStash
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.step.critic import Critic
@@ -56,6 +59,7 @@ from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
 from slime.training.step.train import (
     StepContext,
     forward_batch,
+    mean_loss,
     measure_mismatch,
     micro_batch_multiple,
     train_on,
@@ -158,6 +162,18 @@ class MegatronBackend:
         chunks, version = self._trainable.ddps, self.weight_version
         return measure_mismatch(self._context, evaluation, chunks, prepared, version=version)
 
+    def measure_loss(self, batch: TrainBatch) -> dict[str, float]:
+        """`loss`, the mean negative log-prob of the trained tokens, and `num_tokens`, their number; trains nothing.
+
+        The same on every rank, whatever the layout; neither gradients nor optimizer nor random numbers are touched.
+        Raises `NumericsError` for a log-prob that is not finite. Collective.
+        """
+        self._require_awake("measure_loss")
+        prepared, evaluation = self._prepare(batch, one_step=True), LogProbs(self.args, whole=True)
+        (log_probs,) = forward_batch(self._context, evaluation, self._trainable.ddps, prepared)
+        check_log_probs(prepared, BatchLogProbs(old=log_probs), None, run_dir=self.args.run_dir)
+        return mean_loss(log_probs, batch)
+
     def _prepare(self, batch: TrainBatch, *, one_step: bool = False) -> PreparedBatch:
         return prepare(
             batch,
@@ -218,18 +234,30 @@ class MegatronBackend:
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
 
-        Replaces an earlier export. Raises `CheckpointError`, and touches nothing, if anything else is there.
+        Adapters are merged, and alone in the folder `adapter` of the export. Replaces an earlier export. Raises
+        `CheckpointError`, and touches nothing, if anything else is there.
         """
         require_replaceable(directory)  # on every rank: the others would wait for a sender that has given up
-        tensors = self.iter_hf_tensors(dtype)
+        tensors, adapters = self.iter_hf_tensors(dtype), self._iter_adapters(dtype)
         if self.parallel_info.rank == 0:
+            source = Path(self.args.hf_checkpoint)
             partial = begin_export(directory)
-            write_hf(partial, tensors, assets_from=Path(self.args.hf_checkpoint), carried=self.table.carries)
+            write_hf(partial, tensors, assets_from=source, carried=self.table.carries)
+            if self._adapters is not None and peft_knows(self.full_table):
+                scale, base = self._adapters.scale, str(source.resolve())
+                write_peft(partial / "adapter", self.full_table, adapters, scale=scale, base=base)
+            if self.args.chat_template is not None:
+                shutil.copyfile(self.args.chat_template, partial / CHAT_TEMPLATE_FILE)
             commit_export(partial, directory)
-        else:
-            for _ in tensors:
-                pass
+        for _ in itertools.chain(tensors, adapters):  # collectives that this rank has not taken part in
+            pass
         dist.barrier()
+
+    def _iter_adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of the adapters. Collective: exhaust it on all ranks."""
+        if self._adapters is not None:
+            alone = adapters_alone(self.full_table)
+            yield from hf_weights.iter_hf_tensors(self._parameters, alone, self._holders, dtype=dtype)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ Three runs cover the loop between them:
 | `async_run`     | async | decoupled | DP 2  | distributed | Llama, tied    |
 | `colocated_run` | sync  | colocated | TP 2  | disk        | Qwen3          |
 
-`colocated_run` is slow. `plain_run` also changes its learning rate, saves every step and records its rollouts; the
-tests of resume repeat it.
+`colocated_run` is slow. `plain_run` also changes its learning rate, saves every step, records its rollouts and shows
+itself to W&B and TensorBoard; the tests of resume repeat it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def recorded(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path) -> R
     save, rollouts = runs / "plain-save", str(runs / "plain-rollouts" / "{rollout_id}.jsonl.zst")
     flags: Flags = [*digits(tiny_qwen3), "--update-weight-transport", "tensor", *CHANGING_LR]
     saving: Flags = ["--save", save, "--save-interval", "1", "--save-debug-rollout-data", rollouts]
-    return Recorded(started_and_finished(runs / "plain", [*flags, *saving]), flags, save, rollouts)
+    views: Flags = ["--use-wandb", "--wandb-mode", "offline", "--use-tensorboard"]
+    return Recorded(started_and_finished(runs / "plain", [*flags, *saving, *views]), flags, save, rollouts)
 
 
 @pytest.fixture(scope="session")

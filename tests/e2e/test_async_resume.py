@@ -171,8 +171,8 @@ class History:
 
     def start(self, more_env: dict[str, str] | None = None) -> RealRun:
         """The next run of the chain, from the last checkpoint if there is one."""
-        load: Flags = ["--load", self.save] if latest_step(self.save) >= 0 else []
-        return RealRun(self.folder / "run", [*self.flags, *load], script="train_async.py", more_env=more_env)
+        flags: Flags = [*self.flags, "--load", self.save]
+        return RealRun(self.folder / "run", flags, script="train_async.py", more_env=more_env)
 
     def kill(self, point: Point, number: int) -> None:
         """A run that is killed at `point`, and what it leaves."""

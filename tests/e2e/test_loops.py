@@ -10,8 +10,11 @@ import json
 from statistics import fmean
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from slime.observability.samples import read_samples
 from tests.support.e2e import NUM_STEPS, PROMPTS_PER_STEP, RealRun
+from tests.support.wandb_file import read_offline_run
 
 MIN_RISE = 0.15
 """The mean reward of 64 samples has a standard error below 0.02 here; a random model gets 0.2, a perfect one 1.0."""
@@ -29,10 +32,23 @@ def test_reward_rises(any_run: RealRun) -> None:
 
 def test_run_leaves_a_report(any_run: RealRun) -> None:
     """Law: a run that ended well exits with 0 and leaves its settings, its metrics of every step and its report."""
-    for name in ("run.json", "args.json", "report.md", "report.png"):
+    for name in ("run.json", "args.json", "report.md", "report.html", "report.png"):
         assert (any_run.run_dir / name).stat().st_size > 0, name
     for kind in ("rollout", "train"):
         assert sorted(any_run.metrics(kind)) == list(range(NUM_STEPS)), kind
+
+
+def test_samples_of_every_step_can_be_read(any_run: RealRun) -> None:
+    """Law: of each step people see the best, the worst and another sample, with the reward that was trained on."""
+    samples = [s for s in read_samples(any_run.run_dir / "samples.jsonl") if s.kind == "rollout"]
+    for step, row in any_run.metrics("rollout").items():
+        of_step = {s.picked: s for s in samples if s.step == step}
+        assert sorted(of_step) == ["best", "random", "worst"], step
+        best, worst = of_step["best"].reward, of_step["worst"].reward
+        assert best is not None and worst is not None and worst <= row["rollout/raw_reward"] <= best, step
+        assert all(s.prompt and s.response and s.finish_reason for s in of_step.values()), step
+        version = row["rollout/weight_version/max"]
+        assert {s.weight_version for s in of_step.values()} == {version}, step
 
 
 def test_ledger_balances(any_run: RealRun) -> None:
@@ -48,7 +64,7 @@ def test_ledger_balances(any_run: RealRun) -> None:
 def test_every_sample_has_one_version(any_run: RealRun) -> None:
     """Law: step k trains samples of version k + 1 when synchronous, one older when a step ahead; never a mixture."""
     settings = json.loads((any_run.run_dir / "run.json").read_text())["starts"][-1]["command"]
-    behind = 1 if any("train_async" in word for word in settings) else 0
+    behind = 1 if "train-async" in settings else 0
     for step, row in any_run.metrics("rollout").items():
         expected = max(1, step + 1 - behind)
         assert row["rollout/weight_version/min"] == row["rollout/weight_version/max"] == expected, (step, row)
@@ -86,8 +102,35 @@ def test_async_gap_is_told_apart_from_staleness(async_run: RealRun) -> None:
 
 def test_async_trainer_and_engine_agree(async_run: RealRun) -> None:
     """Law: where every batch is older than the trainer, each published version is compared on samples of its own."""
-    gaps = async_run.series("perf", "train/train_rollout_logprob_abs_diff_max")
+    gaps = async_run.series("perf", "probe/train_rollout_logprob_abs_diff_max")
     assert len(gaps) == NUM_STEPS and max(gaps) <= MAX_MISMATCH, gaps
+    own = {name for row in async_run.metrics("perf").values() for name in row if name.startswith("train/")}
+    assert own <= {"train/step"}, f"a probe took the names of the batch: {own}"
+
+
+def test_views_hold_every_step_and_end_as_finished(plain_run: RealRun) -> None:
+    """Law: W&B and TensorBoard have the numbers of the record, and no view is ended before it was closed."""
+    losses = plain_run.series("train", "train/loss")
+    sent = read_offline_run(plain_run.run_dir)
+    assert sent.exit_code == 0, "the guardian was faster than W&B"
+    assert [row["train/loss"] for row in sent.history if "train/loss" in row] == losses
+    events = EventAccumulator(str(plain_run.run_dir / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert [step for step, _ in shown] == list(range(NUM_STEPS))
+    assert [value for _, value in shown] == pytest.approx(losses, rel=1e-6)
+    assert "Traceback" not in plain_run.output, plain_run.tail
+
+
+def test_the_start_is_told_by_phase_and_is_in_no_step(any_run: RealRun) -> None:
+    """Law: the console says what the start does; its times are in the first row alone, beside those of the step."""
+    rows = any_run.metrics("perf")
+    starts = {step: {n for n in row if n.startswith("startup/")} for step, row in rows.items()}
+    assert {"startup/engines_time", "startup/trainers_time", "startup/update_weights_time"} <= starts[0]
+    assert not any(starts[step] for step in range(1, NUM_STEPS)), starts
+    log = (any_run.run_dir / "logs" / "driver.log").read_text()
+    for said in ("engines are up", "training ranks hold the model", f"train {NUM_STEPS}/{NUM_STEPS}"):
+        assert said in log and said in any_run.output, said
 
 
 def test_normal_end_leaves_nothing(any_run: RealRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,11 +49,13 @@ def test_the_watcher_sees_what_is_left() -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path) -> None:
     """Law: Ctrl-C in the middle of a step ends the run by itself; 15 s later nothing of it is left."""
-    with RealRun(runs / "interrupted", [*digits(tiny_qwen3), "--lr", "1e-2", "--num-rollout", "1000"]) as run:
+    saving: Flags = ["--save", runs / "interrupted-save", "--save-interval", "1"]
+    with RealRun(runs / "interrupted", [*digits(tiny_qwen3), "--lr", "1e-2", "--num-rollout", "1000", *saving]) as run:
         run.wait_until(
             "the second step", lambda: (run.run_dir / "metrics.jsonl").is_file() and 1 in run.metrics("train")
         )
         status = run.interrupt()
         assert status == 130 and "interrupted" in run.output, f"exit status {status}; {run.tail}"
+        assert re.search(r"step_\d+ is saved; to go on with step \d+: slime train .*--load ", run.output), run.tail
         assert run.left() == []
     assert (run.run_dir / "report.md").is_file(), "the metrics so far were not reported"

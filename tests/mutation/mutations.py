@@ -125,7 +125,7 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms",
         "algorithms/sequences.py",
         "num = self.sum((mask > 0).to(values.dtype))",
-        "num = self.sum(torch.ones_like(values))",
+        "num = self.sum(values.new_ones(values.shape))",
     ),
     "CISPO without stop-gradient": Mutation(
         "algorithms",

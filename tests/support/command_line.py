@@ -28,7 +28,7 @@ QWEN3 = {
 def complete(folder: Path) -> list[str]:
     """The flags of a run on files that it writes into `folder`."""
     model = folder / "model"
-    model.mkdir()
+    model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(QWEN3))
     data = folder / "data.jsonl"
     data.write_text('{"input": "1+1", "label": "2"}\n' * 10)

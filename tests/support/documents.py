@@ -45,4 +45,15 @@ def commands_of(path: Path) -> Iterator[list[str]]:
     joined = "\n".join(lines).replace("\\\n", " ").split("\n")
     for line in joined:
         if re.match(r"\s*(\"?\$PY\"?|python|slime|make|bash) ", line):
-            yield shlex.split(line.replace('"$@"', "").replace("[", "").replace("]", ""), comments=True)
+            words = shlex.split(line.replace('"$@"', "").replace("[", "").replace("]", ""), comments=True)
+            yield words[2:] if words[1:3] == ["-m", "slime"] else words
+
+
+LOOPS = {"train.py": True, "train": True, "train_async.py": False, "train-async": False}
+"""What starts a loop, as `python FILE` or `slime COMMAND` -> whether it is the synchronous one."""
+
+
+def loop_of(words: list[str]) -> str | None:
+    """The key of `LOOPS` that a command is, its flags behind it; None for another command."""
+    second = words[1] if len(words) > 1 else ""
+    return second if second in LOOPS and second.endswith(".py") == (words[0] != "slime") else None

@@ -7,32 +7,12 @@ uses anyway: it is registered for all passes, when SGLang imports the module tha
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
 import types
-from importlib.machinery import ModuleSpec
 
 from slime.compat.report import PatchReport
+from slime.compat.sglang_cpu.after_import import after_import, is_in_place
 
 DECIDES = "sglang.srt.models.deepseek_common.attention_backend_handler"
-
-
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Registers as soon as the module is imported, once."""
-
-    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        if fullname != DECIDES:
-            return None
-        sys.meta_path.remove(self)
-        real = importlib.util.find_spec(fullname)
-        assert real is not None and real.loader is not None, f"{fullname} of SGLang is gone"
-        self.loader = real.loader
-        return importlib.util.spec_from_loader(fullname, self, origin=real.origin)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        self.loader.exec_module(module)
-        _register(module)
 
 
 def _register(module: types.ModuleType) -> None:
@@ -41,15 +21,12 @@ def _register(module: types.ModuleType) -> None:
 
 def latents_in_every_pass(upstream: str) -> PatchReport:
     """Sees to it that `torch_native` gets the form of latent attention that works on latents."""
-    if DECIDES in sys.modules:
-        _register(sys.modules[DECIDES])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    after_import(DECIDES, _register)
     return PatchReport(
         name="latent attention on torch_native",
         symptom="RuntimeError about unequal head sizes in the first prefill of a model with latent attention",
         upstream=upstream,
         removal="SGLang registers a handler of torch_native in attention_backend_handler.py",
         applied=True,
-        took_effect=DECIDES in sys.modules or any(isinstance(finder, _AfterImport) for finder in sys.meta_path),
+        took_effect=is_in_place(DECIDES),
     )

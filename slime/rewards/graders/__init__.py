@@ -44,6 +44,8 @@ class Grader(ABC):
     """Its process keeps the network. One that `waits` has it anyway; any other has none, where the kernel permits."""
     finds_box: ClassVar[bool] = False
     """It needs what stands around the box: with the prefix `boxed_` it would score nothing but failures."""
+    needs_label: ClassVar[bool] = False
+    """Without a label it can score nothing."""
     score_keys: ClassVar[tuple[str, ...]] = ()
     """What `--reward-key` may pick of a grader that returns several numbers."""
 

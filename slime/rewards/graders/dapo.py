@@ -22,6 +22,7 @@ _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 class Dapo(Grader):
     """The answer in the last 300 characters: +1 or -1."""
 
+    needs_label = True
     finds_box = True
     score_keys = ("score", "acc")
 

@@ -16,6 +16,7 @@ MARKERS = ("</think>", "###Response")
 class DeepScaler(Grader):
     """The box after the thinking holds the right answer."""
 
+    needs_label = True
     finds_box = True
 
     def grade(self, sample: Sample, limit_s: float) -> float:

@@ -12,6 +12,8 @@ from slime.rewards.graders.answers import final_answer
 class ExactMatch(Grader):
     """The final answer is the label."""
 
+    needs_label = True
+
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns 1.0 or 0.0. Raises `DataError` without a label."""
         if sample.label is None:

@@ -24,6 +24,8 @@ def words(text: str) -> list[str]:
 class TokenF1(Grader):
     """Token F1 of the final answer and the label."""
 
+    needs_label = True
+
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the F1 score. Raises `DataError` without a label."""
         if sample.label is None:

@@ -37,6 +37,8 @@ def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
 class MathAnswer(Grader):
     """The final answer equals the label, by math-verify."""
 
+    needs_label = True
+
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns 1.0 or 0.0. Raises `DataError` on a missing or unreadable label."""
         if sample.label is None:

@@ -1,14 +1,16 @@
 """reasoning-gym: the score of the task's own verifier (0.0 to 1.0), for the entry that the sample was made from.
 
-The dataset row carries the task and its entry: `metadata["reasoning_gym"] = {"dataset": ..., "entry": ...}`, or
+The dataset row carries the task and its entry: `metadata["reasoning_gym"] = {"dataset": ..., "entry": ...}` (and
+`settings` of the task, if they are not its defaults), as rows of `--prompt-data rg:TASK` do; or
 `metadata["source_dataset"]` with the entry (question, answer, metadata) under `metadata["entry"]`, beside it, or with
 only the label. The verifiers want the bare answer, so it is taken out of the response first: `bare_answer`.
-Source: reasoning_gym.get_score_answer_fn.
+Source: `score_answer` of the tasks of reasoning_gym.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +25,30 @@ TAIL_CHARS = 2_000
 """Without a marked answer only the end of the response is searched."""
 
 
+BOARDS = ("arc_agi", "rearc")
+"""Tasks whose verifier compares boards that are tuples; JSON made them lists."""
+
+
 @functools.lru_cache(maxsize=256)
-def _score_function(source_dataset: str) -> Callable[[str, dict[str, Any]], float]:
+def _score_function(source_dataset: str, settings: str = "{}") -> Callable[[str, dict[str, Any]], float]:
+    """`settings`: of the task, as JSON."""
     import reasoning_gym
 
-    function: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(source_dataset)
+    function: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
+        source_dataset, seed=0, **json.loads(settings)
+    ).score_answer
     return function
+
+
+def _settings_of(sample: Sample) -> str:
+    task = sample.metadata.get("reasoning_gym")
+    return json.dumps(task.get("settings") or {} if isinstance(task, dict) else {}, sort_keys=True)
+
+
+def _with_boards(entry: dict[str, Any]) -> dict[str, Any]:
+    metadata = dict(entry["metadata"])
+    metadata["output"] = tuple(tuple(row) for row in metadata["output"])
+    return {**entry, "metadata": metadata}
 
 
 def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
@@ -70,7 +90,9 @@ class ReasoningGymTask(Grader):
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the verifier's score."""
         source, entry = task_entry(sample)
-        return float(_score_function(source)(bare_answer(sample.response, str(entry["answer"])), entry))
+        score = _score_function(source, _settings_of(sample))
+        seen = _with_boards(entry) if source in BOARDS else entry
+        return float(score(bare_answer(sample.response, str(entry["answer"])), seen))
 
     def warm_up(self) -> None:
         """Imports reasoning-gym, which takes seconds."""

@@ -29,7 +29,7 @@ from slime.settings.groups import (
 GROUPS: tuple[Group, ...] = (
     Group(cluster.ClusterSettings, "Cluster and placement", cluster.RULES),
     Group(rollout.RolloutSettings, "Rollout", rollout.RULES, rollout.PASSED),
-    Group(data.DataSettings, "Data"),
+    Group(data.DataSettings, "Data", data.RULES, data.PASSED),
     Group(evaluation.EvalSettings, "Evaluation", evaluation.RULES),
     Group(reward.RewardSettings, "Reward", reward.RULES),
     Group(algorithm.AlgorithmSettings, "Algorithm", algorithm_rules.RULES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,15 @@ _SHARED = Need(lambda s: s.colocate, "--colocate: nothing else needs the memory"
 def has_gpu() -> bool:
     """Whether this machine has an NVIDIA device."""
     return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def gpus_here() -> int | None:
+    """NVIDIA devices that a run on this machine may use; None where they are not counted in /dev (WSL)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len(glob.glob("/dev/nvidia[0-9]*"))
+    if not found and os.path.exists("/dev/dxg"):
+        return None
+    return found if visible is None else min(found, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _num_rollout_gpus(s: Any) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.loading import load_object
 from slime.settings.conditions import fine_tunes
 from slime.settings.fields import Need, derived, opt
+from slime.settings.group import Passed, Rule
 from slime.settings.groups.hooks import SFT_ROLLOUT
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 _RENDERS = Need(
     lambda s: s.apply_chat_template or fine_tunes(s) or s.rollout_function_path == SFT_ROLLOUT,
@@ -29,7 +34,8 @@ class DataSettings:
     """Which prompts, and how a row becomes one."""
 
     prompt_data: str | None = None
-    """A .jsonl or .parquet file; a suffix @[a:b] takes a slice of its rows."""
+    """A .jsonl or .parquet file, a folder or a quoted pattern of them, read in the order of their paths; or a task of
+    reasoning-gym, rg:NAME?size=500&seed=1 (docs/data.md). A suffix @[a:b] takes a slice of all rows."""
     input_key: str = "input"
     """Column with the prompt: text or a list of messages."""
     label_key: str | None = None
@@ -40,6 +46,9 @@ class DataSettings:
     """Column with tool descriptions for the chat template."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
+    chat_template: str | None = opt(None, canonical=lambda file: file if file is None else os.path.abspath(file))
+    """A .jinja file with the chat template, in place of the tokenizer's: for base models, which have none. Engines get
+    it, and exports carry it."""
     apply_chat_template_kwargs: dict[str, Any] = opt({}, needs=_RENDERS)
     """Arguments of the chat template, a JSON object."""
     data_source: str = derived(
@@ -54,3 +63,16 @@ class DataSettings:
         None, needs=Need(lambda s: s.data_source == "user_class", "--data-source user_class")
     )
     """Class to use in place of the Data Buffer's prompt source (its methods: --help hooks)."""
+
+
+def chat_template_is_there(args: Args) -> str | None:
+    """Engines take a template for one by the ending of its file."""
+    file = args.chat_template
+    if file is None or (file.endswith(".jinja") and os.path.isfile(file) and os.path.getsize(file)):
+        return None
+    wrong = "does not end in .jinja" if os.path.isfile(file) and os.path.getsize(file) else "is missing or empty"
+    return f"got chat_template {file}, which {wrong}; give the path of a Jinja template, named .jinja"
+
+
+PASSED: tuple[Passed, ...] = (Passed("sglang", "chat_template", lambda s: s.chat_template, "--chat-template"),)
+RULES: tuple[Rule, ...] = (chat_template_is_there,)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.core.errors import ConfigError
 from slime.settings.conditions import fine_tunes
 from slime.settings.fields import derived
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import SFT_ROLLOUT
+from slime.settings.held_out import loss_datasets, samples_evaluations
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -18,15 +20,17 @@ if TYPE_CHECKING:
 def _trains_only(s: Any) -> bool | None:
     if s.load_debug_rollout_data:
         return True
-    evaluates = s.eval_prompt_data is not None or s.eval_config is not None
-    needs_no_engine = fine_tunes(s) and s.rollout_function_path == SFT_ROLLOUT and not evaluates
+    try:
+        needs_no_engine = fine_tunes(s) and s.rollout_function_path == SFT_ROLLOUT and not samples_evaluations(s)
+    except ConfigError:  # a rule tells it
+        return None
     return True if needs_no_engine else None
 
 
 def _why_trains_only(s: Any) -> str:
     if s.load_debug_rollout_data:
         return "--load-debug-rollout-data replays rollouts"
-    return "supervised fine-tuning without evaluation needs no engine"
+    return "supervised fine-tuning needs no engine, unless an evaluation samples"
 
 
 def _below_details(s: Any, kind: str, ending: str) -> str | None:
@@ -66,4 +70,14 @@ def halves_are_compatible(args: Args) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (halves_are_compatible,)
+def losses_have_a_trainer(args: Args) -> str | None:
+    """The loss of held-out conversations is the trainer's."""
+    if not args.debug_rollout_only or not (names := [one.name for one in loss_datasets(args)]):
+        return None
+    return (
+        f"got --debug-rollout-only with held-out conversations ({', '.join(names)}), whose loss the trainer measures; "
+        "drop one of the two, or give --rm-type to score sampled answers"
+    )
+
+
+RULES: tuple[Rule, ...] = (halves_are_compatible, losses_have_a_trainer)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.core.errors import ConfigError
 from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
+from slime.settings.held_out import samples_evaluations
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -23,9 +25,22 @@ _EVALUATES_LATER = Need(
 )
 
 
-def _same_as(name: str, *, ge: float | None = None) -> Any:
+def _samples(s: Any) -> bool:
+    try:
+        return samples_evaluations(s)
+    except ConfigError:  # a rule tells it
+        return True
+
+
+_SAMPLES = (
+    _EVALUATES,
+    Need(_samples, "an evaluation that samples; of conversations that nothing scores the loss is measured"),
+)
+
+
+def _same_as(name: str, *, ge: float | None = None, needs: Need | tuple[Need, ...] = _SAMPLES) -> Any:
     """A setting of evaluation that is the rollout's unless it is given."""
-    return derived(lambda s: getattr(s, name), f"same as {name}", ge=ge, needs=_EVALUATES)
+    return derived(lambda s: getattr(s, name), f"same as {name}", ge=ge, needs=needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +52,18 @@ class EvalSettings:
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
     eval_prompt_data: tuple[str, ...] | None = None
-    """Data sets as pairs: NAME FILE [NAME FILE ...]."""
+    """Data sets as pairs: NAME DATA [NAME DATA ...], each named as in --prompt-data."""
     eval_config: str | None = None
     """YAML file with datasets that have settings of their own, in place of --eval-prompt-data."""
-    eval_input_key: str = _same_as("input_key")
+    eval_input_key: str = _same_as("input_key", needs=_EVALUATES)
     """Column with the prompt. Default: input_key."""
-    eval_label_key: str | None = _same_as("label_key")
+    eval_label_key: str | None = _same_as("label_key", needs=_EVALUATES)
     """Column with the answer. Default: label_key."""
-    eval_tool_key: str = _same_as("tool_key")
+    eval_tool_key: str = _same_as("tool_key", needs=_EVALUATES)
     """Column with the tools. Default: tool_key."""
     eval_reward_key: str | None = _same_as("reward_key")
     """Key of a dict reward. Default: reward_key."""
-    n_samples_per_eval_prompt: int = opt(1, ge=1, needs=_EVALUATES)
+    n_samples_per_eval_prompt: int = opt(1, ge=1, needs=_SAMPLES)
     """Samples per evaluation prompt."""
     eval_temperature: float = _same_as("rollout_temperature")
     """Temperature; 0 is greedy. Default: rollout_temperature."""
@@ -58,9 +73,9 @@ class EvalSettings:
     """Top-k sampling. Default: rollout_top_k."""
     eval_max_response_len: int = _same_as("rollout_max_response_len", ge=1)
     """Most tokens of a response. Default: rollout_max_response_len."""
-    eval_max_prompt_len: int | None = _same_as("rollout_max_prompt_len")
+    eval_max_prompt_len: int | None = _same_as("rollout_max_prompt_len", needs=_EVALUATES)
     """Longer prompts are filtered out. Default: rollout_max_prompt_len."""
-    eval_min_new_tokens: int | None = opt(None, needs=_EVALUATES)
+    eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES)
     """Fewest tokens of a response."""
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go, beside the console and the run folder."""
+"""What is logged beside the metrics, and where it goes beside the console and the run folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from slime.settings.fields import Need, always, opt
 
 _TENSORBOARD = Need(lambda s: s.use_tensorboard, "--use-tensorboard")
 _WANDB = Need(lambda s: s.use_wandb, "--use-wandb")
+_SAMPLES = Need(lambda s: s.log_samples > 0, "--log-samples")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSettings:
-    """TensorBoard and Weights & Biases."""
+    """Samples for people to read, TensorBoard, Weights & Biases."""
+
+    log_samples: int = opt(3, ge=0)
+    """Samples of each step, and of each dataset of an evaluation, that samples.jsonl keeps: the best, the worst, others
+    at random. 0: none."""
+    log_samples_max_chars: int = opt(4000, ge=10, needs=_SAMPLES)
+    """Characters of a prompt or a response that are kept; the middle of a longer one is left out."""
+    log_samples_interval: int | None = opt(None, ge=0, needs=_SAMPLES)
+    """Steps between those whose best and worst sample the console shows; 0: never. Default: after steps 1, 2, 4, 8 and
+    so on."""
 
     use_tensorboard: bool = False
     """Write TensorBoard events."""

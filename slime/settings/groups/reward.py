@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.core.loading import load_object
-from slime.settings.data_files import first_row_names
+from slime.settings.conditions import fine_tunes
+from slime.settings.data_files import first_row_names, grader_of_data
 from slime.settings.eval_config import eval_datasets
-from slime.settings.fields import Need, opt
+from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ def _may_ask_a_service(s: Any) -> bool:
         return True
 
 
+def _grader_of_prompts(s: Any) -> str | None:
+    return None if s.custom_rm_path or fine_tunes(s) else grader_of_data(s.prompt_data)
+
+
 def _more_than_one(value: Any) -> bool:
     return value is not None and value != 1
 
@@ -50,8 +55,9 @@ _SERVICE = Need(_may_ask_a_service, "--rm-type remote_rm, rows with metadata (wh
 class RewardSettings:
     """Grading. Graders run in processes that can be killed."""
 
-    rm_type: str | None = opt(None, chosen_from=GRADERS)
-    """Grader: a built-in one, or the import path of your own class; metadata["rm_type"] of a row overrides it."""
+    rm_type: str | None = derived(_grader_of_prompts, "it comes with the prompt data", chosen_from=GRADERS)
+    """Grader: a built-in one, or the import path of your own class; metadata["rm_type"] of a row overrides it. Default:
+    the one that comes with the data (rg:NAME), unless a function grades."""
     rm_url: str | None = opt(None, needs=_SERVICE)
     """Address of the grader of --rm-type remote_rm."""
     rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one)

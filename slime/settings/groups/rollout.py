@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.core.hf_config import context_length_of, read_hf_config
 from slime.core.loading import load_object
+from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import count_rows
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Passed, Rule
@@ -17,6 +20,18 @@ if TYPE_CHECKING:
 
 SCHEDULES = "slime.rollout.schedules:SCHEDULES"
 """The registry of schedules."""
+
+
+RESPONSE_LEN = 1024
+"""Tokens of a response, unless a limit is given."""
+
+
+def _half_of_context(s: Any) -> int | None:
+    """Only where a prompt and the usual response do not fit."""
+    if not (Path(s.hf_checkpoint) / "config.json").is_file():  # a rule says so
+        return None
+    context = context_length_of(read_hf_config(s.hf_checkpoint))
+    return context // 2 if context is not None and 2 <= context <= RESPONSE_LEN else None
 
 
 def _rows_of_epochs(s: Any) -> int | None:
@@ -104,15 +119,16 @@ class RolloutSettings:
     compare them with those of the whole vocabulary is refused."""
     rollout_top_k: int = -1
     """Top-k sampling, -1 is off. The trainer's log-probs are as with --rollout-top-p."""
-    rollout_max_response_len: int = opt(1024, ge=1)
-    """Most tokens that one sample may generate."""
+    rollout_max_response_len: int = derived(_half_of_context, "half of the model's context", default=RESPONSE_LEN, ge=1)
+    """Most tokens that one sample may generate. Default: 1024, or half of the context of a model that has no more."""
     rollout_max_context_len: int | None = None
     """Most tokens of prompt and response together."""
     rollout_max_prompt_len: int | None = derived(
-        lambda s: None if s.rollout_max_context_len is None else s.rollout_max_context_len - 1,
+        lambda s: None if s.rollout_max_context_len is None or fine_tunes(s) else s.rollout_max_context_len - 1,
         "rollout_max_context_len - 1",
     )
-    """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is given."""
+    """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is
+    given; none with loss_type sft_loss, where prompts are conversations that are rendered later."""
     rollout_skip_special_tokens: bool = False
     """Leave special tokens out of the response text (never out of the trained ids)."""
     rollout_stop: tuple[str, ...] | None = None
@@ -221,6 +237,24 @@ def over_sampling_covers_batch(args: Args) -> str | None:
     )
 
 
+def one_length_of_the_run(args: Args) -> str | None:
+    """Epochs and steps say the same thing twice."""
+    epochs = _rows_of_epochs(args) if args.was_given("num_rollout") else None
+    if epochs is None or args.num_rollout in (0, epochs):
+        return None
+    return (
+        f"got num_rollout {args.num_rollout} with num_epoch {args.num_epoch}, which is {_why_rows(args)} = {epochs} "
+        "steps; give one of the two"
+    )
+
+
+def an_epoch_has_a_step(args: Args) -> str | None:
+    """An epoch counts whole batches."""
+    if args.num_epoch is None or args.was_given("num_rollout") or args.num_rollout > 0:
+        return None
+    return f"got {_why_rows(args)} = 0 steps, so nothing would be trained; lower --rollout-batch-size"
+
+
 def lengths_fit(args: Args) -> str | None:
     """Prompt and response fit into the context."""
     context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
@@ -236,5 +270,7 @@ RULES: tuple[Rule, ...] = (
     sampled_set_is_not_empty,
     engines_divide_by_the_temperature,
     over_sampling_covers_batch,
+    one_length_of_the_run,
+    an_epoch_has_a_step,
     lengths_fit,
 )

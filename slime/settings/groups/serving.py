@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,11 @@ class ServingSettings:
     """Limit of one engine's start, in seconds."""
     request_timeout_s: float = opt(600.0, gt=0)
     """Limit of one generate request, in seconds."""
+    router_host: str = "127.0.0.1"
+    """Address that the router listens on; engines stay on loopback. Others than loopback need --router-api-key, which
+    every request then has to carry as its bearer token."""
+    router_port: int | None = opt(None, ge=1, le=65535)
+    """Port of the router. Default: a free one."""
     sglang_router_ip: str | None = internal()
     """Host of the run's router; set when it has started."""
     sglang_router_port: int | None = internal()
@@ -62,4 +68,29 @@ def engine_divides_heads(args: Args) -> str | None:
     return f"got rollout_num_gpus_per_engine {tp}, which does not divide the {heads} attention heads; choose a divisor"
 
 
-RULES: tuple[Rule, ...] = (engine_divides_heads, engines_serve_what_tables_say)
+def strangers_need_a_key(args: Args) -> str | None:
+    """Whoever reaches the router can use the engines, and add engines of his own."""
+    if args.debug_train_only or args.router.get("api_key") or _is_loopback(args.router_host):
+        return None
+    return (
+        f"got router_host {args.router_host} without --router-api-key: everybody who reaches this host could use the "
+        "engines; give a key, or leave the router on loopback"
+    )
+
+
+def one_key(args: Args) -> str | None:
+    """The router hands the key of a request on to the engines."""
+    keys = {args.router.get("api_key"), args.sglang.get("api_key")} - {None}
+    if len(keys) < 2:
+        return None
+    return "got a --router-api-key and another --sglang-api-key: requests carry one key for both; give one of them"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+RULES: tuple[Rule, ...] = (engine_divides_heads, engines_serve_what_tables_say, strangers_need_a_key, one_key)

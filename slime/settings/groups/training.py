@@ -28,7 +28,32 @@ def _why_batch(s: Any) -> str:
     return f"{_executions(s)} executions // {steps} steps per rollout"
 
 
+LEAST_ROOM = 2048
+"""Tokens of a micro-batch that is filled by tokens, unless a limit is given; few, wherever anything is trained."""
+
+
+def _fills_by_tokens(s: Any) -> bool | None:
+    """Not where samples are counted on purpose, nor where a pipeline wants many micro-batches to fill its stages."""
+    if s.was_given("micro_batch_size") or (s.megatron["pipeline_model_parallel_size"] or 1) > 1:
+        return None
+    return True
+
+
+def _longest(s: Any) -> int:
+    """Most tokens of one sample, as far as limits say it: a micro-batch of one sample may have as many."""
+    limits = (s.rollout_max_prompt_len or 0) + s.rollout_max_response_len
+    return int(s.rollout_max_context_len or limits)
+
+
+def _room(s: Any) -> int | None:
+    if not s.use_dynamic_batch_size:
+        return None
+    ranks = s.megatron["context_parallel_size"] or 1
+    return max(math.ceil(_longest(s) / ranks), LEAST_ROOM)
+
+
 _DYNAMIC = Need(lambda s: s.use_dynamic_batch_size, "--use-dynamic-batch-size")
+_COUNTED = Need(lambda s: not s.use_dynamic_batch_size, "--no-use-dynamic-batch-size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +69,22 @@ class TrainingSettings:
         ge=1,
     )
     """Optimizer steps per generated batch. Default: 1, or what global_batch_size implies."""
-    micro_batch_size: int = opt(1, ge=1)
-    """Samples per forward pass, packed without padding."""
-    use_dynamic_batch_size: bool = False
-    """Fill micro-batches up to max_tokens_per_gpu instead."""
-    max_tokens_per_gpu: int | None = opt(None, needs=_DYNAMIC)
-    """Most tokens in a micro-batch with --use-dynamic-batch-size."""
+    micro_batch_size: int = opt(1, ge=1, needs=_COUNTED)
+    """Samples per forward pass, packed without padding, where micro-batches are not filled by tokens."""
+    use_dynamic_batch_size: bool = derived(
+        _fills_by_tokens, "neither --micro-batch-size nor pipeline stages", default=False
+    )
+    """Fill micro-batches up to max_tokens_per_gpu. Default: on, unless micro_batch_size is given or there are
+    pipeline stages. The gradient is the same."""
+    max_tokens_per_gpu: int | None = derived(
+        _room,
+        lambda s: f"the longest sample that the limits allow, {_longest(s)} tokens, and at least {LEAST_ROOM}",
+        ge=1,
+        needs=_DYNAMIC,
+    )
+    """Most tokens in a micro-batch that is filled by tokens; a longer sample is one by itself. Default: the tokens of
+    the longest sample (rollout_max_context_len, else prompt and response limit) on each context-parallel rank, and
+    at least 2048."""
     use_dynamic_global_batch_size: bool = derived(
         lambda s: True if s.load_debug_rollout_data_subsample is not None else None,
         "--load-debug-rollout-data-subsample changes the number of samples",

@@ -86,10 +86,30 @@ def one_warm_up(args: Args) -> str | None:
     return f"got lr_warmup_fraction {fraction} with lr_warmup_iters {iters}, which it would replace; give one of them"
 
 
+def warm_up_ends(args: Args) -> str | None:
+    """A schedule with an end is longer than its warm-up."""
+    m = args.megatron
+    warm_up, length = m["lr_warmup_iters"] or 0, m["lr_decay_iters"]
+    if m["lr_decay_style"] == "constant" or not args.num_rollout or not length or warm_up < length:
+        return None
+    return (
+        f"got {warm_up} warm-up iterations of a schedule of {length} (lr_decay_style {m['lr_decay_style']}), so the "
+        "learning rate would never decay; lower --lr-warmup-iters, or raise --num-rollout or --lr-decay-iters"
+    )
+
+
+def learning_rate_can_decay(args: Args) -> str | None:
+    """The schedule ends below where it starts."""
+    m = args.megatron
+    if m["lr"] is None or not m["min_lr"] or m["min_lr"] <= m["lr"]:
+        return None
+    return f"got min_lr {m['min_lr']} above lr {m['lr']}, to which it could not decay; lower --min-lr or raise --lr"
+
+
 def dynamic_batches_have_a_limit(args: Args) -> str | None:
     """A micro-batch is limited by samples or by tokens."""
     if args.use_dynamic_batch_size and not args.max_tokens_per_gpu:
-        return "got --use-dynamic-batch-size without --max-tokens-per-gpu, which is its limit; give it"
+        return "got --max-tokens-per-gpu none for micro-batches that are filled by tokens; leave it out, or give it"
     return None
 
 
@@ -107,6 +127,8 @@ RULES: tuple[Rule, ...] = (
     only_supported_parallelism,
     one_dtype,
     one_warm_up,
+    warm_up_ends,
+    learning_rate_can_decay,
     dynamic_batches_have_a_limit,
     fixed_settings_are_left_alone,
 )

@@ -13,7 +13,6 @@ Invariants
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import re
@@ -33,13 +32,13 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import linear
 
 from slime.core.errors import ConfigError
-from slime.models.common.table import Entry, FamilyTable, Row
+from slime.models.common.table import FamilyTable
 from slime.settings.args import Args
 from slime.training.model.names import global_name, is_expert
 from slime.training.model.policy import PolicyModel
+from slime.training.state.adapter_files import A, B, row_key, with_adapters
 from slime.weights.convert import load_shard
 
-A, B = "lora_a", "lora_b"
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
 """Weights of linear layers, by their Megatron name: neither router, gate, embedding nor output layer."""
 
@@ -56,7 +55,7 @@ class Adapters:
         assert rank is not None, "adapters are made where --lora-rank is given"
         self.scale = float(args.lora_alpha or 2.0 * rank) / rank
         adapted = _adapted(table, args.lora_target_modules)
-        self.table = _with_rows(table, adapted, rank)
+        self.table = with_adapters(table, adapted, rank)
         self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
         """Global names of the adapters of all ranks."""
         self._layers: dict[str, Module] = {}
@@ -154,39 +153,11 @@ def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[st
     linears = [e for e in table.entries if LINEAR.search(e.megatron) and e.row.trained]
     chosen: set[tuple[str, str]] = set()
     for pattern in patterns or ("",):
-        found = {_row_key(e) for e in linears if any(map(re.compile(pattern).search, (e.megatron, *e.hf)))}
+        found = {row_key(e) for e in linears if any(map(re.compile(pattern).search, (e.megatron, *e.hf)))}
         if not found:
             raise ConfigError(
                 f"got --lora-target-modules {pattern!r}, which matches no linear layer of the model; names look like "
                 f"{linears[0].megatron} or {linears[0].hf[0]}"
             )
         chosen |= found
-    return frozenset(e.megatron for e in linears if _row_key(e) in chosen)
-
-
-def _row_key(entry: Entry) -> tuple[str, str]:
-    """The same for the experts of one layer."""
-    layer = re.search(r"layers\.(\d+)", entry.megatron)
-    return (layer[1] if layer else "", entry.row.megatron)
-
-
-def _with_rows(table: FamilyTable, adapted: frozenset[str], rank: int) -> FamilyTable:
-    chosen = {_row_key(e) for e in table.entries if e.megatron in adapted}
-    layers = tuple(
-        rows + tuple(r for row in rows if (str(i), row.megatron) in chosen for r in adapter_rows(row, rank))
-        for i, rows in enumerate(table.layers)
-    )
-    return dataclasses.replace(table, layers=layers)
-
-
-def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
-    """The rows of `a` and `b` of a linear layer: each is a HF tensor, split along the dimension that it shares."""
-    sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]
-
-    def part(name: str, shape: tuple[int, int], dim: int) -> Row:
-        full = row.megatron.removesuffix("weight") + name
-        if row.dim != dim:
-            return Row(full, (full,), (shape,), full)
-        return Row(full, (full,), (shape,), full, dim, row.units, row.segments, row.groups)
-
-    return part(A, (rank, sizes[1]), 1), part(B, (sizes[0], rank), 0)
+    return frozenset(e.megatron for e in linears if row_key(e) in chosen)

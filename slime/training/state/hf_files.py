@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
+from slime.core.file_mode import open_to_readers
 from slime.training.state.tensor_file import TensorFile
 from slime.weights.fp8 import SCALE_SUFFIX, block_of, dequantise
 
@@ -30,6 +31,9 @@ MAX_SHARD_BYTES = 5 * 1000**3
 
 ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 """What belongs to a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""The template of a tokenizer that is read from the same folder, whatever else says one."""
 
 EXPORT_MARKER = ".slime_export.json"
 """In every folder that an export made: what may be replaced by the next one."""
@@ -165,7 +169,9 @@ def write_hf(
     def flush() -> None:
         nonlocal pending_bytes
         if pending:
-            save_file(pending, directory / f"part-{len(files):05d}.safetensors", metadata={"format": "pt"})
+            part = directory / f"part-{len(files):05d}.safetensors"
+            save_file(pending, part, metadata={"format": "pt"})
+            open_to_readers(part)
             files.append(list(pending))
             pending.clear()
             pending_bytes = 0

@@ -28,6 +28,7 @@ from slime.core.errors import CheckpointError
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import Entry, FamilyTable
+from slime.training.state.adapter_files import A, adapters_alone, with_adapters
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.training.state.tensor_file import DTYPES, TensorFile
 from slime.weights.convert import export, load_shard
@@ -271,6 +272,22 @@ class OpenCheckpoint:
             return merged if role == MASTER else [m.to(w.dtype) for m, w in zip(merged, weights, strict=True)]
 
         return iter_full(self.table, shards)
+
+    def adapters(self) -> tuple[FamilyTable, float, Iterator[tuple[str, Tensor]]]:
+        """The table with the rows of its adapters, their scale, and (name, full tensor) of each.
+
+        Raises `CheckpointError` if it has none.
+        """
+        names = [name for name in self.reader.names(MODEL) if name.endswith(A)]
+        if not names:
+            raise CheckpointError(
+                f"got {self.reader.folder}, which holds no adapters; it is of a run without --lora-rank"
+            )
+        rank = int(self.reader.any(MODEL, names[0]).shape[0])
+        table = with_adapters(self.table, {name.removesuffix(A) + "weight" for name in names}, rank)
+        alone = adapters_alone(table)
+        found = iter_full(alone, lambda entry: self.reader.shards(MODEL, entry.megatron))
+        return table, float(self.reader.metas[0]["adapter_scale"]), found
 
 
 @contextmanager

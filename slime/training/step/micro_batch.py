@@ -75,7 +75,7 @@ def prepare(
     samples = batch.samples
     check_samples(samples, args, algorithm)
     room = args.max_tokens_per_gpu if args.use_dynamic_batch_size else None
-    assert room is not None or not args.use_dynamic_batch_size, "the settings demand --max-tokens-per-gpu"
+    assert room is not None or not args.use_dynamic_batch_size, "the settings derive max_tokens_per_gpu"
     num_steps = 1 if one_step else args.num_steps_per_rollout if args.use_dynamic_global_batch_size else None
     schedule = build_schedule(
         [s.num_tokens for s in samples],

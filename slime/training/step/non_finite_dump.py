@@ -27,6 +27,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from slime.core.batch import TrainBatch, TrainSample
+from slime.core.file_mode import open_to_readers
 from slime.core.sample import NOT_SAMPLED
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def _write(folder: Path, report: dict[str, Any], tensors: dict[str, Array]) -> P
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     partial.mkdir(exist_ok=True)
     save_file(tensors, partial / "tensors.safetensors")
+    open_to_readers(partial / "tensors.safetensors")
     (partial / "samples.json").write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
     # A resumed run meets the same samples again: what the first one wrote stays.
     free, again = folder, 1

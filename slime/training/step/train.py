@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
+from slime.core.batch import TrainBatch
 from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
 from slime.training.step.loss import Evaluation, LossParts, Objective, Sums
@@ -95,6 +96,13 @@ def forward_batch(
         )
     dist.all_reduce(flat)
     return tuple(tuple(np.split(row, ends[:-1])) for row in flat.cpu().numpy())
+
+
+def mean_loss(log_probs: Arrays, batch: TrainBatch) -> dict[str, float]:
+    """The mean over the trained tokens of a whole batch, in float64: no split, order or packing enters it."""
+    trained = [-part[s.loss_mask > 0].astype(np.float64) for part, s in zip(log_probs, batch.samples, strict=True)]
+    num_tokens = sum(map(len, trained))
+    return {"loss": math.fsum(x for part in trained for x in part) / num_tokens, "num_tokens": float(num_tokens)}
 
 
 def measure_mismatch(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
+from slime.core.file_mode import open_to_readers
 from slime.settings.fields import derived
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
@@ -80,6 +81,7 @@ class DiskChannel(Channel):
         file_name = f"model-{self._num_files:05d}.safetensors"
         tensors = {name: tensor.cpu() for name, tensor in prepared.tensors}
         save_file(tensors, self._writing / file_name, metadata={"format": "pt"})
+        open_to_readers(self._writing / file_name)
         self._index.update(dict.fromkeys(tensors, file_name))
 
     def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:

@@ -35,6 +35,10 @@ def plan(first_index: int, num_executions: int, per_group: int) -> dict[int, str
     return dict(zip(chosen, acts, strict=False))
 
 
+GATE: list[str] = []
+"""The file that the test makes when all is generated; with it no reward comes before."""
+
+
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Samples, then answers rightly in every second execution, or as `ACTS` says."""
     await default_generate(args, sample, sampling_params)
@@ -45,6 +49,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.response, sample.metadata["rm_type"] = "so \\boxed{9**9**9}", "math"
     elif act == "giant response":
         sample.response = GIANT[0]
+    elif GATE:
+        sample.response, sample.custom_rm_path, sample.metadata["gate"] = "gate", REWARD, GATE[0]
     elif act is not None:
         sample.response, sample.custom_rm_path = act, REWARD
     return sample

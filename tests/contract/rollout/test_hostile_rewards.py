@@ -1,4 +1,7 @@
-"""A fifth of all rewards fails in every known way: the step finishes without them, as fast, and none becomes a zero."""
+"""A fifth of all rewards fails in every known way: the step finishes without them and none becomes a zero.
+
+What it costs is measured by `benchmarks.hostile_rewards`.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ def hostility() -> Iterator[None]:
     yield
     hostile_rewards.GIANT.clear()
     hostile_rewards.ACTS.clear()
+    hostile_rewards.GATE.clear()
 
 
 async def longest_stall(stop: asyncio.Event) -> float:
@@ -57,10 +61,9 @@ async def step(manager: RolloutManager, rollout_id: int) -> tuple[TrainBatch, di
     return batch, metrics, seconds, stall_s
 
 
-def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float) -> tuple[Any, Any]:
-    """A clean step, then a hostile one, of one manager with warm graders."""
-    num_executions = num_prompts * SAMPLES_PER_PROMPT
-    args = rollout_args(
+def step_args(tmp_path: Path, num_prompts: int, *further: str) -> Any:
+    """Settings of steps whose answers misbehave."""
+    return rollout_args(
         tmp_path,
         "--rollout-batch-size",
         str(num_prompts),
@@ -72,14 +75,19 @@ def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float) -> tuple[
         "16",
         "--rm-type",
         "exact_match",
-        "--reward-timeout-s",
-        "4",
         "--reward-num-workers",
         "2",
         "--custom-generate-function-path",
         "tests.contract.rollout.hostile_rewards:generate",
+        *further,
         num_rows=2 * num_prompts,
     )
+
+
+def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float) -> tuple[Any, Any]:
+    """A clean step, then a hostile one, of one manager with warm graders."""
+    num_executions = num_prompts * SAMPLES_PER_PROMPT
+    args = step_args(tmp_path, num_prompts, "--reward-timeout-s", "4")
 
     async def work(manager: RolloutManager) -> tuple[Any, Any]:
         pair = [Sample(response="\\boxed{1}", label="1"), Sample(response="ok", custom_rm_path=hostile_rewards.REWARD)]
@@ -128,8 +136,25 @@ def test_a_step_goes_on_without_its_unscored_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hostile_rewards_cost_a_tenth_of_the_throughput_at_most(tmp_path: Path) -> None:
-    clean, hostile = clean_and_hostile(tmp_path, num_prompts=32, tick_s=0.15)
+def test_a_large_step_goes_on_without_its_unscored_samples(tmp_path: Path) -> None:
+    clean, hostile = clean_and_hostile(tmp_path, num_prompts=32, tick_s=0.02)
+
     check_laws(clean, hostile, 32)
 
-    assert clean[2] / hostile[2] >= 0.9, f"clean {clean[2]:.2f} s, hostile {hostile[2]:.2f} s"
+
+def test_generation_never_waits_for_a_reward(tmp_path: Path) -> None:
+    num_prompts, engine, gate = 8, FakeEngine(), tmp_path / "gate"
+    args = step_args(tmp_path, num_prompts, "--reward-timeout-s", "300")
+    hostile_rewards.GATE.append(str(gate))
+
+    async def work(manager: RolloutManager) -> TrainBatch:
+        running = asyncio.create_task(manager.generate(0))
+        while len(engine.requests) < num_prompts * SAMPLES_PER_PROMPT or engine.running:
+            done, _ = await asyncio.wait([running], timeout=0.01)
+            assert not done, "the step ended before its rewards"
+        gate.touch()
+        return (await running)[0]
+
+    batch = asyncio.run(with_manager(args, engine, work))
+
+    assert [s.reward for s in batch.samples] == [1.0] * num_prompts * SAMPLES_PER_PROMPT

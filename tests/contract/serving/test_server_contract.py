@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from slime.serving.plain_http import request
+from slime.serving.ports import lease_ports
 from slime.serving.router import Router
 from slime.serving.server import SGLangServer
+from tests.support.engines import fronting
 
 PROMPT = [2, 40, 41, 42]
 
@@ -35,3 +38,21 @@ def test_a_worker_can_leave_and_come_back(router: Router, engine_server: SGLangS
     assert router.workers() == []
     router.add_worker(engine_server.url)
     assert [w.url for w in router.workers()] == [engine_server.url]
+
+
+def test_a_router_on_a_fixed_port_with_a_key_answers_nobody_else(engine_server: SGLangServer, tmp_path: Path) -> None:
+    with lease_ports() as free:
+        port = free.port
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    settings = {"host": "0.0.0.0", "port": port, "extra_args": {"api_key": "secret"}}
+    with fronting(engine_server.url, tmp_path, **settings) as router:
+        assert router.url == f"http://127.0.0.1:{port}"
+        for path, sent in (("generate", body), ("workers", {"url": "http://127.0.0.1:9"})):
+            status, text = request("POST", f"{router.url}/{path}", sent, timeout_s=60)
+            assert status == 401, f"/{path} without the key: {status} {text}"
+        status, text = request("POST", f"{router.url}/generate", body, timeout_s=60, api_key="secret")
+        assert status == 200, text
+
+
+def test_the_processes_of_a_server_share_one_import(engine_server: SGLangServer) -> None:
+    assert "import everything again" not in engine_server.log_path.read_text(errors="replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from slime.cli.main import main
 from slime.training.state import checkpoint
+from slime.training.state.adapter_files import PREFIX, WEIGHTS
+from tests.support.adapters import fill_b
 from tests.support.families import write_family
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
@@ -59,6 +63,70 @@ def test_adapters_are_merged(tmp_path: Path, make_backend: Callable[..., Any]) -
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(wide[name].bfloat16().float(), wide[name])
     torch.testing.assert_close(wide[name], want[name].float(), rtol=1e-2, atol=1e-3)
+
+
+def test_adapters_alone_are_what_merging_adds(
+    tmp_path: Path, make_backend: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: scale * B A of PEFT's tensors, for every module of a fused layer, is the merged weight less the model's."""
+    source = write_tiny_model(tmp_path / "m", "qwen3")
+    backend = make_backend(source, lora_rank=4, lora_alpha=6.0)
+    fill_b(backend)
+    checkpoint_folder = _save(backend, tmp_path / "save", 0)
+    backend.save_hf(tmp_path / "export")
+    command = [
+        "convert",
+        str(checkpoint_folder),
+        str(tmp_path / "peft"),
+        "--to",
+        "peft",
+        "--hf-checkpoint",
+        str(source),
+    ]
+    assert main(command) == 0
+    assert "adapter_model.safetensors: " in capsys.readouterr().out
+    own, merged = load_file(source / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
+    for folder in (tmp_path / "peft", tmp_path / "export" / "adapter"):
+        config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / WEIGHTS)
+        scale = config["lora_alpha"] / config["r"]
+        assert (config["r"], scale, config["base_model_name_or_path"]) == (4, 1.5, str(source.resolve()))
+        assert config["target_modules"] == sorted(f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down"))
+        modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
+        assert len(modules) * 2 == len(tensors)
+        for name, weight in own.items():
+            module = name.removesuffix(".weight")
+            added = torch.zeros(())
+            if module in modules:
+                a, b = (tensors[f"{PREFIX}{module}.lora_{part}.weight"].float() for part in "AB")
+                added = scale * (b @ a)
+            torch.testing.assert_close(merged[name].float(), weight.float() + added, rtol=0, atol=1e-6)
+    assert {name.rpartition(".")[2] for name in modules} == set(config["target_modules"])
+
+
+def test_peft_reads_the_adapters(tmp_path: Path, make_backend: Callable[..., Any]) -> None:
+    """Law: the package itself puts them on the model and gets the logits of the merged one."""
+    peft = pytest.importorskip("peft")
+    source = write_tiny_model(tmp_path / "m", "qwen3")
+    backend = make_backend(source, lora_rank=4, lora_target_modules=(r"layers.1.*(q_proj|o_proj)", "up_proj"))
+    fill_b(backend)
+    backend.save_hf(tmp_path / "export")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokens = torch.arange(6, 40)[None]
+    want, plain = (load(f, dtype=torch.float32)(tokens).logits for f in (tmp_path / "export", source))
+    model = peft.PeftModel.from_pretrained(load(source, dtype=torch.float32), str(tmp_path / "export" / "adapter"))
+    torch.testing.assert_close(model(tokens).logits, want, rtol=0, atol=1e-4)
+    assert (want - plain).abs().max() > 1e-2
+
+
+def test_there_are_adapters_to_write(
+    tmp_path: Path, make_backend: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: neither a run without adapters nor a Hugging Face folder has any."""
+    source = write_tiny_model(tmp_path / "m", "qwen3")
+    _save(make_backend(source), tmp_path / "save", 0)
+    for folder, why in ((tmp_path / "save", "holds no adapters"), (source, "merged or none")):
+        assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "peft"]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_the_damaged_and_the_foreign_are_refused(

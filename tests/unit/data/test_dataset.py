@@ -204,5 +204,5 @@ def test_paths_and_slices_are_told_apart(tmp_path: Path) -> None:
     for wrong in ("d.jsonl@[3]", "d.jsonl@[a:b]", "d.jsonl@[1:2:3]", "d.jsonl@[-:2]"):
         with pytest.raises(ConfigError, match=r"@\[start:stop\]"):
             split_slice(wrong)
-    with pytest.raises(DataError, match="no file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         PromptDataset.load(tmp_path / "absent.jsonl")

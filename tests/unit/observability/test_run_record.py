@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import ConfigError, DataError
+from slime.core.hidden import HIDDEN
 from slime.observability.report import summarize, summary_text, write_report
-from slime.observability.run_folder import HIDDEN, RunFolder, hide_secrets, plain
+from slime.observability.run_folder import RunFolder, plain
 from slime.observability.sinks import ConsoleSink, StepRecord, TensorBoardSink, eval_name, read_jsonl
+from slime.observability.start_record import hide_secrets
 from slime.observability.tracker import Tracker
 
 
@@ -27,7 +29,7 @@ class BrokenView:
         self.num_calls += 1
         raise ConnectionError("gone")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         raise ConnectionError("still gone")
 
 
@@ -91,6 +93,16 @@ def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert read_jsonl(path) == [{"train/step": 0}]
 
 
+def test_a_line_cut_by_a_kill_costs_a_resumed_run_no_step(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    folder.metrics.write_text('{"train/step": 0}\n{"train/st')
+    for step in (1, 2):
+        with Tracker(folder) as tracker:
+            tracker.log("train", step, {"train/loss": 1.0})
+    assert [row["train/step"] for row in read_jsonl(folder.metrics)] == [0, 1, 2]
+    assert len(folder.metrics.read_text().splitlines()) == 4, "a whole file gets no empty line"
+
+
 def test_a_broken_view_is_dropped_and_the_record_goes_on(tmp_path: Path) -> None:
     view = BrokenView()
     tracker = Tracker(make_folder(tmp_path / "run"), [view])
@@ -133,10 +145,9 @@ def test_what_was_added_goes_into_the_next_perf_record(tmp_path: Path) -> None:
 
 def test_console_shows_the_headlines_and_the_time_left() -> None:
     sink = ConsoleSink(num_rollout=4)
-    sink._start_s = 0.0
     line = sink.line(StepRecord("rollout", 1, {"rollout/raw_reward": 0.5, "rollout/other": 1}))
     assert "2/4" in line and "reward 0.500" in line and "other" not in line
-    assert sink.line(StepRecord("perf", 1, {"perf/step_time": 20.0}, time_s=20.0)).endswith("left 40 s")
+    assert sink.line(StepRecord("perf", 1, {"perf/step_time": 20.0})).endswith("left 40 s")
 
 
 @pytest.mark.parametrize(
@@ -166,19 +177,19 @@ def test_the_report_says_before_and_after(tmp_path: Path) -> None:
         tracker.log("train", step, {"train/train_rollout_logprob_abs_diff_max": 1e-6 * (step + 1)})
         tracker.log("perf", step, {"perf/rollout_time": 3.0, "perf/train_time": 2.0})
     tracker.close()
-    png = tmp_path / "report.png"
-    summary = write_report(tracker.folder.metrics, png, title="tiny")
+    report = write_report(tracker.folder.path, title="tiny")
+    summary = report.summary
     assert summary.evals == {"sums": (0.25, 0.75)}
     assert summary.worst_mismatch == 2e-6 and summary.step_s == 5.0 and summary.num_rollouts == 2
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert report.picture.read_bytes().startswith(b"\x89PNG")
     assert "| held-out score, sums | 0.250 | 0.750 | +0.500 |" in summary_text(summary)
 
 
 def test_a_run_that_died_early_still_gets_its_report(tmp_path: Path) -> None:
     tracker = Tracker(make_folder(tmp_path / "run"))
     with pytest.raises(DataError):
-        summarize(tracker.folder.metrics)
+        summarize(tracker.folder.path)
     tracker.log("eval", 0, {"eval/sums": 0.5})
-    assert write_report(tracker.folder.metrics, tmp_path / "r.png").reward is None
+    assert write_report(tracker.folder.path, tmp_path / "elsewhere").summary.reward is None
     tracker.folder.write_report()
-    assert tracker.folder.report_png.is_file()
+    assert all((tracker.folder.path / f"report.{suffix}").is_file() for suffix in ("md", "html", "png"))

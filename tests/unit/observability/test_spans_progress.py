@@ -7,9 +7,11 @@ import logging
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from slime.observability.progress import Progress, duration
 from slime.observability.spans import Spans, read_trace
@@ -66,6 +68,27 @@ def test_heartbeats_come_without_any_progress_and_end_with_the_block(caplog: pyt
         num_lines = len(caplog.records)
         time.sleep(0.1)
     assert len(caplog.records) == num_lines
+
+
+HOSTILE = "ValueError: no answer in 'hello [/INST] :smile:\x1b]0;title\x07\nmore'"
+
+
+def test_a_bar_shows_what_a_model_said_and_obeys_none_of_it() -> None:
+    """Law: neither rich's markup nor an escape of the terminal works in the news, and the block ends well."""
+    console = Console(force_terminal=True, file=(shown := StringIO()), width=400)
+    with Progress("rollout 3", tty=True, console=console) as progress:
+        progress.note(HOSTILE)
+    said = shown.getvalue()
+    assert "hello [/INST] :smile:\\x1b]0;title\\x07⏎more'" in said
+    assert "\x1b]0;" not in said and "\x07" not in said
+
+
+def test_a_line_shows_what_a_model_said_as_one_visible_line() -> None:
+    progress = Progress("rollout 3", tty=False)
+    progress.note(HOSTILE + "x" * 10_000)
+    line = progress.line()
+    assert "hello [/INST] :smile:\\x1b]0;title\\x07⏎more'" in line
+    assert line.isprintable() and len(line) < 500
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (65, "1 min 05 s"), (3780, "1 h 03 min")])

@@ -9,26 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from slime.cli.main import build_parser
+from slime.cli.main import COMMANDS, build_parser
 from slime.settings import parse_args
 from slime.settings.schema import owned_spellings
 from slime.settings.table import flag_table
 from tests.support.command_line import complete
-from tests.support.documents import ROOT, TEXTS, commands_of, text_of
+from tests.support.documents import LOOPS, ROOT, TEXTS, commands_of, loop_of, text_of
 
 PATH = re.compile(
     r"`((?:[\w.-]+/)+(?:[\w-]+\.(?:py|txt|sh|md|yaml|png|json))?)`|(?<![\w/.-])((?:slime|docs|tests|examples|recipes|benchmarks)/[\w/]+(?:\.\w+|/))"
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
 MAKE = re.compile(r"(?:`|^)make ([a-z-]+)", re.M)
-COMMAND = re.compile(r"`slime ([a-z]+)\b(?=[ `])")
+COMMAND = re.compile(r"`slime ([a-z][a-z-]*)(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
-OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps"}
-"""Placeholders, what argparse brings, and flags of pip."""
+OF_LOOPS = {"--help", "--version", "--explain"}
+OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps", "--local-dir", "--repo-type"}
+"""Placeholders, what argparse brings, and flags of pip and hf."""
 OF_ENTRIES = {"--temper", "--num-words"}
 """Flags of entries that documents show as a user's own: known once the entry is named."""
 NOT_HERE = re.compile(
-    r"^(my_|path/|runs/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)"
+    r"^(my_|path/|runs/|starts/|adapter/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)"
 )
 """Names of what a run or a user makes; and of metrics, which test_glossary.py looks after."""
 
@@ -72,13 +73,18 @@ def test_commands_are_accepted(document: Path, tmp_path: Path, monkeypatch: pyte
     for number, words in enumerate(commands_of(document)):
         if words[0] == "slime":
             assert words[1] in subcommands(), f"{document.name}: {words}"
-            given = [word for word in words[2:] if word.startswith("--")]
-            assert set(given) <= set(subcommands()[words[1]]._option_string_actions), f"{document.name}: {words}"
-        script = next((word for word in words[:2] if word in ("train.py", "train_async.py")), None)
-        if script is None:
+            command = next(c for c in COMMANDS if c.name == words[1])
+            known = set(subcommands()[words[1]]._option_string_actions)
+            given = {word for word in words[2:] if word.startswith("--")}
+            known |= set(flag_table().by_name) | OF_LOOPS if command.words != "own" else set()
+            assert given <= known, f"{document.name}: {words}"
+        loop = loop_of(words)
+        if loop is None:
             continue
         try:
-            parse_args([*base, *stand_ins(words[2:], tmp_path, base)], synchronous=script == "train.py")
+            parse_args([*base, *stand_ins(words[2:], tmp_path, base)], synchronous=LOOPS[loop])
+        except SystemExit as answered:  # --explain
+            assert answered.code == 0, f"{document.name}: {words}"
         except Exception as error:
             raise AssertionError(f"{document.name}, command {number}: {' '.join(words)}\n{error}") from error
 
@@ -109,7 +115,7 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
         flag = out[-1] if out else ""
         if flag in made:
             out.append(made[flag]())
-        elif word.endswith(".jsonl"):
+        elif word.partition("@[")[0].endswith(".jsonl"):
             out.append(own["--prompt-data"])
         else:
             out.append("1" if word in ("N", "K", "$SEED") else word)

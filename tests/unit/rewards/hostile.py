@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from slime.core.sample import Sample
@@ -17,6 +18,9 @@ def act(args: Any, sample: Sample) -> Any:
         case "hang":
             while True:
                 time.sleep(1)
+        case "gate":  # until the test opens it
+            while not Path(sample.metadata["gate"]).exists():
+                time.sleep(0.01)
         case "raise":
             raise RuntimeError("as told")
         case "none":

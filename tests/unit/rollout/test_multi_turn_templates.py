@@ -58,10 +58,12 @@ def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
     async def work(manager: RolloutManager) -> Any:
         tokenizer = manager._tokenizer
         engine.turns, engine.decode = scripted_turns(tokenizer), lambda ids: str(tokenizer.decode(ids))
-        return (await manager.generate(0))[0], tokenizer, engine.turns
+        return *await manager.generate(0), tokenizer, engine.turns
 
-    batch, tokenizer, turns = asyncio.run(with_manager(args, engine, work))
+    batch, metrics, tokenizer, turns = asyncio.run(with_manager(args, engine, work))
     assert len(batch.samples) == 2 and len(engine.requests) == 6
+    assert metrics["rollout/num_turns/mean"] == 3 and metrics["rollout/tool_calls/mean"] == 2
+    assert metrics["rollout/tool_error_ratio"] == 0.5
     sampled = [i for turn in turns for i in turn]
     for sample in batch.samples:
         response = sample.tokens[-sample.response_length :]

@@ -45,5 +45,51 @@ def test_the_mask_is_the_answer_and_its_end(tmp_path: Path) -> None:
 
 
 def test_text_prompts_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="needs messages"):
-        step(rollout_args(tmp_path, *SFT))
+    with pytest.raises(DataError, match="needs messages, or a text and its answer"):
+        step(rollout_args(tmp_path, *SFT).replace(label_key=None))
+    with pytest.raises(DataError, match="leave --apply-chat-template out"):
+        step(rollout_args(tmp_path, *SFT, "--apply-chat-template"))
+
+
+def test_a_text_and_its_answer_are_a_conversation_of_one_turn(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": f"{i}+{i}="}, {"role": "assistant", "content": str(2 * i)}] for i in range(4)]
+    data = tmp_path / "turns.jsonl"
+    data.write_text("".join(json.dumps({"input": one, "label": ""}) + "\n" for one in turns))
+    as_text, _, _ = step(rollout_args(tmp_path, *SFT, "--rollout-batch-size", "4"))
+    as_turns, _, _ = step(rollout_args(tmp_path, *SFT, "--rollout-batch-size", "4", "--prompt-data", str(data)))
+    assert [s.tokens.tolist() for s in as_text.samples] == [s.tokens.tolist() for s in as_turns.samples]
+    assert [s.loss_mask.tolist() for s in as_text.samples] == [s.loss_mask.tolist() for s in as_turns.samples]
+
+
+def held_out(args: Any) -> Any:
+    async def work() -> Any:
+        manager = RolloutManager(args, router_url=None, num_engines=0)
+        try:
+            return await manager.held_out()
+        finally:
+            await manager.close()
+
+    return asyncio.run(work())
+
+
+def test_held_out_conversations_get_the_ids_and_masks_of_training(tmp_path: Path) -> None:
+    """Rows that cannot be masked are left out and counted."""
+    rows = [
+        {"input": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
+        for i in range(4)
+    ]
+    bad = {"input": [{"role": "user", "content": "1+1="}]}
+    data, more = tmp_path / "sft.jsonl", tmp_path / "held.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more.write_text("".join(json.dumps(row) + "\n" for row in [bad, *rows, bad]))
+    evaluation = ("--eval-prompt-data", "held", str(more), "--eval-interval", "1", "--loss-type", "sft_loss")
+    args = rollout_args(tmp_path, *SFT, "--prompt-data", str(data), *evaluation)
+    args = args.replace(label_key=None, eval_label_key=None, rm_type=None)
+    (one,) = held_out(args)
+    trained, _, _ = step(args)
+    assert (one.name, one.num_unusable) == ("held", 2)
+    for a, b in zip(one.batch.samples, trained.samples, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist() and a.loss_mask.tolist() == b.loss_mask.tolist()
+    more.write_text(json.dumps(bad) + "\n")
+    with pytest.raises(DataError, match="no usable conversation of 1 in held-out held"):
+        held_out(args)

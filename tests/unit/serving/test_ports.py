@@ -6,7 +6,10 @@ import socket
 import subprocess
 import sys
 
-from slime.serving.ports import candidate_ports, is_bindable, lease_ports
+import pytest
+
+from slime.core.errors import EngineError
+from slime.serving.ports import candidate_ports, is_bindable, lease_port, lease_ports
 
 CHILD = """
 import sys
@@ -58,3 +61,19 @@ def test_a_released_lease_can_be_taken_again() -> None:
     again = _claim(lease.port)
     assert again is not None
     again.close()
+
+
+def test_a_fixed_port_is_leased_or_refused_by_its_number() -> None:
+    with lease_ports() as lease:
+        port = lease.port
+        with pytest.raises(EngineError, match=f"port {port}"):
+            lease_port(port)
+    with lease_port(port) as mine:
+        assert mine.ports == (port,)
+
+
+def test_a_fixed_port_on_which_somebody_listens_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port}"):
+            lease_port(port)

@@ -349,5 +349,5 @@ def test_help_says_no_default_of_what_must_be_given_and_breaks_no_flag() -> None
     lines = help_text("slime").splitlines()
     texts = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines) if line.startswith("  --")}
     assert texts["--hf-checkpoint"].endswith("Required.")
-    assert texts["--rollout-max-response-len"].endswith("[default 1024]")
+    assert texts["--rollout-temperature"].endswith("[default 1.0]")
     assert not [line for line in lines if line.endswith("-")], "a flag is not broken at its hyphens"

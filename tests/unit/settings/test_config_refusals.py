@@ -26,6 +26,8 @@ REFUSALS = [
     ("--rollout-top-p 0", "0 < top_p <= 1"),
     ("--rollout-top-k 0", "-1 for all"),
     ("--actor-num-nodes 2", "loopback"),
+    ("--router-host 0.0.0.0", "without --router-api-key"),
+    ("--router-api-key a --sglang-api-key b", "one key for both"),
     ("--device cuda --update-weight-transport tensor", "without --colocate"),
     ("--device cuda --rollout-num-gpus-per-engine 2", "engines of one GPU"),
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient is zero"),
@@ -45,7 +47,7 @@ REFUSALS = [
     ("--advantage-estimator ppo --critic-load missing", "critic_load missing"),
     ("--use-tis --use-rollout-logprobs", "compare"),
     ("--loss-type custom_loss", "without the other"),
-    ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
+    ("--max-tokens-per-gpu none", "--max-tokens-per-gpu none"),
     ("--eval-interval 2", "--eval-prompt-data"),
     ("--eval-prompt-data only-a-name", "pairs"),
     ("--save-interval 2", "without --save"),
@@ -73,6 +75,14 @@ REFUSALS = [
     ("--keep-old-actor", "train_async.py"),
     ("--kl-coef 0.1 --ref-update-interval 0", "at least 1"),
     ("stray", "belongs to no flag"),
+    ("--lr -1e-5", "got lr -1e-05, which must be at least 0"),
+    ("--lr nan", "got lr nan"),
+    ("--weight-decay -0.1", "got weight_decay -0.1"),
+    ("--adam-beta2 1", "got adam_beta2 1.0, which must be at least 0 and < 1"),
+    ("--context-parallel-size 0", "got context_parallel_size 0"),
+    ("--lr-decay-style cosine --lr 1e-6 --min-lr 1e-5", "could not decay"),
+    ("--lr-decay-style cosine --lr-warmup-iters 3", "lower --lr-warmup-iters"),
+    ("--num-epoch 4", "num_rollout 3 with num_epoch 4"),
 ]
 
 
@@ -112,6 +122,24 @@ def test_async_and_colocate_exclude_each_other(base: list[str]) -> None:
 def test_all_contradictions_are_reported_together(base: list[str]) -> None:
     message = refused([*base, "--kl-loss-coef", "1", "--rollout-temperature", "0", "--num-layers", "9", "--strict"])
     assert "3 problems" in message
+
+
+def test_lengths_that_say_the_same_are_taken(base: list[str]) -> None:
+    """Ten rows are two batches of four."""
+    assert parse_args([*base, "--num-rollout", "4", "--num-epoch", "2"]).num_rollout == 4
+
+
+def test_an_epoch_of_no_batch_is_refused(base: list[str]) -> None:
+    at = base.index("--num-rollout")
+    words = [*base[:at], *base[at + 2 :], "--num-epoch", "1", "--rollout-batch-size", "11"]
+    assert "lower --rollout-batch-size" in refused(words)
+
+
+@pytest.mark.parametrize("epsilon", ["1e-6", "0.000001", "9.999999974752427e-07"])
+def test_a_number_that_went_through_float32_is_the_same(base: list[str], epsilon: str) -> None:
+    """Of 1e-6 in the checkpoint."""
+    assert parse_args([*base, "--norm-epsilon", epsilon]).layernorm_epsilon == 1e-6
+    assert "--layernorm-epsilon or --norm-epsilon 1e-05" in refused([*base, "--norm-epsilon", "1e-5"])
 
 
 def test_required_settings_are_named() -> None:

@@ -21,6 +21,7 @@ def command_line(tiny_qwen3: Path, tmp_path: Path) -> list[str]:
     return [
         *("--hf-checkpoint", str(tiny_qwen3), "--run-dir", str(run_dir), "--rollout-batch-size", "2"),
         *("--num-rollout", "1", "--n-samples-per-prompt", "2", "--data-source-path", "a.b", "--rm-type", "math"),
+        *("--rollout-max-response-len", "8"),
     ]
 
 
@@ -42,6 +43,35 @@ def test_an_error_of_ours_is_one_message(
     said = capsys.readouterr().err
     assert end.value.code == code and said.startswith(f"{type(error).__name__}: no way\n")
     assert ("run/logs" in said) == (code == 1), "a failed run says where its logs are"
+
+
+def test_what_was_noted_on_the_way_up_is_said_after_the_message(
+    command_line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: who held the memory and how to go on are lines of their own, after the one sentence."""
+
+    def fail(args: Args) -> None:
+        error = EngineError("a process died")
+        error.add_note("memory: it was large")
+        error.add_note("to go on: python train.py")
+        raise error
+
+    with pytest.raises(SystemExit):
+        run_or_exit(fail, command_line)
+    said = capsys.readouterr().err.splitlines()
+    assert said[:3] == ["EngineError: a process died", "memory: it was large", "to go on: python train.py"]
+
+
+def test_a_terminal_obeys_nothing_in_the_message(command_line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """An error may quote what a model said; its own lines stay lines."""
+
+    def fail(args: Args) -> None:
+        raise EngineError("no answer in '\x1b]0;title\x07[/INST]'\nsecond line")
+
+    with pytest.raises(SystemExit):
+        run_or_exit(fail, command_line)
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["EngineError: no answer in '\\x1b]0;title\\x07[/INST]'", "second line"]
 
 
 def test_another_error_keeps_its_traceback(command_line: list[str]) -> None:

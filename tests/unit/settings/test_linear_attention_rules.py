@@ -15,7 +15,7 @@ from slime.settings import parse_args
 from tests.support.command_line import refused
 from tests.support.qwen_next import EXPERTS, LINEAR
 
-NEXT = {**LINEAR, **EXPERTS, "model_type": "qwen3_next", "rms_norm_eps": 1e-6}
+NEXT = {**LINEAR, **EXPERTS, "model_type": "qwen3_next", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 
 
 def _of(base: list[str], config: dict) -> list[str]:

@@ -27,7 +27,7 @@ def told_of(args: Args, folder: Path) -> str:
     """All that is written about the settings of a run: its records, and what a script prints."""
     settings = args.to_json_dict()
     run = RunFolder.create(folder, run_id="one", args=settings, without_effect=settings["idle"])
-    files = [path.read_text() for path in sorted(run.path.rglob("*")) if path.is_file()]
+    files = [path.read_text() for path in sorted(run.path.rglob("*.json"))]
     idle = [f"{name} {text}" for name, text in args.idle.items()]
     return "\n".join([*files, *idle, json.dumps(settings), explain(args)])
 
@@ -47,18 +47,18 @@ def test_a_secret_is_written_nowhere(
         return
     assert SECRET not in told_of(args, tmp_path / "told") and SECRET not in caplog.text
     if args.idle:
-        assert "***, which needs" in "\n".join(args.idle.values())
+        assert "<hidden>, which needs" in "\n".join(args.idle.values())
         assert SECRET not in refused([*words, "--strict"])
 
 
 def test_a_secret_without_effect_is_masked(base: list[str]) -> None:
     words = [*base, "--opd-teacher-api-key", SECRET, "--wandb-key", SECRET]
     assert dict(parse_args(words).idle) == {
-        "opd_teacher_api_key": "***, which needs --opd-teacher-url",
-        "wandb_key": "***, which needs --use-wandb",
+        "opd_teacher_api_key": "<hidden>, which needs --opd-teacher-url",
+        "wandb_key": "<hidden>, which needs --use-wandb",
     }
     message = refused([*words, "--strict"])
-    assert SECRET not in message and "opd_teacher_api_key ***" in message
+    assert SECRET not in message and "opd_teacher_api_key <hidden>" in message
 
 
 @pytest.mark.parametrize("value", [f"[{SECRET}]", f"{SECRET}-another"])

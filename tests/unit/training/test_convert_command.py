@@ -58,6 +58,19 @@ def test_without_a_type_it_is_a_copy(dense: Path, tmp_path: Path, monkeypatch: p
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("a+b")
 
 
+def test_it_says_what_it_wrote_and_others_may_read_it(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: files, tensors, types and size are printed; the mode of a file is what the umask leaves."""
+    assert main(["convert", str(dense), str(tmp_path / "out"), "--to", "bf16"]) == 0
+    num_tensors, told = len(_tensors(dense)), capsys.readouterr().out
+    assert f"wrote {tmp_path / 'out'}: {num_tensors} tensors" in told
+    assert f"  model.safetensors: {num_tensors} bfloat16, " in told and "config.json" in told
+    (tmp_path / "ordinary").touch()
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert set(modes.values()) == {(tmp_path / "ordinary").stat().st_mode}, modes
+
+
 @pytest.mark.parametrize(("to", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
 def test_to_another_type(to: str, dtype: torch.dtype, dense: Path, tmp_path: Path) -> None:
     assert main(["convert", str(dense), str(tmp_path / "out"), "--to", to]) == 0
@@ -152,7 +165,7 @@ def test_a_missing_tensor_is_named(dense: Path, tmp_path: Path, capsys: pytest.C
 
 def test_neither_engines_nor_megatron_are_imported() -> None:
     code = (
-        "import sys, slime.cli.convert, slime.training.state.hf_files, slime.training.state.shards;"
+        "import sys, slime.cli.conversion, slime.training.state.hf_files, slime.training.state.shards;"
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'megatron', 'sglang', 'ray', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

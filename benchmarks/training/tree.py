@@ -1,0 +1,110 @@
+"""A checkout of slime, its own or another, as the benchmark uses it. Where checkouts differ, they differ here.
+
+Invariant: `enter` comes before anything of `slime` is imported in the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "prepare the batch": ("prepare",),
+    "log-probs before the update": ("forward_batch", "forward_signals"),
+    "advantages": ("with_advantages", "with_signals"),
+    "clear gradients": ("zero_grad",),
+    "forward and backward": ("run_step", "_run_step"),
+    "pack and copy micro-batches": ("to_device",),
+    "reduce gradients": ("reduce_grads",),
+    "share metrics": ("_share",),
+    "train-inference mismatch": ("_finish_mismatch", "_finish_gap"),
+    "optimizer": ("apply_update",),
+}
+"""Part of a training call -> its function, by the names that checkouts give it; the later ones are older."""
+PHASE_MODULES = ("slime.training.backend", "slime.training.step.train")
+WITHOUT_SYNC = ("pack and copy micro-batches",)
+"""Parts inside a step, whose host time is measured as it is: the device goes on with what it has."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What the benchmark needs of a checkout."""
+
+    root: Path
+    parse_args: Any
+    backend: type[Any]
+    """`MegatronBackend`."""
+    train_batch: type[Any]
+    train_sample: type[Any]
+
+    def batch(self, samples: Iterable[Mapping[str, Any]]) -> Any:
+        """A `TrainBatch`."""
+        return self.train_batch(rollout_id=0, samples=tuple(self.train_sample(**fields) for fields in samples))
+
+
+def enter(root: Path) -> Tree:
+    """Puts the checkout first on the path and imports it. Raises `RuntimeError` if another one is imported already."""
+    sys.path.insert(0, str(root))
+    return load(root)
+
+
+def load(root: Path) -> Tree:
+    """The checkout that is first on the path. Raises `RuntimeError` if that is not `root`."""
+    import slime
+
+    if Path(str(slime.__file__)).resolve().parents[1] != root.resolve():
+        raise RuntimeError(f"got slime from {slime.__file__}, because it was imported before {root} was entered")
+    batch = import_module("slime.core.batch")
+    return Tree(
+        root,
+        _settings().parse_args,
+        import_module("slime.training.backend").MegatronBackend,
+        batch.TrainBatch,
+        batch.TrainSample,
+    )
+
+
+def _settings() -> Any:
+    try:
+        return import_module("slime.settings")
+    except ModuleNotFoundError:  # before the room had this name
+        return import_module("slime.config")
+
+
+@contextlib.contextmanager
+def random_weights(seed: int) -> Iterator[None]:
+    """In the block a backend fills its parameters with random numbers instead of reading a checkpoint.
+
+    Drawn on the device, from a generator per name, so that ranks which hold the same parameter hold the same numbers.
+    """
+    module: Any = import_module("slime.training.state.hf_weights")
+
+    def fill(parameters: Mapping[str, Any], *_given: Any, **_named: Any) -> None:
+        import torch
+
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if parameter.ndim == 1:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                    continue
+                generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
+                parameter.normal_(0.0, 0.02, generator=generator)
+
+    assert hasattr(module, "load_weights"), "the checkout loads its weights elsewhere; say here where"
+    original, module.load_weights = module.load_weights, fill
+    try:
+        yield
+    finally:
+        module.load_weights = original
+
+
+def functions(names: Sequence[str]) -> list[tuple[Any, str]]:
+    """(module, name) wherever a checkout looks one of these functions up."""
+    modules = [import_module(name) for name in PHASE_MODULES]
+    return [(module, name) for module in modules for name in names if hasattr(module, name)]

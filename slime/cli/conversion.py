@@ -1,0 +1,184 @@
+"""What `slime convert` does: a Hugging Face folder or a slime checkpoint to a Hugging Face folder, in another type.
+
+One tensor after the other; no model, no ranks, no engine. OUT gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import CheckpointError, ConfigError
+from slime.core.hf_config import read_hf_config
+from slime.models import load_family, table_for
+from slime.models.common.table import FamilyTable
+from slime.observability.logs import setup_logging
+from slime.observability.progress import Progress
+from slime.training.state.adapter_files import write_peft
+from slime.training.state.hf_files import HfReader, begin_export, commit_export, write_hf
+from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
+from slime.training.state.tensor_file import TensorFile
+from slime.weights import fp8
+
+PEFT = "peft"
+"""What `--to` says for the adapters alone."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What else `--to` may say, besides fp8."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is converted."""
+
+    assets: Path
+    """Folder of config.json and tokenizer."""
+    table: FamilyTable
+    names: tuple[str, ...]
+    """Of all tensors."""
+    tensors: Iterable[tuple[str, Tensor]]
+    """(name, full tensor) of `names`; consumed once."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: str | None = None,
+    hf_checkpoint: Path | None = None,
+    model_family: str | None = None,
+) -> None:
+    """Writes `target`. `to`: a key of `DTYPES`, "fp8", `PEFT`, or None, which keeps types as they are.
+
+    `hf_checkpoint`: what the model of a slime checkpoint was loaded from, for tensors that training does not hold, and
+    for adapters the model that they name as theirs.
+    `model_family`: as the flag of training, a family of the user's.
+    Raises `CheckpointError` if `target` is not empty or `source` is damaged, `ConfigError` for a model that slime does
+    not know or a file that misses a tensor of it.
+    """
+    if to == PEFT and (source / "config.json").is_file():
+        raise CheckpointError(f"got --to peft for {source}, whose adapters are merged or none; name a --save folder")
+    if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise CheckpointError(f"got {target} to write to, which is not empty; name a new folder or empty this one")
+    if not logging.getLogger().handlers:
+        setup_logging()
+    if model_family is not None:
+        load_family(model_family)
+    if to == PEFT:
+        _write_adapters(source, target, hf_checkpoint)
+        return
+    with ExitStack() as stack:
+        found = _of_hf(source, to, stack) if (source / "config.json").is_file() else None
+        found = found or _of_checkpoint(source, to, hf_checkpoint, stack)
+        quantization = fp8.config_entry(_kept(found.names)) if to == "fp8" else None
+        progress = stack.enter_context(Progress("convert", total=len(found.names), unit="tensors"))
+        partial = begin_export(target)
+        tensors = _converted(found, to, progress)
+        write_hf(partial, tensors, assets_from=found.assets, quantization=quantization)
+        commit_export(partial, target)
+
+
+def _write_adapters(source: Path, target: Path, base: Path | None) -> None:
+    with open_checkpoint(source) as opened:
+        table, scale, tensors = opened.adapters()
+        partial = begin_export(target)
+        write_peft(partial, table, tensors, scale=scale, base=str(base.resolve()) if base is not None else None)
+        commit_export(partial, target)
+
+
+def described(folder: Path) -> str:
+    """What a folder of weights holds, in lines: files, tensors, types, size."""
+    lines, num_tensors, num_bytes = [], 0, 0
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = TensorFile(file)
+        kinds = Counter(str(tensors.read(name).dtype).removeprefix("torch.") for name in tensors.names)
+        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        lines.append(f"  {file.name}: {told}, {_size(file.stat().st_size)}")
+        num_tensors, num_bytes = num_tensors + sum(kinds.values()), num_bytes + file.stat().st_size
+    others = [p.name for p in sorted(folder.iterdir()) if p.suffix != ".safetensors" and not p.name.startswith(".")]
+    head = f"wrote {folder}: {num_tensors} tensors, {_size(num_bytes)} in {len(lines)} files of weights"
+    return "\n".join([head, *lines, f"  {', '.join(others)}"])
+
+
+def _size(num_bytes: int) -> str:
+    """In the unit that leaves a few digits before the point."""
+    unit = next((u for u in (3, 2, 1) if num_bytes >= 1000**u), 0)
+    return f"{num_bytes / 1000**unit:.1f} {('B', 'kB', 'MB', 'GB')[unit]}" if unit else f"{num_bytes} B"
+
+
+def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
+    config = read_hf_config(str(folder))
+    if to == "fp8" and fp8.block_of(config) is not None:
+        raise ConfigError(f"got --to fp8 for {folder}, which is FP8 already; copy it, or choose another --to")
+    read = stack.enter_context(HfReader(folder))
+    table = table_for(config)
+    table.check(hf_names=read.names)
+    return _Source(folder, table, read.names, _read_all(read, read.names, exact=to is not None))
+
+
+def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
+    opened = stack.enter_context(open_checkpoint(folder))
+    if hf_checkpoint is not None:  # how experts are stored is seen from its files alone
+        config = read_hf_config(str(hf_checkpoint))
+        if digest_of(config) != opened.reader.metas[0]["architecture"]:
+            raise CheckpointError(
+                f"got --hf-checkpoint {hf_checkpoint}, which is of another model than {opened.assets / 'config.json'}; "
+                "name the folder that the model was loaded from"
+            )
+        opened.table = table_for(config)
+    table = opened.table
+    # The masters are what training has; a model in fewer bits is what they were rounded to, and what was served.
+    tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
+    if hf_checkpoint is None:
+        if table.carried:
+            raise ConfigError(
+                f"got a checkpoint of {table.family}, whose files hold tensors that training does not "
+                f"({', '.join(table.carried)}); name the folder that it was loaded from with --hf-checkpoint"
+            )
+        return _Source(opened.assets, table, table.hf_names, tensors)
+    read = stack.enter_context(HfReader(hf_checkpoint))
+    table.check(hf_names=read.names)
+    carried = tuple(filter(table.carries, read.names))
+    more = _read_all(read, carried, exact=to is not None)
+    return _Source(opened.assets, table, table.hf_names + carried, chain(tensors, more))
+
+
+def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:
+    """`exact`: dequantised tensors in float32, for what will be rounded once more."""
+    for name in names:
+        yield name, read(name) if exact else read.plain(name)
+        read.release()
+
+
+def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Rows that are wide stay so, in the layers that training does not hold as well."""
+    wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
+    for name, tensor in source.tensors:
+        for part, weight in fp8.apart(name, tensor) if to == "fp8" else [(name, tensor)]:
+            if to == "fp8" and fp8.quantises(part):
+                codes, scale = fp8.quantise(weight)
+                yield part, codes
+                yield part + fp8.SCALE_SUFFIX, scale
+            elif to in DTYPES and weight.is_floating_point() and _anywhere(part) not in wide:
+                yield part, weight.to(DTYPES[to])
+            else:
+                yield part, weight
+        progress.advance()
+
+
+def _anywhere(name: str) -> str:
+    """A name without the number of its layer."""
+    return re.sub(r"\d+", "N", name)
+
+
+def _kept(names: Iterable[str]) -> list[str]:
+    """Modules with a matrix that `--to fp8` does not quantise, as engines want them listed."""
+    kept = [name for name in names if not fp8.quantises(name)]
+    return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]

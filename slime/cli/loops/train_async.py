@@ -1,0 +1,1 @@
+../../../train_async.py

@@ -1,0 +1,36 @@
+"""`slime recipe NAME [flags]`: runs a recipe of `recipes/` in the working folder; further flags are for the loop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from slime.core.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def names() -> list[str]:
+    """The recipes that there are."""
+    return sorted(script.parent.name for script in RECIPES.glob("*/run.sh"))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Which one."""
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(names())}; flags behind it are for the loop")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Becomes the recipe's script, which prepares its model and data here and starts `slime train`."""
+    if options.name not in names():
+        raise ConfigError(f"got the recipe {options.name}; there are {', '.join(names())}")
+    script = RECIPES / options.name / "run.sh"
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (*_roots(), os.environ.get("PYTHONPATH"))))}
+    os.execvpe("bash", ["bash", str(script), *options.words], {**os.environ, "PY": sys.executable, **environment})
+
+
+def _roots() -> list[str]:
+    """Where this slime is imported from, for an interpreter that would find another one or none."""
+    return [str(Path(__file__).parents[2])]

@@ -1,0 +1,202 @@
+"""`slime rerun RUN [flags]`: a run again, with the settings that its folder recorded, in a new folder.
+
+The recorded command line is parsed where it was given; further flags win over it. What the run wrote into its own
+folder goes into the new one, and what differs by now is listed before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError, DataError
+from slime.core.hidden import HIDDEN
+from slime.observability.start_record import OUTPUTS
+from slime.settings.command_words import flag_value, groups, name_of, without
+
+LOOPS = {"train": True, "train-async": False}
+"""Command -> whether its loop is the synchronous one."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Which run, and which start of it; further flags are for the loop."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder; flags behind it are for the loop, and win")
+    parser.add_argument("--start", type=int, default=0, help="which start of a run that was resumed (default 0)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tells what differs and becomes the run. Raises `DataError` without a run, `ConfigError` as the loop."""
+    again = prepare(options.run.resolve(), options.start, list(options.words))
+    print(again.heading)
+    print("\n".join(f"  {line}" for line in again.told or ("nothing that was recorded is another one now",)))
+    print(f"in {Path.cwd()}: slime {again.loop} {shlex.join(again.words)}", flush=True)
+    _become(again)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A run that is to be started once more, from the current folder and environment."""
+
+    heading: str
+    """Which run this is."""
+    loop: str
+    """A key of `LOOPS`."""
+    words: tuple[str, ...]
+    """Its flags."""
+    told: tuple[str, ...]
+    """What is another one than at the recorded start."""
+
+
+def prepare(folder: Path, number: int, given: list[str]) -> Again:
+    """The run again. Goes to its working folder, and sets the variables that it had and this process has not."""
+    from slime.cli.rerun_differences import differences
+
+    start = recorded_start(folder, number)
+    _, loop, *recorded = start["command"]
+    assert loop in LOOPS, f"a start of {loop!r} was recorded"
+    if not Path(start["cwd"]).is_dir():
+        raise DataError(f"got {folder}, which was started in {start['cwd']}; that folder is not there any more")
+    chosen = flag_value(given, "run_dir")
+    target = new_folder(folder) if chosen is None else Path(chosen).absolute()  # of the folder where it is given
+    os.chdir(start["cwd"])
+    for name, value in start["environment"].items():
+        os.environ.setdefault(name, value)
+    _require_free("run_dir", target)
+    kept, dropped = without_hidden(without(recorded, "run_dir"))
+    goes_on = number > 0 and resumes_itself(kept) and flag_value(given, "load") is None
+    place = resumed_from(folder, number, kept, given) if goes_on else []
+    own = moved(without(kept, "load") if place else kept, given, folder, target)
+    words = [*own, *place, "--run-dir", str(target), *without(given, "run_dir")]
+    settings = json.loads((folder / "starts" / str(number) / "args.json").read_text())
+    told = differences(start, settings, words, synchronous=LOOPS[loop])
+    told += [f"{flag} was a secret and is not recorded; give it again if the run needs it" for flag in dropped]
+    heading = f"{folder}, start {number} of {num_starts(folder)}, {start['time']}"
+    return Again(heading, loop, tuple(words), tuple(told))
+
+
+def _become(again: Again) -> None:
+    """A new interpreter, so that paths and threads are those of the recorded environment."""
+    root = str(Path(__file__).parents[2])
+    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path if root in path else [*path, root])}
+    os.execvpe(sys.executable, [sys.executable, "-m", "slime", again.loop, *again.words], environment)
+
+
+def num_starts(folder: Path) -> int:
+    """How often a run was started. Raises `DataError`."""
+    return len(_starts(folder))
+
+
+def recorded_start(folder: Path, number: int) -> dict[str, Any]:
+    """The record of a start. Raises `DataError` if there is none, or if it is of a release that recorded less."""
+    starts = _starts(folder)
+    if not 0 <= number < len(starts):
+        raise DataError(f"got --start {number} for {folder}, which has the starts 0 to {len(starts) - 1}")
+    start = starts[number]
+    if "cwd" not in start or start["command"][:1] != ["slime"]:
+        raise DataError(f"got {folder}, whose run.json is of an earlier release; start it by its command line")
+    return start
+
+
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    record = folder / "run.json"
+    if not record.is_file():
+        raise DataError(f"got {folder}, which holds no run.json; name the folder of a run")
+    found: list[dict[str, Any]] = json.loads(record.read_text())["starts"]
+    return found
+
+
+def new_folder(folder: Path) -> Path:
+    """A free name beside the run: RUN-rerun, RUN-rerun-2, ..."""
+    numbers = iter(range(2, 1 << 20))
+    target = folder.with_name(f"{folder.name}-rerun")
+    while target.exists():
+        target = folder.with_name(f"{folder.name}-rerun-{next(numbers)}")
+    return target
+
+
+def without_hidden(words: list[str]) -> tuple[list[str], list[str]]:
+    """(words without the flags whose values were secrets, those flags)."""
+    hidden = [group for group in groups(words) if any(HIDDEN in word for word in group)]
+    kept = [word for group in groups(words) if group not in hidden for word in group]
+    return kept, [group[0].partition("=")[0] for group in hidden]
+
+
+def resumes_itself(words: list[str]) -> bool:
+    """Whether `--load` is the run's own `--save`."""
+    save = flag_value(words, "save")
+    return save is not None and flag_value(words, "load") == save
+
+
+def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) -> list[str]:
+    """The flags that load what a later start of a run loaded of its own checkpoints; none if it began at step 0.
+
+    Raises `DataError` if that is not known, and the words do not say it either.
+    """
+    load = ["--load", str(Path(str(flag_value(words, "load"))).absolute())]
+    if flag_value([*words, *given], "ckpt_step") is not None:
+        return load
+    step = _first_step(folder, number)
+    if step is None or without(words, "finetune") != words:
+        raise DataError(
+            f"got --start {number} of {folder}, and which checkpoint it loaded is not recorded; "
+            f"name it: {shlex.join(load)} --ckpt-step N"
+        )
+    return [*load, "--ckpt-step", str(step - 1)] if step > 0 else []
+
+
+def _first_step(folder: Path, number: int) -> int | None:
+    """The first step that a start logged; None if it logged none."""
+    from slime.observability.report.record import read_run
+
+    try:
+        return read_run(folder).starts[number].step
+    except DataError:
+        return None
+
+
+def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]:
+    """The recorded words with outputs that lie in the run's folder put into the new one.
+
+    An output that is `given` now is left out, and a `--load` of the run's own `--save` follows that. Raises
+    `ConfigError` for an output elsewhere that is there already.
+    """
+    again = {name for name in OUTPUTS if flag_value(given, name) is not None}
+    out: list[str] = []
+    for group in groups(words):
+        name = name_of(group)
+        own_load = name == "load" and resumes_itself(words)
+        if name in again or (own_load and "save" in again):
+            continue
+        if name in OUTPUTS or own_load:
+            place = moved_path(str(flag_value(words, name)), old, new)
+            _require_free(name, Path(place))
+            group = [group[0].partition("=")[0], place]
+        out += group
+    return out
+
+
+def moved_path(value: str, old: Path, new: Path) -> str:
+    """The same place below the new folder, if it lies in the old one."""
+    path = Path(value).absolute()
+    return str(new / path.relative_to(old)) if path.is_relative_to(old) else value
+
+
+def _require_free(name: str, path: Path) -> None:
+    """Nothing of another run stands where this one would write."""
+    found = glob.glob(re.sub(r"\{\w+\}", "*", glob.escape(str(path))))
+    if any(not Path(one).is_dir() or any(Path(one).iterdir()) for one in found):
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(
+            f"got {flag} {path}, because it holds something, which the rerun would write over or mix with; "
+            f"name another {flag}"
+        )

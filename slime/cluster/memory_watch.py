@@ -1,0 +1,138 @@
+"""Was it memory? Who of the run held how much, and whether the kernel killed somebody for it.
+
+A process that the kernel kills says nothing, and what it held is gone with it. So a thread of the driver looks at the
+run's processes while the run lives, and the error of a run that failed comes with its last look.
+
+Consumes the process table and the kernel's counters of this host. Produces a few lines of text, when asked. Waits for
+the next look; is woken by the clock and by `close`. Processes on other hosts are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from slime.core.ids import RUN_ID_ENV
+from slime.serving.proctree import ProcessFamily, ProcessId, read_stat
+
+LOOK_EVERY_S = 5.0
+NUM_SHOWN = 5
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One process of the run at one moment."""
+
+    id: ProcessId
+    name: str
+    rss_bytes: int
+    """Resident memory; what processes share counts for each."""
+    peak_bytes: int
+    """The most that a look has seen."""
+
+
+def num_oom_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory: in this control group, else on this host."""
+    for path in (
+        _own_group() / "memory.events",
+        Path("/sys/fs/cgroup/memory/memory.oom_control"),
+        Path("/proc/vmstat"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return None
+
+
+def _own_group() -> Path:
+    """The folder of this process's control group, of version 2."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return Path("/sys/fs/cgroup", line.removeprefix("0::").lstrip("/"))
+    return Path("/sys/fs/cgroup")
+
+
+def read_usage(id: ProcessId, default_name: str, peak_bytes: int = 0) -> Usage | None:
+    """What /proc says of a process; None if it is gone."""
+    try:
+        pages = int(Path(f"/proc/{id.pid}/statm").read_text().split()[1])
+        words = Path(f"/proc/{id.pid}/cmdline").read_bytes().split(b"\0")
+    except (OSError, IndexError, ValueError):
+        return None
+    rss_bytes = pages * os.sysconf("SC_PAGE_SIZE")
+    return Usage(id, _name(words, default_name), rss_bytes, max(rss_bytes, peak_bytes))
+
+
+def _name(words: Sequence[bytes], default: str) -> str:
+    """A title as Ray and SGLang set it, a Python module, or the program."""
+    text = [w.decode(errors="replace") for w in words if w.strip()]
+    if not text:
+        return default
+    if "-m" in text[:-1]:
+        return text[text.index("-m") + 1]
+    return text[0] if "::" in text[0] else Path(text[0]).name
+
+
+class MemoryWatch:
+    """A context manager: the thread lives in the block."""
+
+    def __init__(self, run_id: str) -> None:
+        self._family = ProcessFamily(RUN_ID_ENV, run_id)
+        self._usages: dict[ProcessId, Usage] = {}
+        self._before = num_oom_kills()
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory watch", daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2.0)
+
+    def look(self) -> list[Usage]:
+        """The processes of the run as they are now; those that are gone keep what was seen last, until `report`."""
+        with self._lock:
+            for stat in self._family.refresh():
+                last = self._usages.get(stat.id)
+                usage = read_usage(stat.id, stat.name, last.peak_bytes if last else 0)
+                if usage is not None:
+                    self._usages[stat.id] = usage
+            return list(self._usages.values())
+
+    def was_killed_for_memory(self) -> bool:
+        """Whether the kernel killed somebody since this watch was made: of this control group, else of this host."""
+        now = num_oom_kills()
+        return now is not None and self._before is not None and now > self._before
+
+    def report(self) -> str:
+        """What to say beside the end of a process."""
+        usages = sorted(self.look(), key=lambda u: u.peak_bytes, reverse=True)
+        if self.was_killed_for_memory():
+            kills = (num_oom_kills() or 0) - (self._before or 0)
+            verdict = f"the kernel killed {kills} process{'es' if kills > 1 else ''} meanwhile, because memory ran out"
+        else:
+            verdict = "the kernel tells of no process killed for want of memory"
+        shown = ", ".join(_told(usage) for usage in usages[:NUM_SHOWN]) or "none was seen"
+        return f"memory: {verdict}; largest processes of the run (at most so much): {shown}"
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            self.look()
+
+
+def _told(usage: Usage) -> str:
+    now = read_stat(usage.id.pid)
+    gone = "" if now is not None and now.id == usage.id and now.state not in "ZX" else ", gone"
+    return f"{usage.name} (pid {usage.id.pid}{gone}) {usage.peak_bytes / GIB:.1f} GiB"

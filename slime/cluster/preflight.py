@@ -1,0 +1,63 @@
+"""What this machine, the run folder and the data cannot give, found before any process starts.
+
+These are not rules of the settings: what is wrong here may be right on another machine, where `--explain` shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.rollout.preflight import data_problems
+from slime.settings import Args
+from slime.settings.groups.cluster import gpus_here
+from slime.settings.problems import refuse
+
+
+def preflight(args: Args) -> None:
+    """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
+    refuse([*_of_machine(args), *_of_run_folder(args), *data_problems(args)])
+
+
+def _of_machine(args: Args) -> Iterator[str]:
+    """More GPUs than there are; on a CPU, more processes that compute at once than cores."""
+    if os.environ.get("RAY_ADDRESS"):  # the processes run elsewhere
+        return
+    num_train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    num_engines = 0 if args.debug_train_only else args.rollout_num_gpus
+    if args.device == "cuda":
+        needed, here = max(num_train, num_engines) if args.colocate else num_train + num_engines, gpus_here()
+        if here is not None and here < needed:
+            yield _too_few_gpus(args, needed, here)
+        return
+    cores = len(os.sched_getaffinity(0))
+    asked = {"--actor-num-gpus-per-node": num_train, "--rollout-num-gpus": num_engines}
+    for flag, number in asked.items():
+        if number > cores:
+            yield (
+                f"got {flag} {number} on a CPU, where each is a process that computes, and this machine has {cores} "
+                f"cores; give {flag} {cores} or fewer"
+            )
+
+
+def _too_few_gpus(args: Args, needed: int, here: int) -> str:
+    if not here:
+        return "got --device cuda, and this machine has no GPU (no /dev/nvidia*); give --device cpu, or leave it out"
+    share = "" if args.colocate else ", or share them with --colocate"
+    return (
+        f"got settings that take {needed} GPUs, and {here} are here (/dev/nvidia*, CUDA_VISIBLE_DEVICES); lower "
+        f"--actor-num-gpus-per-node or --rollout-num-gpus{share}"
+    )
+
+
+def _of_run_folder(args: Args) -> Iterator[str]:
+    """Metrics of two runs in one file would be the metrics of neither. A start that logged nothing leaves no trace."""
+    metrics = Path(args.run_dir) / "metrics.jsonl"
+    resumes = not args.origins.get("load", "default").startswith("default")  # given, if dropped as still empty
+    if resumes or not metrics.is_file() or not metrics.stat().st_size:
+        return
+    yield (
+        f"got run_dir {args.run_dir}, which holds the metrics of an earlier run; name a new folder, or go on with that "
+        "run: --load its --save folder"
+    )

@@ -1,0 +1,50 @@
+"""Runs a function on a module of SGLang right after SGLang imported it: a patch costs no import of its own."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+
+Change = Callable[[types.ModuleType], None]
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Waits for one module, changes it once, and leaves."""
+
+    def __init__(self, module: str, change: Change) -> None:
+        self.module, self._change = module, change
+
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        real = importlib.util.find_spec(fullname)
+        assert real is not None and real.loader is not None, f"{fullname} of SGLang is gone"
+        self._loader = real.loader
+        return importlib.util.spec_from_loader(fullname, self, origin=real.origin)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+def after_import(module: str, change: Change) -> None:
+    """Calls `change(module)` now if the module is there, else when it is imported; again: no second time."""
+    if module in sys.modules:
+        change(sys.modules[module])
+    elif not is_awaited(module):
+        sys.meta_path.insert(0, _AfterImport(module, change))
+
+
+def is_in_place(module: str) -> bool:
+    """Whether `module` is there, and so changed, or waits for its change."""
+    return module in sys.modules or is_awaited(module)
+
+
+def is_awaited(module: str) -> bool:
+    """Whether a change of `module` waits for its import."""
+    return any(isinstance(finder, _AfterImport) and finder.module == module for finder in sys.meta_path)

@@ -1,0 +1,165 @@
+"""The chat template and the tokenizer of a checkpoint, read from its files: for checks that must answer at once.
+
+Importing transformers takes seconds, and a run imports it in the processes that need it. Here the template runs in the
+same sandbox with the same functions (`transformers.utils.chat_template_utils`, against which a test compares it), and
+`tokenizers` counts. What these files do not say is not known: None, never a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import DataError
+
+_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.tiktoken")
+"""Files of which a folder with a tokenizer has at least one."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTemplate:
+    """What the files of a checkpoint say about its tokenizer."""
+
+    folder: Path
+    has_tokenizer: bool
+    """Whether there is any file of a tokenizer."""
+    has_template: bool
+    """Whether there is a chat template, or something that may bring one along."""
+    source: str | None
+    """The text of the template; None if there is none, or several without a default one."""
+    special_tokens: Mapping[str, str]
+    """What a template may call by name: `bos_token` and so on."""
+
+    @classmethod
+    def of(cls, folder: Path) -> CheckpointTemplate:
+        """Reads the small files. Raises `DataError` for one that is damaged."""
+        config = _json(folder / "tokenizer_config.json")
+        named = config.get("chat_template")
+        if isinstance(named, list):
+            named = next((t.get("template") for t in named if t.get("name") == "default"), "")
+        file = folder / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else named
+        # Mistral's own tokenizer writes its turns without a template.
+        brings_one = (folder / "tekken.json").is_file() or (folder / "additional_chat_templates").is_dir()
+        tokens = {**_json(folder / "special_tokens_map.json"), **config}
+        return cls(
+            folder=folder,
+            has_tokenizer=any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
+            has_template=bool(source) or named is not None or brings_one,
+            source=source or None,
+            special_tokens={name: _token(tokens[name]) for name in _SPECIAL if tokens.get(name)},
+        )
+
+    def with_template(self, file: Path) -> CheckpointTemplate:
+        """With a file of the user's in place of its own template. Raises `DataError` for one that is not Jinja."""
+        import jinja2
+
+        try:
+            source = file.read_text(encoding="utf-8")
+            _compiled(source)
+        except UnicodeDecodeError as error:
+            raise DataError(f"got chat_template {file}, which is not UTF-8 ({error}); do: save it as UTF-8") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"got chat_template {file}, line {error.lineno} of which is not Jinja: {error.message}; do: correct it"
+            ) from error
+        return dataclasses.replace(self, has_template=True, source=source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None,
+        kwargs: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+    ) -> str | None:
+        """The conversation as text; None where only the real tokenizer can tell.
+
+        Raises `DataError` with the complaint of a template that refuses the messages.
+        """
+        import jinja2
+
+        if self.source is None:
+            return None
+        try:
+            template = _compiled(self.source)
+        except jinja2.TemplateError:
+            return None
+        given = {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
+        try:
+            return str(template.render(messages=messages, tools=tools or None, documents=None, **given))
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        except Exception:  # of a function that may differ here: not for this check to judge
+            return None
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int] | None:
+        """Tokens of each text; None without a `tokenizer.json`."""
+        tokenizer = _tokenizer(self.folder / "tokenizer.json")
+        if tokenizer is None:
+            return None
+        return [len(encoded.ids) for encoded in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"got {path}, which is not JSON ({error}); do: fetch the checkpoint again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _token(value: Any) -> str:
+    """A token is written as text, or as an object with its text."""
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value)
+
+
+@cache
+def _tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path)) if path.is_file() else None
+    except Exception:  # of a format that this version does not read: transformers may
+        return None
+
+
+@cache
+def _compiled(source: str) -> Any:
+    """The template in transformers' sandbox."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what the assistant says; the text is the same."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+    return environment.from_string(source)

@@ -1,0 +1,123 @@
+"""The child process that makes rows of a reasoning-gym task: a JSON request on stdin, rows as JSON lines on stdout.
+
+Consumes: `{"task", "size", "seed", "split", "system", "settings"}`. Produces: `{"row": ...}` for each row, or
+`{"error": "because ...; do: ..."}`. Waits for nothing; is woken by the end of its input. Its parent
+(`slime.data.schemes.reasoning_gym`) fixes `PYTHONHASHSEED`, by which some tasks order words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime.core.errors import ConfigError
+
+HELD_OUT_OF = 4
+"""One of so many questions is held out."""
+MOST_ROUNDS = 7
+"""Doublings of the number of drawn entries, before a task is said to have too few questions."""
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question is never trained; by its text alone."""
+    return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_OF == 0
+
+
+def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows that are asked for. Raises `ConfigError`, whose message follows "got NAME, "."""
+    _import_when_used("cellpylib")  # and with it matplotlib: half of the time, for one task
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    name, size, split = request["task"], int(request["size"]), request["split"]
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, 3) or sorted(DATASETS)
+        raise ConfigError(f"but reasoning-gym has no task {name!r}; give one of {', '.join(near)}")
+    settings = _settings(DATASETS[name][1], request["settings"])
+    system = _system(request["system"])
+    share = {"train": HELD_OUT_OF / (HELD_OUT_OF - 1), "eval": HELD_OUT_OF, "all": 1}[split]
+    num_drawn = int(size * share * 1.25) + 16 if split != "all" else size
+    found: list[dict[str, Any]] = []
+    for _ in range(MOST_ROUNDS):
+        found = []
+        try:
+            dataset = create_dataset(name, size=num_drawn, seed=request["seed"], **settings)
+            for index in range(num_drawn):
+                entry = dataset[index]
+                if split == "all" or is_held_out(entry["question"]) == (split == "eval"):
+                    found.append(entry)
+                if len(found) == size:
+                    return (_row(name, settings, one, system) for one in found)
+        except Exception as error:  # a task's own checks are assertions, and its generators raise what they like
+            said = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"but the task refuses it ({said}); do: correct its settings") from error
+        num_drawn *= 2
+    raise ConfigError(
+        f"because only {len(found)} of {num_drawn // 2} drawn entries are of the split {split}; do: lower size, change "
+        "the task's settings, or give split=all if no other data of this task are held out"
+    )
+
+
+def _import_when_used(name: str) -> None:
+    """The first attribute that is asked of the module imports it."""
+    spec = importlib.util.find_spec(name)
+    if name in sys.modules or spec is None or spec.loader is None:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the task, lists as tuples where its defaults are. Raises `ConfigError` for an unknown one."""
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("size", "seed")}
+    out = {}
+    for name, value in given.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"but the task has no setting {name!r}; {hint}it has {', '.join(fields)}")
+        out[name] = tuple(value) if isinstance(value, list) and isinstance(fields[name].default, tuple) else value
+    return out
+
+
+def _system(name: str | None) -> str | None:
+    """The text of a system prompt. Raises `ConfigError` for an unknown one."""
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    if name is not None and name not in SYSTEM_PROMPTS:
+        raise ConfigError(f"but there is no system prompt {name!r}; give one of {', '.join(SYSTEM_PROMPTS)}")
+    return None if name is None else str(SYSTEM_PROMPTS[name])
+
+
+def _row(name: str, settings: Mapping[str, Any], entry: Mapping[str, Any], system: str | None) -> dict[str, Any]:
+    question = entry["question"]
+    asked = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    task = {"dataset": name, "settings": dict(settings), "entry": dict(entry)}
+    return {
+        "input": question if system is None else asked,
+        "label": entry["answer"],
+        "metadata": {"reasoning_gym": task},
+    }
+
+
+def main() -> None:
+    """Answers one request."""
+    out, request = sys.stdout, json.load(sys.stdin)
+    with contextlib.redirect_stdout(io.StringIO()):  # some tasks print
+        try:
+            lines = [json.dumps({"row": row}) for row in rows(request)]
+        except ConfigError as error:
+            lines = [json.dumps({"error": str(error)})]
+    out.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

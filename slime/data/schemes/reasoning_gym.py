@@ -1,0 +1,132 @@
+"""`rg:TASK?size=500&seed=1`: a task of reasoning-gym, by its name there.
+
+    size    rows (500)
+    seed    other rows of the same kind (0)
+    split   train, eval or all. Default: train for what is trained, eval for what is held out
+    system  a system prompt of reasoning-gym before each question: default, simple, direct, ... (messages, which need
+            --apply-chat-template)
+
+Everything else is a setting of the task (`&min_word_len=3`), as JSON or as plain text.
+
+Rows are made by a child process: importing the library takes a second, some tasks print, and some depend on Python's
+hashing, which is fixed there. The split of a question is a hash of its text: whatever size, seed and settings are,
+what is trained and what is held out have no question in common. A quarter of all questions is held out.
+Grader: `reasoning_gym`, the task's own verifier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from slime.core.errors import ConfigError
+from slime.data.schemes import SCHEMES, DataScheme
+
+SPLITS = ("train", "eval", "all")
+CHILD = "slime.data.reasoning_gym_rows"
+LIMIT_S = 600.0
+"""Limit of making rows. Most tasks make thousands in a second; some search for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a name asks for."""
+
+    name: str
+    size: int = 500
+    """Rows."""
+    seed: int = 0
+    split: str | None = None
+    """One of `SPLITS`; None leaves it to the use of the data."""
+    system: str | None = None
+    """Name of a system prompt."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the task."""
+
+
+def parse(rest: str) -> Task:
+    """`spell_backward?size=500&min_word_len=3` as a record. Raises `ConfigError`."""
+    name, _, query = rest.partition("?")
+    given: dict[str, Any] = {}
+    for pair in filter(None, query.split("&")):
+        key, equals, text = pair.partition("=")
+        if not equals or not key or key in given:
+            raise ConfigError(f"got rg:{rest}, where {pair!r} is not one name=value; do: write rg:{name}?size=500")
+        given[key] = _value(unquote(text))
+    own = {key: given.pop(key) for key in ("size", "seed", "split", "system") if key in given}
+    task = Task(name, **own, settings=given)
+    for key, least in (("size", 1), ("seed", 0)):
+        number = getattr(task, key)
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ConfigError(f"got {key}={number} in rg:{rest}; give a whole number, at least {least}")
+    if task.split is not None and task.split not in SPLITS:
+        raise ConfigError(f"got split={task.split} in rg:{rest}; give one of {', '.join(SPLITS)}, or leave it out")
+    return task
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON, else the text as it stands."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@SCHEMES.register("rg")
+class ReasoningGym(DataScheme):
+    """Rows of one task: the question, the answer as label, and the entry that its verifier reads as metadata."""
+
+    grader = "reasoning_gym"
+
+    def count(self, rest: str) -> int:
+        """`size`."""
+        return parse(rest).size
+
+    def makes_messages(self, rest: str) -> bool:
+        """With a system prompt."""
+        return parse(rest).system is not None
+
+    def rows(self, rest: str, *, held_out: bool) -> Iterator[Mapping[str, Any]]:
+        """Raises `ConfigError` for an unknown task or setting, and if the split has too few questions."""
+        return self._made(rest, held_out=held_out, at_once=True)
+
+    def check(self, rest: str, *, held_out: bool) -> None:
+        """Makes one row."""
+        list(self._made(rest, held_out=held_out, at_once=False))
+
+    def _made(self, rest: str, *, held_out: bool, at_once: bool) -> Iterator[Mapping[str, Any]]:
+        task = parse(rest)
+        request = {
+            "task": task.name,
+            "size": task.size if at_once else 1,
+            "seed": task.seed,
+            "split": task.split or ("eval" if held_out else "train"),
+            "system": task.system,
+            "settings": dict(task.settings),
+        }
+        try:
+            child = subprocess.run(
+                [sys.executable, "-m", CHILD],
+                input=json.dumps(request).encode(),
+                capture_output=True,
+                env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                timeout=LIMIT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"got rg:{rest}, but its rows were not made within {LIMIT_S:g} s; do: lower size"
+            ) from error
+        for line in child.stdout.splitlines():
+            answer = json.loads(line)
+            if "error" in answer:
+                raise ConfigError(f"got rg:{rest}, {answer['error']}")
+            yield answer["row"]
+        if child.returncode:
+            said = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {child.returncode}"]
+            raise ConfigError(f"got rg:{rest}, but its rows could not be made: {said[0]}; do: try other settings")

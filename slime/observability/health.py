@@ -1,0 +1,210 @@
+"""Is the run well? Detectors over the logged steps; each has a threshold, and says what it saw and what to do.
+
+`HealthWatch` is pure: no clock, no file, no other state. `HealthSink` feeds it while a run goes on and logs what it
+finds; the report feeds it the rows of `metrics.jsonl` again and so finds the same.
+
+Invariants
+1. A detector looks at the steps so far alone, so the same rows give the same findings, live or afterwards.
+2. What begins is reported once. It is over when as many steps in a row are well as had to be unwell, and may come back.
+3. Thresholds are for runs that go wrong: what a run that learns does (falling entropy, more and more groups solved) is
+   none of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.observability.sinks import AXES, StepRecord, read_jsonl
+
+logger = logging.getLogger(__name__)
+
+EQUAL_STEPS = 2
+"""Steps in a row in which no reward differs from another."""
+TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
+"""Above half of the samples, three steps in a row: a small first batch may be so by chance."""
+START_STEPS = 3
+"""What a value was at the start is the median of its first steps."""
+ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
+"""Below a tenth of the start and below 0.05 nats (a next token of 99 %): nothing else is tried any more."""
+SOLVED_REWARD = 0.95
+"""From here a policy that is sure of itself is what was wanted."""
+MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
+"""Three times the start, and more than float32 rounds."""
+
+OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
+OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
+"""Means over tokens: a worst token jumps by chance, a mean does not. Of the batch, and of the probe of async runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong from a step on."""
+
+    kind: str
+    """Its name: one of `DETECTORS`."""
+    step: int
+    """The step in which it was found."""
+    text: str
+    """What was seen, why that is bad, and what to do."""
+    last_step: int | None = None
+    """The step in which it was over; None while it goes on."""
+
+
+Series = Mapping[str, Sequence[float]]
+"""Metric -> its values so far."""
+Detector = Callable[[Series], str | None]
+"""What is wrong with the latest step, in words, or None."""
+
+
+def equal_rewards(seen: Series) -> str | None:
+    """All rewards of a step are the same: nothing tells a good answer from a bad one."""
+    spread, reward = seen["rollout/raw_reward_std"], seen["rollout/raw_reward"]
+    if not spread or not reward or spread[-1] > 1e-12:
+        return None
+    return (
+        f"all rewards of a step are {reward[-1]:.4g}, so no answer is better than another and nothing is learnt; "
+        "look at the samples and at the grader, or take prompts of another difficulty"
+    )
+
+
+def truncation(seen: Series) -> str | None:
+    """Most samples never came to their end."""
+    share = seen["rollout/truncated_ratio"]
+    if not share or share[-1] <= TRUNCATED_SHARE:
+        return None
+    return (
+        f"{share[-1]:.0%} of the samples are truncated: most answers are graded before they end; raise "
+        "--rollout-max-response-len, or ask for shorter answers"
+    )
+
+
+def entropy_collapse(seen: Series) -> str | None:
+    """The policy is sure of every token, and not because it solves its task."""
+    entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
+    if len(entropy) <= START_STEPS or (reward and reward[-1] >= SOLVED_REWARD):
+        return None
+    start = statistics.median(entropy[:START_STEPS])
+    if entropy[-1] >= min(ENTROPY_PART * start, ENTROPY_NATS):
+        return None
+    return (
+        f"the entropy fell from {start:.3g} to {entropy[-1]:.3g} nats: the policy tries nothing new; lower --lr, "
+        "raise --eps-clip-high or --rollout-temperature, or add --use-kl-loss"
+    )
+
+
+def mismatch_rises(key: str) -> Detector:
+    """The detector of trainer and engine drifting apart, by the mean that `key` holds."""
+
+    def detect(seen: Series) -> str | None:
+        values = seen[key]
+        if len(values) <= START_STEPS:
+            return None
+        start = statistics.median(values[:START_STEPS])
+        if values[-1] <= max(MISMATCH_FACTOR * start, MISMATCH_NATS):
+            return None
+        return (
+            f"{key} rose from {start:.2g} to {values[-1]:.2g} nats: the engine samples from another policy than "
+            "the one that is trained; compare dtypes and sampling settings, or correct for it with --use-tis"
+        )
+
+    return detect
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A detector and when it speaks."""
+
+    detect: Detector
+    metric: str
+    """The step counts when this metric is logged."""
+    steps: int
+    """So many steps in a row, to begin and to be over."""
+
+
+DETECTORS: Mapping[str, Rule] = {
+    "equal rewards": Rule(equal_rewards, "rollout/raw_reward_std", EQUAL_STEPS),
+    "truncation": Rule(truncation, "rollout/truncated_ratio", TRUNCATED_STEPS),
+    "entropy collapse": Rule(entropy_collapse, "train/entropy_loss", ENTROPY_STEPS),
+    "rising mismatch": Rule(mismatch_rises(OF_BATCH), OF_BATCH, MISMATCH_STEPS),
+    "rising mismatch of the probe": Rule(mismatch_rises(OF_PROBE), OF_PROBE, MISMATCH_STEPS),
+}
+NEEDED = frozenset({"rollout/raw_reward", *(rule.metric for rule in DETECTORS.values())})
+
+
+class HealthWatch:
+    """Remembers what it needs of the steps it was shown."""
+
+    def __init__(self, *, learns_from_rewards: bool = True) -> None:
+        """`learns_from_rewards`: False for distillation and fine-tuning, whose rewards may all be equal."""
+        self._rules = {k: rule for k, rule in DETECTORS.items() if learns_from_rewards or k != "equal rewards"}
+        self._seen: dict[str, list[float]] = defaultdict(list)
+        self._unwell: dict[str, int] = defaultdict(int)
+        self._well: dict[str, int] = defaultdict(int)
+        self._open: dict[str, Finding] = {}
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """What begins with this record, and what is over (`last_step` is set)."""
+        for key in NEEDED & metrics.keys():
+            if math.isfinite(metrics[key]):
+                self._seen[key].append(metrics[key])
+        changes = (self._judge(kind, rule, step) for kind, rule in self._rules.items() if rule.metric in metrics)
+        return [change for change in changes if change is not None]
+
+    def _judge(self, kind: str, rule: Rule, step: int) -> Finding | None:
+        text = rule.detect(self._seen)
+        self._unwell[kind] = 0 if text is None else self._unwell[kind] + 1
+        self._well[kind] = self._well[kind] + 1 if text is None else 0
+        if text is not None and kind not in self._open and self._unwell[kind] >= rule.steps:
+            self._open[kind] = Finding(kind, step, text)
+            return self._open[kind]
+        if kind in self._open and self._well[kind] >= rule.steps:
+            begun = self._open.pop(kind)
+            return Finding(kind, begun.step, begun.text, last_step=step)
+        return None
+
+
+def _step(row: Mapping[str, float]) -> int:
+    return next((int(row[axis]) for axis in AXES.values() if axis in row), 0)
+
+
+def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool = True) -> list[Finding]:
+    """All that was found in the rows of `metrics.jsonl`, by the step in which it began."""
+    watch = HealthWatch(learns_from_rewards=learns_from_rewards)
+    found: dict[tuple[str, int], Finding] = {}
+    for row in rows:
+        for finding in watch.see(_step(row), row):
+            found[finding.kind, finding.step] = finding
+    return sorted(found.values(), key=lambda f: (f.step, f.kind))
+
+
+class HealthSink:
+    """Warns in the log, and so on the console, when something goes wrong, and says when it is over."""
+
+    essential = False
+
+    def __init__(self, metrics_jsonl: Path, *, learns_from_rewards: bool = True) -> None:
+        """`metrics_jsonl`: what a run that is resumed logged before, so that a start is the start of the run."""
+        self._watch = HealthWatch(learns_from_rewards=learns_from_rewards)
+        for row in read_jsonl(metrics_jsonl) if metrics_jsonl.is_file() else ():
+            self._watch.see(_step(row), row)
+
+    def write(self, record: StepRecord) -> None:
+        for finding in self._watch.see(record.step, record.metrics):
+            if finding.last_step is None:
+                logger.warning("%s at step %d: %s", finding.kind, finding.step, finding.text)
+            else:
+                logger.info("over at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Nothing is held."""
+
+
+def learns_from_rewards(settings: Mapping[str, object]) -> bool:
+    """Whether rewards are what a run learns from, by its settings."""
+    return settings.get("loss_type") != "sft_loss" and not settings.get("use_opd")

@@ -1,0 +1,302 @@
+"""What is worth a picture: one table of panels for all kinds of run. A panel without data is left out.
+
+A line of a panel is one metric; `*` in its key stands for the name of an evaluation dataset and makes a line for each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slime.observability.report.curves import Curve, curve
+from slime.observability.report.record import Row, RunKind, RunRecord
+from slime.observability.sinks import eval_name
+
+Scale = Literal["auto", "zero", "unit", "share", "percent", "log"]
+"""auto: around the values; zero: from 0; unit: 0 to 1 if they are; share: 0 to 100 %; percent: from 0, in %; log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric of a panel."""
+
+    key: str
+    label: str = ""
+    """`*` becomes the dataset. Empty: the panel's title says it."""
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture."""
+
+    title: str
+    about: str
+    """One sentence: what it is, and what to look for."""
+    section: str
+    lines: Sequence[Line]
+    unit: str = ""
+    scale: Scale = "zero"
+    band: tuple[str, str] | None = None
+    """Metrics of the least and the greatest value around the first line."""
+    if_any: bool = False
+    """Left out where every value is zero."""
+    in_picture: bool = True
+    """Drawn in `report.png` as well; the page has every panel."""
+    kinds: frozenset[RunKind] = field(default_factory=lambda: frozenset(RunKind))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line with its data."""
+
+    label: str
+    curve: Curve
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A panel with its data."""
+
+    panel: Panel
+    series: Sequence[Series]
+    scale: Scale
+    band: tuple[Curve, Curve] | None = None
+
+
+LEARNING, SAMPLES, OPTIMIZER = "Learning", "Samples", "Optimizer"
+AGREEMENT, TIME = "Trainer and engine", "Time"
+SFT = frozenset({RunKind.SFT})
+WITH_STALENESS = frozenset({RunKind.ASYNC})
+
+MISMATCH = (
+    Line("train/train_rollout_logprob_abs_diff_max", "worst token"),
+    Line("train/train_rollout_logprob_abs_diff_p99", "99 % of tokens"),
+    Line("train/train_rollout_logprob_abs_diff_current", "mean"),
+)
+STALE = Line("train/train_rollout_logprob_abs_diff_stale", "older weights", dashed=True)
+PROBE = (
+    Line("probe/train_rollout_logprob_abs_diff_max", "probe, worst"),
+    Line("probe/train_rollout_logprob_abs_diff_mean", "probe, mean", dashed=True),
+)
+"""Fresh answers that an asynchronous run compares, whose batches are older than the trainer."""
+
+PANELS: Sequence[Panel] = (
+    Panel(
+        "Loss",
+        "What is minimised, on the conversations of the step and on held-out ones. Held-out rising again: overfitting.",
+        LEARNING,
+        (Line("train/loss", "trained"), Line("eval/*-loss", "held out: *")),
+        unit="nats",
+        scale="auto",
+        kinds=SFT,
+    ),
+    Panel(
+        "Reward",
+        "Mean reward of the samples trained on, before any normalisation.",
+        LEARNING,
+        (Line("rollout/raw_reward"),),
+        scale="unit",
+    ),
+    Panel(
+        "Held-out score",
+        "Mean score on data that is never trained.",
+        LEARNING,
+        (Line("eval/*", "*"), Line("eval/*-pass@", "*, pass@", dashed=True)),
+        scale="unit",
+    ),
+    Panel(
+        "Entropy",
+        "Of the policy's next-token distribution. Near zero it explores nothing more.",
+        LEARNING,
+        (Line("train/entropy_loss"),),
+        unit="nats",
+    ),
+    Panel(
+        "KL",
+        "How far an update, or training as a whole, moved the policy.",
+        LEARNING,
+        (
+            Line("train/ppo_kl", "to the old policy"),
+            Line("train/kl_loss", "to the reference"),
+            Line("train/kl_in_reward", "to the reference, in the reward"),
+        ),
+        unit="nats",
+        scale="auto",
+    ),
+    Panel(
+        "Response length",
+        "Trained tokens of a sample: mean, and from the shortest to the longest.",
+        SAMPLES,
+        (Line("rollout/response_len/mean", "mean"), Line("rollout/response_len/median", "median", dashed=True)),
+        unit="tokens",
+        band=("rollout/response_len/min", "rollout/response_len/max"),
+    ),
+    Panel(
+        "Conversation length",
+        "Mean tokens of a conversation, prompt included.",
+        SAMPLES,
+        (Line("rollout/total_len/mean"),),
+        unit="tokens",
+    ),
+    Panel(
+        "Truncated",
+        "Share of the samples that a length limit ended: they never came to an answer.",
+        SAMPLES,
+        (Line("rollout/truncated_ratio", "trained"), Line("eval/*-truncated_ratio", "held out: *", dashed=True)),
+        scale="share",
+    ),
+    Panel(
+        "Groups without variance",
+        "Share of the groups whose rewards are all equal: a group-relative advantage learns nothing from them.",
+        SAMPLES,
+        (Line("rollout/zero_std/ratio"),),
+        scale="share",
+    ),
+    Panel(
+        "Turns and tool calls",
+        "Means per sample.",
+        SAMPLES,
+        (
+            Line("rollout/num_turns/mean", "turns"),
+            Line("rollout/tool_calls/mean", "tool calls"),
+            Line("rollout/tool_errors/mean", "tool errors", dashed=True),
+        ),
+    ),
+    Panel(
+        "Groups not trained",
+        "Filtered on purpose, given up, or issued again after a failure.",
+        SAMPLES,
+        (
+            Line("rollout/num_filtered_groups", "filtered"),
+            Line("rollout/num_failed_groups", "given up"),
+            Line("rollout/num_retried_groups", "issued again"),
+        ),
+        unit="groups",
+        if_any=True,
+        in_picture=False,
+    ),
+    Panel(
+        "Policy loss",
+        "What is minimised; its size says little, its jumps do.",
+        OPTIMIZER,
+        (Line("train/loss", "whole"), Line("train/pg_loss", "policy part", dashed=True)),
+        scale="auto",
+        in_picture=False,
+        kinds=frozenset(RunKind) - SFT,
+    ),
+    Panel(
+        "Critic loss",
+        "Distance of the critic's values from the returns.",
+        OPTIMIZER,
+        (Line("train/critic-value_loss"),),
+    ),
+    Panel(
+        "Gradient norm",
+        "Global norm before clipping. A spike is a bad batch, a rise a learning rate that is too high.",
+        OPTIMIZER,
+        (Line("train/grad_norm", "policy"), Line("train/critic-grad_norm", "critic")),
+    ),
+    Panel(
+        "Learning rate",
+        "Of the first parameter group.",
+        OPTIMIZER,
+        (Line("train/lr-pg_0", "policy"), Line("train/critic-lr-pg_0", "critic")),
+    ),
+    Panel(
+        "Clipped tokens",
+        "Share of the tokens whose ratio was clipped, or that a correction left out.",
+        OPTIMIZER,
+        (
+            Line("train/pg_clipfrac", "ratio clipped"),
+            Line("train/tis_clipfrac", "weight clipped"),
+            Line("train/rejected", "rejected"),
+            Line("train/opsm_clipfrac", "masked sequences"),
+        ),
+        scale="percent",
+    ),
+    Panel(
+        "Train-inference mismatch",
+        "Difference of the trainer's and the engine's log-prob of a sampled token under the same weights.",
+        AGREEMENT,
+        (*MISMATCH, STALE, *PROBE),
+        unit="nats",
+        scale="log",
+    ),
+    Panel(
+        "Staleness",
+        "By how many weight versions the sampled tokens are older than the newest weights.",
+        AGREEMENT,
+        (Line("rollout/staleness/mean", "mean"), Line("rollout/staleness/max", "oldest", dashed=True)),
+        unit="versions",
+        kinds=WITH_STALENESS,
+    ),
+    Panel(
+        "Generation speed",
+        "Trained tokens per second and rollout GPU (or slot).",
+        TIME,
+        (Line("perf/tokens_per_gpu_per_sec"),),
+        unit="tokens/s",
+        in_picture=False,
+    ),
+    Panel(
+        "Training speed",
+        "Floating-point operations per second and rank, over the whole training call.",
+        TIME,
+        (Line("perf/actor_train_tflops"),),
+        unit="TFLOP/s",
+        in_picture=False,
+    ),
+)
+
+
+def drawn_panels(record: RunRecord) -> list[Drawn]:
+    """The panels that this run has data for, in the order of the table."""
+    keys = sorted({key for row in record.rows for key in row})
+    made = (_drawn(panel, record.rows, keys) for panel in PANELS if record.kind in panel.kinds)
+    return [drawn for drawn in made if drawn is not None]
+
+
+def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | None:
+    series = [one for line in panel.lines for one in _series(line, keys, rows)]
+    if not series or (panel.if_any and not any(any(one.curve.values) for one in series)):
+        return None
+    scale = panel.scale
+    if scale == "log":  # it has no place for a zero
+        positive = [Series(one.label, _positive(one.curve), one.dashed) for one in series]
+        series = [one for one in positive if one.curve] or series
+        scale = "log" if any(one.curve for one in positive) else "zero"
+    band = None
+    if panel.band is not None:
+        least, greatest = (curve(rows, key) for key in panel.band)
+        band = (least, greatest) if least and greatest else None
+    return Drawn(panel, series, scale, band)
+
+
+def _series(line: Line, keys: Sequence[str], rows: Sequence[Row]) -> Iterator[Series]:
+    for key, label in _named(line, keys):
+        if values := curve(rows, key):
+            yield Series(label, values, line.dashed)
+
+
+def _named(line: Line, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(metric, label) of what the line stands for in this run."""
+    if "*" not in line.key:
+        yield line.key, line.label
+        return
+    before, _, after = line.key.partition("*")
+    for key in keys:
+        if not after:
+            name = eval_name(key)
+            if name is not None:
+                yield key, line.label.replace("*", name)
+        elif match := re.fullmatch(f"{re.escape(before)}([^/]+?){re.escape(after)}(\\d*)", key):
+            yield key, line.label.replace("*", match[1]) + match[2]
+
+
+def _positive(whole: Curve) -> Curve:
+    kept = [(step, value) for step, value in zip(whole.steps, whole.values, strict=True) if value > 0]
+    return Curve([step for step, _ in kept], [value for _, value in kept])

@@ -1,0 +1,197 @@
+"""`RunRecord`: what a run folder says about its run, read once. Only `metrics.jsonl` must be there.
+
+Invariants
+1. Of a step that was done again after a resume only the last time counts, and nothing of the steps that the resume
+   threw away (`standing_rows`).
+2. Steps are counted as in `metrics.jsonl`: from 0; an evaluation carries the rollout that it follows, -1 before any.
+"""
+
+from __future__ import annotations
+
+import calendar
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import DataError
+from slime.observability import samples as shown
+from slime.observability.sinks import AXES, read_jsonl
+
+Row = Mapping[str, float]
+"""One line of `metrics.jsonl`: `time` (Unix, seconds), the step on its axis, metrics by name."""
+
+
+class RunKind(str, Enum):
+    """What a run did, in the words of the report."""
+
+    SYNC = "synchronous RL"
+    ASYNC = "asynchronous RL"
+    SFT = "supervised fine-tuning"
+    GENERATION = "generation only"
+    EVALUATION = "evaluation only"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of the run."""
+
+    time_s: float | None
+    """Unix time; None if the record is unreadable."""
+    step: int | None
+    """The first step that it logged; None if it ended before."""
+    facts: Mapping[str, Any]
+    """What `run.json` says of it: time, command, versions, commit, host."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run folder."""
+
+    path: Path
+    rows: Sequence[Row]
+    """The rows that stand, in the order they were written."""
+    settings: Mapping[str, Any]
+    """`args.json` of the latest start."""
+    starts: Sequence[Start]
+    samples: Sequence[shown.ShownSample]
+    traces: Sequence[Path]
+    """One Chrome trace of the driver for each start."""
+    kind: RunKind
+
+    @property
+    def title(self) -> str:
+        return report_title(self.settings)
+
+    @property
+    def resumed_at(self) -> list[int]:
+        """The first step of each start but the first one."""
+        return [start.step for start in self.starts[1:] if start.step is not None]
+
+
+def read_run(path: Path) -> RunRecord:
+    """Reads the folder. Raises `DataError` if no step was logged."""
+    metrics = path / "metrics.jsonl"
+    rows = read_jsonl(metrics) if metrics.is_file() else []
+    if not rows:
+        raise DataError(f"got no step in {metrics}, so there is nothing to report; name the folder of a run")
+    settings = _json_dict(path / "args.json")
+    starts = _starts(_json_dict(path / "run.json").get("starts") or [], rows)
+    return RunRecord(
+        path=path,
+        rows=standing_rows(rows, starts),
+        settings=settings,
+        starts=starts,
+        samples=shown.read_samples(path / shown.FILE_NAME),
+        traces=sorted((path / "traces").glob("*.json")),
+        kind=kind_of(rows, settings, starts),
+    )
+
+
+def _json_dict(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def report_title(settings: Mapping[str, Any]) -> str:
+    """Model, data and method in a few words. `settings`: `args.json`."""
+    model = Path(str(settings.get("hf_checkpoint") or "")).name
+    method = (
+        "SFT" if settings.get("loss_type") == "sft_loss" else str(settings.get("advantage_estimator") or "").upper()
+    )
+    parts = [model, _data_name(settings.get("prompt_data")), method]
+    return ", ".join(p for p in parts if p) or "slime run"
+
+
+DULL_STEMS = re.compile(r"(train|training|data|prompts|rollout)(-\d+-of-\d+)?", re.I)
+"""Names of files that say nothing without their folder."""
+
+
+def _data_name(prompt_data: object) -> str:
+    """`assets/demo/train.jsonl@[0:100]` is "demo", `gsm8k/part.parquet` is "part", `rg:sums?size=5` is "sums"."""
+    given = prompt_data[0] if isinstance(prompt_data, list) and prompt_data else prompt_data
+    text = str(given or "").partition("@")[0].partition("?")[0]
+    if re.match(r"\w+:(?!/)", text):
+        return text.partition(":")[2]
+    path = Path(text)
+    return path.parent.name if DULL_STEMS.fullmatch(path.stem) and path.parent.name else path.stem
+
+
+def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[Start]) -> RunKind:
+    """What the run did: by its settings, and by what it logged where these do not say."""
+    if settings.get("loss_type") == "sft_loss":
+        return RunKind.SFT
+    if not any("train/step" in row for row in rows):
+        generated = any("rollout/step" in row for row in rows)
+        return RunKind.GENERATION if generated else RunKind.EVALUATION
+    command = (starts[-1].facts.get("command") or ())[:2] if starts else ()
+    is_async = any(Path(str(word)).name in ("train-async", "train_async.py") for word in command)
+    return RunKind.ASYNC if is_async or settings.get("fully_async") else RunKind.SYNC
+
+
+def step_of(row: Row) -> int | None:
+    """The step of a row on whatever axis it has."""
+    return next((int(row[axis]) for axis in AXES.values() if axis in row), None)
+
+
+def standing_rows(rows: Sequence[Row], starts: Sequence[Start]) -> list[Row]:
+    """The rows that no later start made void: it did its first step and all after it again."""
+    standing: list[Row] = list(rows)
+    for start in starts[1:]:
+        if start.time_s is not None and start.step is not None:
+            standing = [r for r in standing if r.get("time", 0) >= start.time_s or (step_of(r) or 0) < start.step]
+    return standing
+
+
+def _starts(facts: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Start]:
+    times = [_unix_time(one.get("time")) for one in facts]
+    ends = [*times, None][1:]
+    return [
+        Start(begin, _first_step(rows, begin, end), one) for one, begin, end in zip(facts, times, ends, strict=True)
+    ]
+
+
+def _first_step(rows: Sequence[Row], begin_s: float | None, end_s: float | None) -> int | None:
+    """The first step of the loop that was logged in a span of time; an evaluation is not a step."""
+    for row in rows if begin_s is not None else ():
+        time_s = row.get("time", 0.0)
+        if begin_s is not None and time_s >= begin_s and (end_s is None or time_s < end_s) and "eval/step" not in row:
+            return step_of(row)
+    return None
+
+
+def _unix_time(text: object) -> float | None:
+    """Seconds of `2026-01-31T12:00:00+0100`."""
+    match = re.fullmatch(r"(.{19})([+-])(\d\d):?(\d\d)", str(text))
+    if match is None:
+        return None
+    try:
+        local_s = calendar.timegm(time.strptime(match[1], "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+    offset_s = int(match[3]) * 3600 + int(match[4]) * 60
+    return float(local_s - offset_s if match[2] == "+" else local_s + offset_s)
+
+
+def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, where it came from) of every setting, those that the user gave first, then the others by name."""
+    origins = settings.get("origins") or {}
+    owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
+    flat: dict[str, Any] = {k: v for k, v in settings.items() if k not in (*owners, "idle", "origins", "format")}
+    for owner in owners:
+        prefix = "" if owner == "components" else f"{owner}."
+        flat |= {f"{prefix}{name}": value for name, value in settings[owner].items()}
+    known = [(name, value, str(origins.get(name, ""))) for name, value in flat.items()]
+    yield from sorted(known, key=lambda one: (not was_given(one[2]), one[0]))
+
+
+def was_given(origin: str) -> bool:
+    """Whether the user gave a setting, by what `origins` says of it."""
+    return bool(origin) and not origin.startswith(("default", "derived", "HF config"))

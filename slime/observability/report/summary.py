@@ -1,0 +1,153 @@
+"""The report in words: what was before and after, what a step took, what was found on the way."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.observability.health import Finding, findings, learns_from_rewards
+from slime.observability.report.curves import curve
+from slime.observability.report.numbers import short
+from slime.observability.report.parts import step_seconds
+from slime.observability.report.record import Row, RunKind, RunRecord, read_run
+from slime.observability.samples import FILE_NAME, samples_markdown
+from slime.observability.sinks import HELD_OUT_LOSS, eval_name
+
+REWARD_KEY = "rollout/raw_reward"
+WORST_TOKEN = re.compile(r"(train|probe)/train_rollout_logprob_abs_diff_max")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What the report says in words."""
+
+    kind: RunKind
+    num_rollouts: int
+    """Steps that generated, or fetched conversations; of an evaluation none."""
+    reward: tuple[float, float] | None
+    """Mean reward of the first and of the last rollout."""
+    evals: Mapping[str, tuple[float, float]]
+    """Dataset -> score before (first evaluation) and after (last)."""
+    loss: tuple[float, float] | None
+    """SFT: loss of the first and of the last step."""
+    eval_losses: Mapping[str, tuple[float, float]]
+    """Dataset -> held-out loss before and after."""
+    mismatches: Mapping[str, float]
+    """Metric -> the largest |log-prob of the trainer - of the engine| of a token that it ever held, nats."""
+    step_s: float | None
+    """Mean seconds per step, all parts together."""
+    wall_s: float
+    """From the first logged step to the last, pauses between starts included."""
+    resumed_at: Sequence[int]
+    """First step of each start but the first."""
+    findings: Sequence[Finding]
+    """What was wrong on the way."""
+
+    @property
+    def worst_mismatch(self) -> float | None:
+        """The largest of `mismatches`."""
+        return max(self.mismatches.values(), default=None)
+
+
+def summarize(run_dir: Path) -> RunSummary:
+    """Reads a run folder. Raises `DataError` if it holds no step."""
+    return summary_of(read_run(run_dir))
+
+
+def summary_of(record: RunRecord) -> RunSummary:
+    """The summary of what was read."""
+    rows, is_sft = record.rows, record.kind is RunKind.SFT
+    losses = {match[1]: key for row in rows for key in row if (match := HELD_OUT_LOSS.fullmatch(key))}
+    evals = {name: key for row in rows for key in row if (name := eval_name(key)) is not None}
+    seconds = [value for value in step_seconds(rows).values() if value > 0]
+    times = [row["time"] for row in rows if "time" in row]
+    return RunSummary(
+        kind=record.kind,
+        num_rollouts=len({row["rollout/step"] for row in rows if "rollout/step" in row}),
+        reward=_ends(rows, REWARD_KEY),
+        evals={name: ends for name in sorted(evals) if (ends := _ends(rows, evals[name]))},
+        loss=_ends(rows, "train/loss") if is_sft else None,
+        eval_losses={name: ends for name in sorted(losses) if (ends := _ends(rows, losses[name]))},
+        mismatches=_largest(rows),
+        step_s=sum(seconds) / len(seconds) if seconds else None,
+        wall_s=max(times) - min(times) if times else 0.0,
+        resumed_at=record.resumed_at,
+        findings=findings(rows, learns_from_rewards=learns_from_rewards(record.settings)),
+    )
+
+
+def _ends(rows: Sequence[Row], key: str) -> tuple[float, float] | None:
+    values = curve(rows, key)
+    return (values.first, values.last) if values else None
+
+
+def _largest(rows: Sequence[Row]) -> dict[str, float]:
+    """Of every row, since two of one step may hold different values; NaN is the largest of all."""
+    found: dict[str, float] = {}
+    for row in rows:
+        for key in filter(WORST_TOKEN.fullmatch, row):
+            found[key] = max((found.get(key, -math.inf), row[key]), key=lambda v: (math.isnan(v), v))
+    return found
+
+
+def summary_text(summary: RunSummary, title: str = "") -> str:
+    """The summary as markdown."""
+    lines = [f"# {title}", ""] if title else []
+    pairs = before_and_after(summary)
+    if summary.kind is RunKind.EVALUATION:
+        lines += [f"- {name}: {value:.3f}" for name, (value, _) in pairs.items()]
+    elif pairs:
+        lines += ["| | before | after | change |", "|---|---|---|---|"]
+        lines += [f"| {_cell(name)} | {a:.3f} | {b:.3f} | {b - a:+.3f} |" for name, (a, b) in pairs.items()]
+        lines.append("")
+    lines += [f"- {name}: {value}" for name, value in facts(summary).items()]
+    lines += ["", "## Warnings", ""] if summary.findings else ["- warnings: none"]
+    lines += [f"- {finding_text(one)}" for one in summary.findings]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
+    """Figure -> its first and its last value, the most telling first."""
+    pairs = {f"held-out score, {name}": ends for name, ends in summary.evals.items()}
+    pairs |= {f"held-out loss, {name}": ends for name, ends in summary.eval_losses.items()}
+    if summary.reward is not None:
+        pairs["reward of a rollout"] = summary.reward
+    if summary.loss is not None:
+        pairs["loss"] = summary.loss
+    return pairs
+
+
+def facts(summary: RunSummary) -> dict[str, str]:
+    """What else is worth a line."""
+    out = {"kind": summary.kind.value}
+    if summary.kind is not RunKind.EVALUATION:
+        out["steps" if summary.kind is RunKind.SFT else "rollouts"] = f"{summary.num_rollouts:,}"
+    if summary.step_s is not None:
+        out["time per step"] = f"{short(summary.step_s)} s"
+    for key, value in summary.mismatches.items():
+        of_probe = ", of the probe" if key.startswith("probe/") else ""
+        out[f"largest train-inference mismatch{of_probe}"] = f"{value:.2e} nats (`{key}`)"
+    out["from the first logged step to the last"] = f"{summary.wall_s:,.0f} s"
+    if summary.resumed_at:
+        out["resumed with step"] = ", ".join(map(str, summary.resumed_at))
+    return out
+
+
+def finding_text(finding: Finding) -> str:
+    """A finding with the steps that it is about."""
+    until = "" if finding.last_step is None else f" (over at step {finding.last_step})"
+    return f"{finding.kind}, from step {finding.step}{until}: {finding.text}"
+
+
+def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:
+    """The whole of `report.md`."""
+    text = summary_text(summary, title)
+    table = samples_markdown(record.path / FILE_NAME, max_samples)
+    return f"{text}\n{table}" if table else text

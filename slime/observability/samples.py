@@ -1,0 +1,191 @@
+"""What the model said: a few samples of each step and evaluation, kept in `samples.jsonl` for people to read.
+
+The rollout side picks and decodes them (`slime.rollout.shown`), the driver writes them (`SamplesFile`), and the
+console, TensorBoard, W&B, the report and `slime samples` show them. Nothing here is ever encoded again or trained.
+
+Invariants
+1. One line is one sample; a line is on disk before the loop goes on.
+2. A line that a kill left half done is skipped by the reader, and never joins the first line of a resumed run.
+3. Text of a model, of a tool or of a dataset is hostile: what reaches a terminal or a page went through `visible`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from slime.core.text import ends_whole, one_line
+
+Kind = Literal["rollout", "eval"]
+Picked = Literal["best", "worst", "random"]
+PICKS: tuple[Picked, ...] = get_args(Picked)
+
+FILE_NAME = "samples.jsonl"
+CELL_CHARS = 200
+"""Characters of a prompt or a response in one cell of a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSample:
+    """One sample as it is shown to people: text, without its middle where it is long."""
+
+    kind: Kind
+    """A sample of a training step, or of an evaluation."""
+    step: int
+    """The rollout that it belongs to, from 0; of an evaluation the rollout that it follows (-1: none yet)."""
+    dataset: str | None = None
+    """The dataset of an evaluation."""
+    prompt: str
+    """Everything before the response, special tokens included."""
+    response: str
+    """What the model sampled and what tools answered, special tokens included. SFT: from the first trained token on."""
+    reward: float | None
+    """The score before any normalisation; None where no grader could tell."""
+    label: str | None
+    """The reference answer, as text."""
+    status: str
+    """A value of `slime.core.sample.Status`."""
+    response_length: int
+    """Tokens after the prompt, tool results included."""
+    weight_version: int | None
+    """The newest weights that sampled a token of it; None where no engine sampled."""
+    finish_reason: str | None
+    """stop, length or abort; None where no engine sampled."""
+    picked: Picked
+    """Why it is shown."""
+    group_index: int | None = None
+    """Its prompt."""
+    index: int | None = None
+    """Its execution."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Plain facts where there are any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`,
+    `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serialisable; `from_dict` restores it."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ShownSample:
+        """Restores what `to_dict` wrote; unknown keys are left out. Raises `TypeError` if some are missing."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+class SamplesFile:
+    """Appends samples to a file, which appears with the first of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_new_start = True
+
+    def append(self, samples: Iterable[ShownSample]) -> None:
+        """Writes one line for each, all with one `time` (Unix, seconds); on disk when this returns."""
+        stamp = {"time": time.time()}
+        rows = [{**stamp, **sample.to_dict()} for sample in map(_finite, samples)]
+        if not rows:
+            return
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
+        # No encoding has half of a surrogate pair; JSON has its escape.
+        content = ("\n".join(lines) + "\n").encode("utf-8", errors="backslashreplace")
+        with self._path.open("ab") as file:
+            if self._is_new_start and not ends_whole(self._path):
+                content = b"\n" + content
+            file.write(content)
+        self._is_new_start = False
+
+
+def _finite(sample: ShownSample) -> ShownSample:
+    """A reward that is not finite as None: JSON has no other way."""
+    reward = sample.reward
+    return sample if reward is None or abs(reward) < float("inf") else dataclasses.replace(sample, reward=None)
+
+
+def read_samples(path: Path) -> list[ShownSample]:
+    """The samples of a `samples.jsonl` in the order written; none if it is missing. Of a step that a resumed run did
+    again the later ones count. Lines that a kill left half done are skipped.
+    """
+    if not path.is_file():
+        return []
+    steps: dict[tuple[str, int, str | None], tuple[Any, list[ShownSample]]] = {}
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row = json.loads(line)
+            sample, stamp = ShownSample.from_dict(row), row.get("time")
+        except (ValueError, TypeError, AttributeError):
+            continue
+        key = (sample.kind, sample.step, sample.dataset)
+        if key in steps and steps[key][0] != stamp:
+            del steps[key]
+        steps.setdefault(key, (stamp, []))[1].append(sample)
+    return [sample for _, of_step in steps.values() for sample in of_step]
+
+
+def heading(sample: ShownSample) -> str:
+    """Where a sample is from and how it ended, in one line."""
+    ended = f"{sample.response_length} tokens, {sample.status}"
+    parts = [f"{where(sample)}, step {sample.step}, {sample.picked}", f"reward {number(sample.reward)}", ended]
+    if sample.weight_version is not None:
+        parts.append(f"weights {sample.weight_version}")
+    return " | ".join(parts)
+
+
+def where(sample: ShownSample) -> str:
+    """`rollout`, `eval`, or `eval DATASET`."""
+    return f"{sample.kind} {one_line(sample.dataset or '', 80)}".rstrip()
+
+
+def number(value: float | None) -> str:
+    """A reward in a few characters."""
+    return "none" if value is None else f"{value:.4g}"
+
+
+def samples_markdown(path: Path, limit: int = 8) -> str:
+    """A section with a table of at most `limit` samples; empty if the run kept none.
+
+    Half of them are of the first step and evaluation, half of the last, best and worst before random ones.
+    """
+    samples = read_samples(path)
+    if not samples:
+        return ""
+    head = "| of | step | picked | reward | label | prompt | response |\n|---|---|---|---|---|---|---|"
+    rows = [head, *(_markdown_row(sample) for sample in first_and_last(samples, limit))]
+    return "## Samples\n\n" + "\n".join(rows) + f"\n\nAll {len(samples)} are in `{path.name}`.\n"
+
+
+def first_and_last(samples: Sequence[ShownSample], limit: int) -> list[ShownSample]:
+    """At most `limit`: of the first and the last step of each kind and dataset, in turns, best and worst first."""
+    steps: dict[tuple[str, str | None], list[int]] = {}
+    for s in samples:
+        steps.setdefault((s.kind, s.dataset), []).append(s.step)
+    ends = {(kind, dataset, end) for (kind, dataset), seen in steps.items() for end in (min(seen), max(seen))}
+    queues = {key: sorted(_of(samples, key), key=lambda s: PICKS.index(s.picked)) for key in sorted(ends, key=str)}
+    rounds = max(map(len, queues.values()), default=0)
+    taken = [queue[i] for i in range(rounds) for queue in queues.values() if i < len(queue)][: max(limit, 0)]
+    return sorted(taken, key=lambda s: (s.step, s.kind, s.dataset or "", PICKS.index(s.picked)))
+
+
+def _of(samples: Sequence[ShownSample], key: tuple[str, str | None, int]) -> list[ShownSample]:
+    return [s for s in samples if (s.kind, s.dataset, s.step) == key]
+
+
+def _markdown_row(sample: ShownSample) -> str:
+    texts = (sample.label or "", sample.prompt, sample.response)
+    cells = [_code(where(sample)), str(sample.step), sample.picked, number(sample.reward), *map(_code, texts)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _code(text: str) -> str:
+    """A code span, in which nothing is markup; only the bar would still end a cell."""
+    line = one_line(text, CELL_CHARS).strip().replace("|", "\\|")
+    if not line:
+        return ""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{pad}{line}{pad}{fence}"

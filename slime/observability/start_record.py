@@ -1,0 +1,210 @@
+"""What a start of a run depends on beside its settings: code, files that settings name, environment.
+
+Recorded in `run.json` when a run starts, so that `slime rerun` can tell what is another one by then. Weights of
+gigabytes are not read: of a large file the ends are hashed, with its size.
+
+Invariants
+1. Recording never fails a run: what cannot be read is recorded as such.
+2. Files and variables whose names look like a secret are left out, and what looks like one in a diff is hidden.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.core.hidden import HIDDEN
+
+SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password)$")
+"""Names of settings and of variables (in lower case) whose values are never written."""
+
+SLIME = Path(__file__).parents[1] / "__init__.py"
+"""Tells which slime runs."""
+OUTPUTS = frozenset(
+    ("run_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "dump_details", "wandb_dir")
+)
+"""Settings that name what a run writes."""
+NO_INPUTS = OUTPUTS | {"origins", "idle", "run_id", "components.run_id"}
+ENVIRONMENT = re.compile(
+    r"(OMP|MKL|NCCL|GLOO|CUDA|CUBLAS|TORCH|PYTORCH|SGLANG|SGL|MEGATRON|NVTE|HF|TRANSFORMERS|TOKENIZERS|RAY|WANDB)_\w+"
+    r"|PYTHONPATH|PYTHONHASHSEED|SLIME_(?!RUN_ID)\w+"
+)
+"""Variables that decide what a run computes, or where it finds things."""
+MAX_HASHED_BYTES = 256 << 20
+"""Larger files are hashed at their ends."""
+MAX_TOTAL_BYTES = 1 << 30
+"""Hashed whole of all files together; of those after that the ends."""
+END_BYTES = 1 << 20
+MAX_FILES = 1000
+"""Of one setting; a folder with more is recorded in part."""
+MAX_DIFF_BYTES = 1 << 20
+"""Of the uncommitted changes of one checkout."""
+GIT_LIMIT_S = 10
+NOT_READ = "not read"
+"""In place of the hash of changes that git did not tell, or not in time."""
+_SECRET_FILES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*password*")
+_SECRET_LINE = re.compile(r"(?im)^([+ -].*(?:key|token|secret|password)\w*[\"']?\s*[:=]\s*[\"']?)([^\s\"',)]{8,})")
+_SECRET_JSON = re.compile(r"(\"\w*(?:key|token|secret|password)\"\s*:\s*\")[^\"]*(\")", re.I)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """The state of a git checkout."""
+
+    root: str
+    commit: str
+    diff: str
+    """The uncommitted changes of tracked files, as text, secrets hidden; at most `MAX_DIFF_BYTES`."""
+    diff_sha256: str | None
+    """Of all of them; None without any, `NOT_READ` if git did not tell."""
+
+
+def hide_secrets(command: Sequence[str]) -> list[str]:
+    """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`)."""
+    out: list[str] = []
+    hide = False  # up to the next flag: it may take several
+    for word in command:
+        flag, equals, _ = word.partition("=")
+        secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
+        is_flag = word.startswith("--")
+        shown = _SECRET_JSON.sub(rf"\g<1>{HIDDEN}\g<2>", word)
+        out.append(HIDDEN if hide and not is_flag else f"{flag}={HIDDEN}" if secret and equals else shown)
+        hide = secret and not equals if is_flag else hide
+    return out
+
+
+def environment() -> dict[str, str]:
+    """The variables that matter, by name; no secrets."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if ENVIRONMENT.fullmatch(name) and not SECRET.search(name.lower())
+    }
+
+
+def checkouts(*places: Path) -> list[Checkout]:
+    """The git checkouts that hold these files or folders, each once; what no checkout tracks has none."""
+    found: dict[str, Checkout] = {}
+    for place in places:
+        root = _root_of(place)
+        if root is not None and root not in found:
+            commit = _git(Path(root), "rev-parse", "HEAD")
+            without = [f":(exclude,glob,icase)**/{pattern}" for pattern in _SECRET_FILES]
+            diff = _git(Path(root), "diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".", *without)
+            if commit:
+                digest = NOT_READ if diff is None else _digest(diff)
+                found[root] = Checkout(root, commit.strip(), _shown(diff or ""), digest)
+    return list(found.values())
+
+
+def _root_of(place: Path) -> str | None:
+    """The checkout that tracks `place`: a package in a folder that git ignores belongs to none."""
+    folder = place if place.is_dir() else place.parent
+    root = _git(folder, "rev-parse", "--show-toplevel")
+    return root.strip() if root and _git(folder, "ls-files", "--", str(place)) else None
+
+
+def _git(where: Path, *words: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-c", "core.quotepath=off", *words]
+    try:
+        done = subprocess.run(command, cwd=where, capture_output=True, timeout=GIT_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+def _shown(diff: str) -> str:
+    hidden = _SECRET_LINE.sub(rf"\g<1>{HIDDEN}", diff)
+    if len(hidden.encode()) <= MAX_DIFF_BYTES:
+        return hidden
+    return (
+        hidden.encode()[:MAX_DIFF_BYTES].decode(errors="ignore")
+        + f"\n(the rest, after {MAX_DIFF_BYTES} bytes, is not kept)\n"
+    )
+
+
+def _digest(text: str) -> str | None:
+    return hashlib.sha256(text.encode()).hexdigest() if text else None
+
+
+def input_files(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The files that settings name, with size and hash: data, hooks, YAML, and what is beside a model's weights.
+
+    `settings`: as JSON. A file is named by its path, by a folder, a pattern, a slice of it (`@[a:b]`), a `{rollout_id}`
+    in it, or as the module of a function that is loaded by now.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    left = MAX_TOTAL_BYTES
+    for name, value in _strings(settings):
+        if name == "load" and value == settings.get("save"):
+            continue  # what this run will write
+        for path in itertools.islice(_files_of(value), MAX_FILES):
+            if str(path) not in out:
+                facts = _fingerprint(path, min(left, MAX_HASHED_BYTES))
+                left -= facts["bytes"] if facts["hashed"] == "all" else 0
+                out[str(path)] = {"setting": name, "path": str(path), **facts}
+    return list(out.values())
+
+
+def _strings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str) and value:
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in NO_INPUTS and not SECRET.search(str(key)):
+                yield from _strings(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _strings(inner, name)
+
+
+def _files_of(value: str) -> Iterator[Path]:
+    text = re.sub(r"@\[[^\]]*\]$", "", value)
+    text = text.rpartition(":")[0] if ".py:" in text else text
+    module = _module_file(text)
+    if module is not None:
+        yield module
+    if "/" not in text and "." not in text:
+        return  # a word: a name of something, were there a file of that name or not
+    pattern = glob.escape(text).replace("{rollout_id}", "*") if "{rollout_id}" in text else text
+    try:
+        for found in sorted(glob.glob(pattern, recursive=True)) if not os.path.exists(text) else [text]:
+            path = Path(found).resolve()
+            yield from sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    except (OSError, ValueError):
+        return
+
+
+def _module_file(value: str) -> Path | None:
+    """Where a user's function `pkg.mod:fn` or `pkg.mod.fn` was loaded from."""
+    name = value.rpartition(":")[0] or value.rpartition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None) if name.partition(".")[0] != "slime" else None
+    return Path(file).resolve() if file else None
+
+
+def _fingerprint(path: Path, most: int) -> dict[str, Any]:
+    """Size and hash of a file: of all of it if it has at most so many bytes, else of its ends."""
+    try:
+        size = path.stat().st_size
+        whole = size <= max(most, 2 * END_BYTES)
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            if whole:
+                while chunk := file.read(END_BYTES):
+                    digest.update(chunk)
+            else:
+                digest.update(file.read(END_BYTES))
+                file.seek(-END_BYTES, os.SEEK_END)
+                digest.update(file.read(END_BYTES))
+        return {"bytes": size, "sha256": digest.hexdigest(), "hashed": "all" if whole else "ends"}
+    except OSError as error:
+        return {"bytes": None, "sha256": None, "hashed": f"not read: {error.strerror}"}

@@ -1,0 +1,54 @@
+"""Held-out conversations of a fine-tuning run as batches: ids and masks made as they are for training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.core.batch import TrainBatch
+from slime.core.errors import DataError
+from slime.core.sample import Sample
+from slime.data.chat import ChatRenderer
+from slime.rollout.convert import to_train_batch
+from slime.rollout.evaluate import EvalDataset, make_samples
+from slime.rollout.sft import fill
+from slime.settings import Args
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One held-out dataset, for the trainer."""
+
+    name: str
+    """Of the dataset; metrics are `eval/<name>-loss`."""
+    batch: TrainBatch
+    num_unusable: int
+    """Conversations that the chat template cannot mask faithfully."""
+
+
+def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
+    """A batch for each dataset. Raises `DataError` if none of its rows can be used."""
+    return tuple(_batch_of(args, tokenizer, dataset) for dataset in datasets)
+
+
+def _batch_of(args: Args, tokenizer: Any, dataset: EvalDataset) -> HeldOut:
+    config = dataset.config
+    chat = ChatRenderer(tokenizer, kwargs=config.apply_chat_template_kwargs)
+    good: list[list[Sample]] = []
+    bad: list[str] = []
+    for number, sample in enumerate(make_samples(dataset, 0)[:: config.n_samples_per_eval_prompt]):
+        sample.group_index = sample.index = number
+        try:
+            good.append([fill(sample, chat, rendered=config.apply_chat_template)])
+        except DataError as problem:
+            bad.append(str(problem))
+    if not good:
+        raise DataError(f"got no usable conversation of {len(bad)} in held-out {config.name}; the last one: {bad[-1]}")
+    if bad:
+        counts = len(bad), len(dataset.rows)
+        logger.warning("%s: %d conversations of %d are left out. First: %s", config.name, *counts, bad[0])
+    return HeldOut(config.name, to_train_batch(args, -1, good), len(bad))

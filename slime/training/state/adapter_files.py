@@ -1,0 +1,124 @@
+"""Adapters in files: their rows beside those of the model, and the folder that PEFT reads.
+
+A fused layer has one adapter here and several modules there: each gets the shared `a` and its own rows of `b`, so that
+`scale * b a` of every module is what a merged export adds to its weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime.core.errors import CheckpointError
+from slime.core.file_mode import open_to_readers
+from slime.models.common.table import EXPERT, Entry, FamilyTable, Row
+
+A, B = "lora_a", "lora_b"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""File names of PEFT."""
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
+
+
+def row_key(entry: Entry) -> tuple[str, str]:
+    """The same for the experts of one layer."""
+    layer = re.search(r"layers\.(\d+)", entry.megatron)
+    return (layer[1] if layer else "", entry.row.megatron)
+
+
+def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> FamilyTable:
+    """The table with the rows of adapters of `rank` behind those that they adapt, whose HF names are their own."""
+    chosen = {row_key(e) for e in table.entries if e.megatron in adapted}
+    layers = tuple(
+        rows + tuple(r for row in rows if (str(i), row.megatron) in chosen for r in adapter_rows(row, rank))
+        for i, rows in enumerate(table.layers)
+    )
+    return dataclasses.replace(table, layers=layers)
+
+
+def adapters_alone(table: FamilyTable) -> FamilyTable:
+    """Of a table with adapters, their rows."""
+    layers = tuple(tuple(row for row in rows if row.megatron.endswith((A, B))) for rows in table.layers)
+    return dataclasses.replace(table, before=(), layers=layers, after=())
+
+
+def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
+    """The rows of `a` and `b` of a linear layer: each is a HF tensor, split along the dimension that it shares."""
+    sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]
+
+    def part(name: str, shape: tuple[int, int], dim: int) -> Row:
+        full = row.megatron.removesuffix("weight") + name
+        if row.dim != dim:
+            return Row(full, (full,), (shape,), full)
+        return Row(full, (full,), (shape,), full, dim, row.units, row.segments, row.groups)
+
+    return part(A, (rank, sizes[1]), 1), part(B, (sizes[0], rank), 0)
+
+
+def peft_knows(table: FamilyTable) -> bool:
+    """Whether all adapters of a table with them stand on modules: routed experts have none in transformers."""
+    return not any(EXPERT in row.megatron for rows in adapters_alone(table).layers for row in rows)
+
+
+def write_peft(
+    directory: Path, table: FamilyTable, tensors: Iterable[tuple[str, Tensor]], *, scale: float, base: str | None
+) -> None:
+    """Writes `directory`, which is made, as PEFT's `PeftModel.from_pretrained` reads it.
+
+    `table`: of the model, adapters among its rows. `tensors`: (name, full tensor) of the adapters. `base`: what to name
+    as the model that they belong to. Raises `CheckpointError` for adapters of routed experts.
+    """
+    if not peft_knows(table):
+        raise CheckpointError(
+            f"got adapters of the routed experts of {table.family}, because those are not modules, PEFT cannot put "
+            "adapters on them; do: export the merged model"
+        )
+    found = {name: tensor.detach().cpu() for name, tensor in tensors}
+    written = dict(_modules(table, found))
+    rank = next(iter(written.values())).shape[0]
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(written, directory / WEIGHTS, metadata={"format": "pt"})
+    open_to_readers(directory / WEIGHTS)
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in written}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": _module_names(table, modules),
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _modules(table: FamilyTable, found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, tensor), two for each module."""
+    for entry in table.entries:
+        linear = entry.megatron.removesuffix("weight")
+        if linear + A not in found:
+            continue
+        a, b = found[linear + A], found[linear + B]
+        sizes = [shape[0] for shape in entry.row.shapes]
+        assert sum(sizes) == len(b), f"{entry.megatron}: rows {sizes} of a b of {len(b)}"
+        for name, rows in zip(entry.hf, torch.split(b, sizes), strict=True):
+            module = PREFIX + name.removesuffix(".weight")
+            yield f"{module}.lora_A.weight", a.clone(memory_format=torch.contiguous_format)
+            yield f"{module}.lora_B.weight", rows.clone(memory_format=torch.contiguous_format)
+
+
+def _module_names(table: FamilyTable, modules: set[str]) -> list[str]:
+    """The ends of the names where they mean these modules and no other, else the names."""
+    ends = {name.rpartition(".")[2] for name in modules}
+    named = {name.removesuffix(".weight") for name in table.hf_names if name.endswith(".weight")}
+    return sorted(ends if {n for n in named if n.rpartition(".")[2] in ends} == modules else modules)

@@ -1,0 +1,101 @@
+"""Real Ray: whatever ends a call to an actor is one sentence of ours that says what, where and who."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slime.core.ids import RUN_ID_ENV, new_run_id
+
+DRIVER = """
+import json, os, signal, sys
+from pathlib import Path
+from slime.cluster.environment import prepare_environment
+
+run_id, folder = sys.argv[1], Path(sys.argv[2])
+prepare_environment(run_id)
+import ray
+from slime.cluster.session import RaySession, guarded
+from slime.cluster.waiting import peek, wait_for
+from slime.core.errors import DataError
+from slime.core.loading import load_object
+
+@ray.remote(max_restarts=0, num_cpus=0)
+class TrainActor:
+    def __init__(self, refuses=False):
+        if refuses:
+            raise DataError("got a file of nothing;\\n  give one with rows")
+    def user(self, path):
+        return load_object(path)({})
+    def ours(self):
+        raise DataError("got this, because of that; do better")
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def pid(self):
+        return os.getpid()
+
+def told(ref):
+    try:
+        wait_for([ref], for_what="training step 3", limit_s=120)
+    except Exception as error:
+        return [type(error).__name__, str(error), str(error.__cause__)]
+
+with guarded(run_id, log_path=folder / "guardian.log"), RaySession(run_id, num_cpus=1, num_gpus=0):
+    actor, other = TrainActor.remote(), TrainActor.remote()
+    pid = wait_for([actor.pid.remote()], for_what="a pid", limit_s=120)[0]
+    out = {"pid": pid, "ours": told(other.ours.remote())}
+    out["user"] = told(other.user.remote(str(folder / "hooks.py") + ":loss"))
+    out["died"] = told(actor.die.remote())
+    out["gone"] = told(actor.pid.remote())
+    out["peek"] = peek(actor.pid.remote())
+    out["refused"] = told(TrainActor.remote(True).pid.remote())
+print(json.dumps(out))
+"""
+HOOKS = """
+def loss(batch):
+    return helper(batch)
+
+
+def helper(batch):
+    return batch["advantages"]
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """(class, message, text of the cause) of each failure, as a driver saw it."""
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "hooks.py").write_text(HOOKS)
+    own = {k: v for k, v in os.environ.items() if k not in (RUN_ID_ENV, "RAY_ADDRESS")}
+    command = [sys.executable, "-c", DRIVER, new_run_id(), str(folder)]
+    ended = subprocess.run(command, env=own, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
+    return {**found, "folder": [str(folder)]}
+
+
+def test_a_users_function_is_shown_with_its_file_and_line(told: dict[str, list[str]]) -> None:
+    """Law: one sentence with the user's own line; Ray's text and the whole trace stay behind it."""
+    kind, message, cause = told["user"]
+    place = f"{told['folder'][0]}/hooks.py:7 in helper"
+    assert (kind, message) == ("ActorFailed", f"got KeyError: 'advantages', raised at {place}, during training step 3")
+    assert 'hooks.py", line 7, in helper' in cause
+
+
+def test_an_error_of_ours_arrives_as_it_was_raised(told: dict[str, list[str]]) -> None:
+    assert told["ours"][:2] == ["DataError", "got this, because of that; do better"]
+    assert told["refused"][:2] == ["DataError", "got a file of nothing;\n  give one with rows"], "from a constructor"
+
+
+def test_a_process_that_was_killed_is_named(told: dict[str, list[str]]) -> None:
+    for case in ("died", "gone"):
+        kind, message, _ = told[case]
+        assert kind == "ActorDied" and message.startswith(
+            f"a training rank (pid {told['pid']}) died during training step 3"
+        )
+        assert message.endswith(": it was killed, or it crashed"), message
+    assert told["peek"] is None

@@ -1,0 +1,104 @@
+"""Law: a plausible mistake is answered by the real command, before any process starts, with one message and a remedy.
+
+Time is that of the processor, so that a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.contract.settings.mistakes import MISTAKES, Mistake, write_mistakes
+
+ROOT = Path(__file__).parents[3]
+MOST_CPU_S = 3.0
+"""Of one answer; on an idle machine it takes a third of it."""
+HEAVY = ("ray", "torch", "transformers", "sglang", "megatron")
+"""Packages that cost seconds; without the first no process of a run can start."""
+PROFILE = "import time:"
+"""Begins what Python says of each import, on stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command said before it ended."""
+
+    code: int
+    said: str
+    """On stderr, and on stdout."""
+    cpu_s: float
+    """Of the process and of those that it waited for."""
+    imported: frozenset[str]
+    """Top-level packages."""
+
+
+def ask(script: str, flags: list[str], folder: Path) -> Answer:
+    """Runs the command in `folder`, and listens."""
+    output = folder / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / script), *flags],
+            cwd=folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    lines = output.read_text().splitlines()
+    imports = [line.rpartition("|")[2].strip() for line in lines if line.startswith(PROFILE)]
+    return Answer(
+        code=process.returncode,
+        said="\n".join(line for line in lines if not line.startswith(PROFILE)),
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        imported=frozenset(name.partition(".")[0] for name in imports),
+    )
+
+
+@pytest.fixture(scope="module")
+def paths(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_mistakes(tmp_path_factory.mktemp("mistakes"), tiny_qwen3)
+
+
+def right(paths: dict[str, str]) -> list[str]:
+    """A command line without a mistake."""
+    return [
+        *(
+            "--hf-checkpoint",
+            paths["model"],
+            "--prompt-data",
+            paths["data"],
+            "--label-key",
+            "label",
+            "--rm-type",
+            "math",
+        ),
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--run-dir", "run"),
+        *("--rollout-max-response-len", "8", "--device", "cpu"),
+    ]
+
+
+def rows() -> list[object]:
+    return [pytest.param(m, id=m.what, marks=[] if m.quick else [pytest.mark.slow]) for m in MISTAKES]
+
+
+@pytest.mark.parametrize("mistake", rows())
+def test_a_mistake_is_answered_at_once_with_its_remedy(mistake: Mistake, paths: dict[str, str], tmp_path: Path) -> None:
+    flags = [word.format(**paths) for word in mistake.flags.split()]
+    answer = ask(mistake.script, [*right(paths), *flags], tmp_path)
+    assert answer.code == 2, answer.said
+    assert answer.said.startswith(("ConfigError: ", "HookError: ")) and "Traceback" not in answer.said, answer.said
+    assert [remedy for remedy in mistake.remedies if remedy not in answer.said] == [], answer.said
+    assert len(answer.said.splitlines()) == 1 or "problems:" in answer.said, answer.said
+    assert not answer.imported.intersection(HEAVY), "a wrong command line starts nothing, and imports nothing heavy"
+    assert not (tmp_path / "run").exists(), "the run folder is made before the first process"
+    assert answer.cpu_s < MOST_CPU_S, f"{answer.cpu_s:.1f} s of the processor"
+
+
+def test_there_are_as_many_as_were_promised() -> None:
+    assert len({m.what for m in MISTAKES}) == len(MISTAKES) >= 25

@@ -1,0 +1,40 @@
+"""A served model ends when one of its processes does: at once, with a sentence, an exit status and a log to read."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from slime.serving.ports import lease_ports
+from slime.serving.proctree import read_stat
+from tests.support.e2e import Flags, RealRun
+
+pytestmark = pytest.mark.slow
+
+
+def pid_of(run: RealRun, name: str) -> int:
+    """The run's process whose name begins so."""
+    run.traces.look()
+    stats = [read_stat(member.pid) for member in run.traces.members]
+    found = [stat.id.pid for stat in stats if stat is not None and stat.name.startswith(name)]
+    assert len(found) == 1, f"{len(found)} processes {name}"
+    return found[0]
+
+
+@pytest.mark.parametrize(("victim", "log"), [("sglang::schedul", "engine_0.log"), ("sglang::router", "router.log")])
+def test_the_end_of_a_process_ends_serving(runs: Path, tiny_qwen3: Path, victim: str, log: str) -> None:
+    """Law: serving watches engines and router; a dead one is told with its log, and the command fails."""
+    with lease_ports() as free:
+        port = free.port
+    flags: Flags = ["--debug-rollout-only", "--num-rollout", "0", "--no-bf16", "--hf-checkpoint", tiny_qwen3]
+    with RealRun(runs / f"served-{log}", [*flags, "--router-port", str(port)]) as run:
+        run.wait_until("word of its address", lambda: f"serving at http://127.0.0.1:{port} " in run.output)
+        os.kill(pid_of(run, victim), signal.SIGKILL)
+        status = run.wait(240)
+        assert status not in (0, 130), f"exit status {status}; {run.tail}"
+        assert re.search(rf"got the end of .*exit status -?\d+.*{re.escape(log)}", run.output), run.tail
+        assert run.left() == []

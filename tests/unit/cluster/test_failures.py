@@ -1,0 +1,171 @@
+"""What the driver says when something ends: how to go on, who held the memory, which part of the start hangs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import exceptions
+from ray.exceptions import OutOfMemoryError, RayTaskError
+
+from slime.cluster import failures, memory_watch
+from slime.cluster.memory_watch import MemoryWatch
+from slime.cluster.resuming import how_to_resume, resume_command
+from slime.cluster.start_progress import StartProgress, Waiting
+from slime.core.errors import ActorDied, ActorFailed
+from slime.core.ids import RUN_ID_ENV
+from slime.observability.startup import StartUp
+from slime.serving.start_phases import engine_phase
+from slime.training.state import checkpoint
+
+
+@pytest.mark.parametrize("step", [["--ckpt-step", "3"], ["--ckpt_step", "3"], ["--ckpt_step=3"]])
+def test_the_resume_command_loads_into_the_same_folder_and_repeats_the_rest(step: list[str]) -> None:
+    words = ["slime", "train", "--lr", "1e-5", "--load=old", "--finetune", "--run_dir", "a b", *step, "--colocate"]
+    words += ["--eval-prompt-data", "x", "y.jsonl", "--wandb-key", "abc"]
+    command = shlex.split(resume_command(words, load="save", run_dir="a b"))
+    assert command[:5] == ["slime", "train", "--lr", "1e-5", "--colocate"]
+    assert command[5:8] == ["--eval-prompt-data", "x", "y.jsonl"]
+    assert command[-4:] == ["--load", "save", "--run-dir", "a b"] and command.count("--load") == 1
+    assert "abc" not in command and "--finetune" not in command and not any("3" in word for word in command)
+
+
+def run_args(**given: Any) -> Any:
+    usual = {
+        "debug_rollout_only": False,
+        "num_rollout": 5,
+        "save": None,
+        "run_dir": "runs/a",
+        "command": ("slime", "train"),
+    }
+    return SimpleNamespace(**{**usual, **given})
+
+
+def test_what_can_be_resumed_is_told_and_nothing_else(tmp_path: Path) -> None:
+    assert "no --save" in how_to_resume(run_args(), stopped=True)
+    assert "no checkpoint" in how_to_resume(run_args(save=str(tmp_path)), stopped=True)
+    assert how_to_resume(run_args(), stopped=False) == "", "an error has something else to tell"
+    parts = checkpoint.begin(tmp_path, 2)
+    (parts / "part").write_text("x")
+    checkpoint.commit(parts, 2)
+    told = how_to_resume(run_args(save=str(tmp_path)), stopped=False)
+    assert told.startswith("step_000002 is saved; to go on with step 4: slime train --load ")
+    assert how_to_resume(run_args(save=str(tmp_path), num_rollout=3), stopped=True) == "", "the run was done"
+    assert how_to_resume(run_args(debug_rollout_only=True), stopped=True) == ""
+
+
+def test_an_error_in_a_users_function_is_one_sentence_with_its_line() -> None:
+    """Law: what `ray.get` raises, which is an error of both kinds, loses Ray's words and keeps the place."""
+    trace = (
+        'Traceback (most recent call last):\n  File "/data/hooks.py", line 7, in loss\n    x["a"]\nKeyError: \'a\'\n'
+    )
+    error = RayTaskError("ray::TrainActor.train()", trace, KeyError("a")).as_instanceof_cause()
+    translated = failures.translated(error, "training step 3")
+    assert isinstance(translated, ActorFailed)
+    assert str(translated) == "got KeyError: 'a', raised at /data/hooks.py:7 in loss, during training step 3"
+    ours = RayTaskError("ray::TrainActor.train()", trace, ActorDied("x died")).as_instanceof_cause()
+    assert str(failures.translated(ours, "training step 3")) == "x died"
+
+
+def test_ray_ending_a_process_for_memory_is_one_sentence() -> None:
+    told = failures.translated(
+        OutOfMemoryError("Task was killed due to the node running low on memory.\nTop 10:\n..."), "step 3"
+    )
+    assert isinstance(told, ActorDied)
+    assert str(told).startswith("Ray ended a process during step 3, because memory ran out: Task was killed")
+    assert "\n" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (exceptions.OutOfDiskError(), "OutOfDiskError: The object cannot be created because"),
+        (exceptions.ObjectStoreFullError("it is full"), "ObjectStoreFullError: it is full"),
+        (
+            exceptions.ActorUnschedulableError("no node"),
+            "ActorUnschedulableError: The actor is not schedulable: no node",
+        ),
+        (
+            exceptions.RuntimeEnvSetupError("no pip"),
+            "RuntimeEnvSetupError: Failed to set up runtime environment. no pip",
+        ),
+        (exceptions.RaySystemError("no core"), "RaySystemError: System error: no core"),
+    ],
+)
+def test_what_ray_says_of_itself_is_no_death_of_a_process(error: exceptions.RayError, reason: str) -> None:
+    told = failures.translated(error, "step 3")
+    assert isinstance(told, ActorFailed)
+    assert str(told).startswith(f"Ray: {reason}") and str(told).endswith(", during step 3"), told
+    assert "\n" not in str(told)
+
+
+@pytest.mark.parametrize("error", [exceptions.WorkerCrashedError(), exceptions.ActorDiedError()])
+def test_a_process_that_is_gone_died(error: exceptions.RayError) -> None:
+    told = failures.translated(error, "step 3")
+    assert isinstance(told, ActorDied) and str(told).startswith("a process died during step 3")
+
+
+def test_memory_is_told_by_process_those_that_are_gone_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = secrets.token_hex(6)
+    hold = "import sys; held = bytearray(200 * 2**20); print('up', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold],
+        env={**os.environ, RUN_ID_ENV: run_id},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "up\n"
+        watch = MemoryWatch(run_id)
+        (usage,) = [u for u in watch.look() if u.id.pid == child.pid]
+        assert usage.rss_bytes > 200 * 2**20
+        assert "no process killed" in watch.report() or "the kernel killed" in watch.report()
+        child.kill()
+    monkeypatch.setattr(memory_watch, "num_oom_kills", lambda: (watch._before or 0) + 2)
+    watch._before = watch._before or 0
+    told = watch.report()
+    assert "the kernel killed 2 processes meanwhile" in told and f"(pid {child.pid}, gone) 0.2 GiB" in told, told
+
+
+def test_a_start_tells_what_is_ready_and_what_the_others_do(tmp_path: Path) -> None:
+    ready: set[str] = set()
+    notes: list[str] = []
+
+    def ended(refs: Sequence[Any]) -> bool:
+        return set(refs) <= ready
+
+    def note(text: str) -> str:
+        notes.append(text)
+        return text
+
+    log, startup = tmp_path / "engine_0.log", StartUp()
+    waiting = [
+        Waiting("engines", ["e"], "engines are up (1)"),
+        Waiting("trainers", ["t"], "up"),
+        Waiting("none", [], ""),
+    ]
+    progress = StartProgress(startup, waiting, began_s=0.0, note=note, engine_logs=[log], ended=ended)
+    progress.tell()
+    log.write_text("server_args=ServerArgs(...)\nInit torch distributed begin.\nLoad weight begin. avail mem=1 GB\n")
+    ready.add("t")
+    progress.tell()
+    ready.add("e")
+    progress.tell()
+    assert notes == [
+        "waiting for engines (importing SGLang), trainers",
+        "waiting for engines (loading weights)",
+        "",
+    ]
+    assert {"startup/engines_time", "startup/engine_import_time", "startup/trainers_time"} <= startup.end().keys()
+
+
+def test_an_engine_whose_log_says_nothing_is_starting() -> None:
+    assert engine_phase("") == "importing SGLang"

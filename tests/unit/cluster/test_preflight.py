@@ -1,0 +1,114 @@
+"""Law: what this machine, the run folder or the data cannot give is refused together; what may work passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.cluster import preflight as module
+from slime.cluster.preflight import preflight
+from slime.core.errors import ConfigError
+from slime.settings import parse_args
+from slime.settings.groups import cluster
+
+Words = Callable[..., list[str]]
+
+
+@pytest.fixture
+def words(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Words:
+    """A command line that is right, with more flags."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1})
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "1+1", "label": "2"}\n' * 4)
+    return lambda *more: [
+        *("--hf-checkpoint", str(tiny_qwen3), "--prompt-data", str(data), "--run-dir", str(tmp_path / "run")),
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "3", "--rm-type", "math"),
+        *("--label-key", "label", "--rollout-max-response-len", "8", "--device", "cpu", *more),
+    ]
+
+
+def told(words: list[str]) -> str:
+    """What is refused; empty if nothing is."""
+    try:
+        preflight(parse_args(words))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_may_work_passes(words: Words) -> None:
+    assert told(words()) == ""
+    assert told(words("--actor-num-gpus-per-node", "2")) == ""
+
+
+def test_all_is_told_at_once(words: Words, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    said = told(words("--actor-num-gpus-per-node", "4", "--global-batch-size", "4", "--input-key", "prompt"))
+    assert said.startswith("3 problems:")
+    assert "2 cores" in said and "name a new folder" in said and "--input-key" in said
+
+
+def test_a_run_folder_is_used_once_metrics_are_in_it(words: Words, tmp_path: Path) -> None:
+    run, save = tmp_path / "run", tmp_path / "save"
+    run.mkdir()
+    (run / "run.json").write_text('{"starts": [{}]}')
+    assert told(words()) == "", "a start that failed before its first step"
+    (run / "metrics.jsonl").write_text("")
+    assert told(words()) == ""
+    (run / "metrics.jsonl").write_text('{"rollout/step": 0}\n')
+    assert "--load" in told(words()) and "--load" in told(words("--save", str(save)))
+    assert told(words("--save", str(save), "--load", str(save))) == "", "killed before its first checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "said"),
+    [
+        (0, (), "give --device cpu"),
+        (1, (), "take 2 GPUs, and 1 are here"),
+        (1, ("--colocate",), ""),
+        (2, (), ""),
+        (1, ("--colocate", "--actor-num-gpus-per-node", "2"), "take 2 GPUs"),
+        (None, (), ""),
+    ],
+)
+def test_gpus_are_counted(
+    words: Words, gpus: int | None, flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "gpus_here", lambda: gpus)
+    found = told(words(*flags, "--device", "cuda"))
+    assert said in found and bool(said) == bool(found)
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere")
+    assert told(words(*flags, "--device", "cuda")) == "", "the processes run on other machines"
+
+
+def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cluster.gpus_here() == 2
+    for visible, number in (("", 0), ("1", 1), ("0,1", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert cluster.gpus_here() == number
+
+
+def test_explain_asks_no_machine(words: Words, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_args(words("--device", "cuda", "--actor-num-gpus-per-node", "2", "--input-key", "prompt", "--explain"))
+    assert end.value.code == 0 and "device = cuda" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("--data-source-path", "pkg.Source"),
+        ("--custom-rm-path", "pkg.reward", "--input-key", "input"),
+        ("--custom-generate-function-path", "pkg.generate", "--input-key", "input"),
+    ],
+)
+def test_what_a_user_replaces_is_not_looked_at(words: Words, own: tuple[str, ...]) -> None:
+    """The source of the rows; who makes labels, and who renders messages."""
+    keys = () if "--input-key" in own else ("--input-key", "nothing")
+    assert told([*words(), "--label-key", "none", *keys, *own]) == ""

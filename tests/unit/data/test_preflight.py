@@ -1,0 +1,191 @@
+"""Law: a data set of which no row can be used is refused before anything starts; one with a usable row never is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import DataError
+from slime.data import preflight
+from slime.data.checkpoint_template import CheckpointTemplate
+from slime.data.files import read_rows
+from slime.data.preflight import Look, check_rows, checkpoint_of
+
+LOOK = Look(
+    name="prompt_data",
+    path="",
+    input_key="input",
+    label_key=None,
+    metadata_key="metadata",
+    tool_key="tools",
+    template=False,
+    template_kwargs={},
+)
+
+
+def look(folder: Path, rows: list[Any], **changes: Any) -> Look:
+    """At a file of these rows."""
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return dataclasses.replace(LOOK, **{"path": str(file), **changes})
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_qwen3: Path) -> CheckpointTemplate:
+    return CheckpointTemplate.of(tiny_qwen3)
+
+
+def test_one_usable_row_is_enough(tmp_path: Path, tiny: CheckpointTemplate) -> None:
+    rows = [{"other": 1}] * 50 + [{"input": 7}] * 50 + [{"input": "x" * 90}] * 50 + [{"input": "fits"}]
+    assert check_rows(look(tmp_path, rows, max_prompt_tokens=4), tiny) is None
+    told = check_rows(look(tmp_path, rows[:-1], max_prompt_tokens=4, limit="rollout_max_prompt_len"), tiny)
+    assert told is not None and "the shortest has 90 tokens, more than 4 (rollout_max_prompt_len)" in told
+
+
+def test_bytes_are_not_taken_for_tokens(tmp_path: Path, tiny: CheckpointTemplate) -> None:
+    """Each of these characters is one token of three bytes."""
+    assert check_rows(look(tmp_path, [{"input": "日" * 5}], max_prompt_tokens=5), tiny) is None
+    assert check_rows(look(tmp_path, [{"input": "日" * 6}], max_prompt_tokens=5), tiny) is not None
+
+
+def test_few_characters_may_be_many_tokens(tmp_path: Path, tiny: CheckpointTemplate) -> None:
+    """The only prompt that fits is the last one by its characters: such a data set is used."""
+    rows = [{"input": "日" * 6}] * 3 * preflight.CHUNK
+    short = dataclasses.replace(tiny, folder=tmp_path)
+    counts = {"日" * 6: 6, "x" * 9: 2}
+    looked = look(tmp_path, [*rows, {"input": "x" * 9}], max_prompt_tokens=5)
+
+    class Counting(CheckpointTemplate):
+        """Long words are few tokens."""
+
+        def count_tokens(self, texts: Sequence[str]) -> list[int]:
+            return [counts[text] for text in texts]
+
+    counting = Counting(**{f.name: getattr(short, f.name) for f in dataclasses.fields(short)})
+    assert check_rows(looked, counting) is None
+    told = check_rows(look(tmp_path, rows, max_prompt_tokens=5), counting)
+    assert told is not None and "the shortest has 6 tokens" in told
+
+
+def test_a_pattern_of_csv_files_is_answered_with_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "b.csv").write_text("input\n1\n")
+    (tmp_path / "a.csv").write_text("input\n1\n")
+    told = check_rows(dataclasses.replace(LOOK, path=f"{tmp_path}/*.csv"), None)
+    assert told is not None and f"read_csv('{tmp_path}/a.csv'), 'a.parquet'" in told and "each of the files" in told
+
+
+def test_the_template_counts(tmp_path: Path, tiny: CheckpointTemplate) -> None:
+    """Four more tokens stand around the text."""
+    rows = [{"input": "12345"}]
+    assert check_rows(look(tmp_path, rows, max_prompt_tokens=8, template=True), tiny) is not None
+    assert check_rows(look(tmp_path, rows, max_prompt_tokens=9, template=True), tiny) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "told"),
+    [
+        ({"prompt": "a"}, {}, "there is no column 'input'; give --input-key, one of prompt"),
+        ({"input": "a"}, {"label_key": "label"}, "there is no column 'label'; give --label-key, one of input"),
+        ({"input": "a"}, {"grader": "math"}, "no label, which the grader math compares with"),
+        ({"input": ["a"]}, {}, "must be an object with a role"),
+        ({"input": "a", "metadata": "{"}, {}, "text that is not JSON"),
+        ({"input": [{"role": "user", "content": "a"}]}, {}, "add --apply-chat-template"),
+        (
+            {"input": [{"role": "user", "content": "a"}]},
+            {"takes_messages": True, "row_limit": "rollout_max_prompt_len 9"},
+            "whose length rollout_max_prompt_len 9 cannot judge",
+        ),
+        (
+            {"input": [{"role": "assistant", "content": "a"}]},
+            {"conversations": True, "row_limit": "eval_max_prompt_len 9"},
+            "do: drop that limit",
+        ),
+        ({"input": "a"}, {"conversations": True}, "a column with a list of messages"),
+        ({"input": [{"role": "user", "content": "a"}]}, {"conversations": True}, "no assistant message"),
+    ],
+)
+def test_what_is_wrong_with_all_rows_is_told(
+    row: dict[str, Any], changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    said = check_rows(look(tmp_path, [row] * 3, **changes), None)
+    assert said is not None and told in said and "of whose 3 rows none can be used" in said
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ({"input": "a", "metadata": {"rm_type": "chance"}}, {"grader": "math"}),
+        ({"input": [{"role": "user", "content": "a"}]}, {"takes_messages": True}),
+        ({"input": [{"role": "user", "content": "a"}]}, {"template": True}),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            {"conversations": True},
+        ),
+        ({"input": "a", "label": "b"}, {"conversations": True, "label_key": "label"}),
+    ],
+)
+def test_what_the_run_can_use_passes(row: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    assert check_rows(look(tmp_path, [row], **changes), None) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "own.jinja, line 2 of which is not Jinja"),
+        (b"{% for m in messages %}", "own.jinja, line 1 of which"),
+        (b"{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
+        (b"\xff{{ messages }}", "own.jinja, which is not UTF-8"),
+    ],
+)
+def test_a_template_of_the_users_that_is_none_is_refused(
+    template: bytes, told: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_bytes(template)
+    with pytest.raises(DataError) as raised:
+        checkpoint_of(str(tiny_qwen3), str(file))
+    assert told in str(raised.value)
+
+
+def test_only_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for raw in read_rows(*args, **kwargs):
+            read.append(raw.line)
+            yield raw
+
+    monkeypatch.setattr(preflight, "read_rows", counted)
+    monkeypatch.setattr(preflight, "MOST_ROWS", 10)
+    told = check_rows(look(tmp_path, [{}] * 30), None)
+    assert told is not None and "of whose first 10 rows" in told and read == list(range(1, 11))
+    read.clear()
+    assert check_rows(look(tmp_path, [{"input": "a"}] * 30), None) is None and read == [1]
+
+
+def test_the_rows_of_the_slice_are_looked_at(tmp_path: Path) -> None:
+    at = look(tmp_path, [{}] * 5 + [{"input": "a"}] * 5)
+    assert check_rows(dataclasses.replace(at, path=f"{at.path}@[0:5]"), None) is not None
+    for usable in ("@[5:]", "@[-2:]", "@[:-1]"):
+        assert check_rows(dataclasses.replace(at, path=at.path + usable), None) is None
+    empty = check_rows(dataclasses.replace(at, path=f"{at.path}@[10:]"), None)
+    assert empty is not None and "no rows" in empty
+
+
+def test_parquet_is_read_too(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"question": ["a", "b"]}), file)
+    told = check_rows(dataclasses.replace(LOOK, path=str(file)), None)
+    assert told is not None and "one of question" in told
+    assert check_rows(dataclasses.replace(LOOK, path=str(file), input_key="question"), None) is None
+    file.write_text("no parquet")
+    broken = check_rows(dataclasses.replace(LOOK, path=str(file)), None)
+    assert broken is not None and "unreadable" in broken

@@ -1,0 +1,77 @@
+"""What the console says: each kind of run in its own words, the time left without the start, and the log has it too."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from slime.observability.sinks import ConsoleSink, StepRecord
+from slime.observability.startup import StartUp
+
+
+def line(kind: str, **metrics: float) -> str:
+    return ConsoleSink(num_rollout=4).line(StepRecord(kind, 1, {n.replace("__", "/"): v for n, v in metrics.items()}))
+
+
+def test_the_parts_of_a_step_are_those_that_the_driver_logs() -> None:
+    shown = line("perf", perf__step_time=9.0, perf__rollout_wait_time=6.0, perf__train_time=2.5, perf__eval_time=0.25)
+    assert "step 9.0 s  rollout 6.0 s  train 2.5 s  eval 0.2 s" in shown
+
+
+def test_fine_tuning_speaks_of_loss_and_of_no_reward() -> None:
+    metrics = {"train__loss": 2.5, "train__grad_norm": 1.0}
+    assert "loss 2.5000  grad 1" in line("train", **metrics)
+    conversations = {"rollout__total_len__mean": 12.5, "rollout__trained_tokens": 250.0}
+    shown = line("rollout", **conversations, rollout__raw_reward=0.0, rollout__truncated_ratio=0.0)
+    assert shown.endswith("length 12.5  trained tokens 250") and "reward" not in shown
+    assert line("rollout", rollout__trained_tokens=250.0).endswith("trained tokens 250"), "a user's function says less"
+    held_out = ConsoleSink().line(StepRecord("eval", 3, {"eval/sums": 0.5, "eval/talks-loss": 1.25}))
+    assert held_out.endswith("sums 0.500  talks loss 1.2500")
+
+
+def test_the_time_left_is_that_of_the_steps_alone() -> None:
+    """Law: what came before the first step of this process, its start or an earlier process, is not in the estimate."""
+    sink = ConsoleSink(num_rollout=10)
+    assert sink.line(StepRecord("perf", 6, {"perf/step_time": 4.0})).endswith("left 12 s")
+    assert sink.line(StepRecord("perf", 7, {"perf/step_time": 8.0})).endswith("left 12 s")
+    assert "left" not in sink.line(StepRecord("perf", 9, {"perf/step_time": 4.0})), "it is over"
+
+
+def test_a_probe_is_shown_as_one() -> None:
+    assert line("perf", probe__train_rollout_logprob_abs_diff_max=2e-6).endswith("probe 2.0e-06")
+
+
+def test_the_log_has_the_lines_of_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    shown = io.StringIO()
+    with caplog.at_level(logging.INFO):
+        ConsoleSink(console=Console(file=shown, width=200)).write(StepRecord("train", 0, {"train/loss": 0.5}))
+    assert shown.getvalue().strip() == caplog.messages[0].strip() and "loss 0.5000" in shown.getvalue()
+    assert getattr(caplog.records[0], "file_only", False), "the console would show it twice"
+
+
+def test_phases_of_the_start_are_lines_and_metrics_and_end_with_the_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    startup = StartUp()
+    with caplog.at_level(logging.INFO):
+        with startup.phase("ray", "Ray is up"):
+            pass
+        startup.done("engines", "engines are up (2)", 31.25)
+        startup.part("engine_import", 20.0)
+        metrics = startup.end()
+        with startup.phase("update_weights", "never told"):
+            pass
+    assert [m.partition(",")[0] for m in caplog.messages[:2]] == ["Ray is up", "engines are up (2)"]
+    assert caplog.messages[1] == "engines are up (2), 31.2 s" and "never told" not in caplog.text
+    assert set(metrics) == {f"startup/{n}_time" for n in ("ray", "engines", "engine_import", "total")}
+    assert startup.end() == {}
+
+
+def test_a_phase_that_fails_is_not_told_as_done(caplog: pytest.LogCaptureFixture) -> None:
+    startup = StartUp()
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="x"), startup.phase("ray", "Ray is up"):
+        raise ValueError("x")
+    assert "Ray is up" not in caplog.text

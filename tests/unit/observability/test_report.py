@@ -1,0 +1,226 @@
+"""The report: what it says and draws of each kind of run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.cli.main import main
+from slime.core.errors import DataError
+from slime.observability.report import report_title, summarize, summary_text, write_report
+from slime.observability.report.curves import MAX_POINTS, Curve, curve, running_mean, thinned
+from slime.observability.report.markup import element, text
+from slime.observability.report.numbers import log_ticks, short, ticks, whole_ticks
+from slime.observability.report.panels import PANELS, drawn_panels
+from slime.observability.report.parts import step_times
+from slime.observability.report.record import RunKind, Start, kind_of, read_run
+from slime.observability.report.tables import MAX_SAMPLES, chosen_samples
+from slime.observability.report.timeline import Span, _covered, _inside, timelines
+from tests.support.made_runs import HOSTILE, made_run
+
+TITLES = {
+    "sync": "Reward, Held-out score, Entropy, KL, Response length, Truncated, Groups without variance, Gradient norm, "
+    "Learning rate, Clipped tokens, Train-inference mismatch",
+    "async": "Train-inference mismatch, Staleness, Reward",
+    "sft": "Loss, Conversation length, Gradient norm, Learning rate",
+    "evaluation": "Held-out score, Truncated",
+}
+ABSENT = {"sync": "Loss, Staleness", "async": "Loss", "sft": "Reward, Held-out score, KL", "evaluation": "Reward, Loss"}
+MAX_PAGE_BYTES = 3 << 20
+
+
+@pytest.mark.parametrize("kind", TITLES)
+def test_panels_are_those_that_the_kind_of_run_has(kind: str, tmp_path: Path) -> None:
+    """Law: every figure that was logged has its curve; a panel without data is left out, not drawn empty."""
+    drawn = drawn_panels(read_run(made_run(tmp_path / "run", kind, num_steps=12)))
+    titles = [one.panel.title for one in drawn]
+    assert set(TITLES[kind].split(", ")) <= set(titles)
+    assert not set(ABSENT[kind].split(", ")) & set(titles)
+    assert all(one.curve for panel in drawn for one in panel.series)
+
+
+def test_kinds_of_runs_are_told_apart(tmp_path: Path) -> None:
+    kinds = {kind: read_run(made_run(tmp_path / kind, kind, num_steps=4)).kind for kind in TITLES}
+    assert kinds == {
+        "sync": RunKind.SYNC,
+        "async": RunKind.ASYNC,
+        "sft": RunKind.SFT,
+        "evaluation": RunKind.EVALUATION,
+    }
+
+
+@pytest.mark.parametrize("kind", TITLES)
+def test_a_report_is_a_picture_a_text_and_a_page(kind: str, tmp_path: Path) -> None:
+    report = write_report(made_run(tmp_path / "run", kind, num_steps=6), tmp_path / "out")
+    assert report.picture.read_bytes().startswith(b"\x89PNG")
+    assert "not logged" not in report.text.read_text() + report.page.read_text()
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["report.html", "report.md", "report.png"]
+
+
+def test_steps_of_a_resumed_run_count_once_and_what_it_threw_away_is_gone(tmp_path: Path) -> None:
+    """Law: of a step that was done again the last time counts, and no step of the future stays behind."""
+    run = made_run(tmp_path / "run", num_steps=20, resumed_at=9)
+    record = read_run(run)
+    assert record.resumed_at == [9] and record.starts[0].step == 0
+    reward = curve(record.rows, "rollout/raw_reward")
+    assert list(reward.steps) == list(range(20))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    again = next(i for i, row in enumerate(rows) if "resumed" in row)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[: again + 1]))
+    assert curve(read_run(run).rows, "rollout/raw_reward").last == rows[again]["rollout/raw_reward"]
+
+
+def test_the_largest_mismatch_is_the_largest_of_all_rows_by_key(tmp_path: Path) -> None:
+    """Law: two metrics of one step are told apart, and no resume hides what was seen last."""
+    worst = "train_rollout_logprob_abs_diff_max"
+    rows = [
+        {"time": 1, "train/step": 0, f"train/{worst}": 0.269},
+        {"time": 2, "rollout/step": 0, f"probe/{worst}": 0.129},
+        {"time": 3, "train/step": 1, f"train/{worst}": 0.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = summarize(tmp_path)
+    assert summary.mismatches == {f"train/{worst}": 0.269, f"probe/{worst}": 0.129}
+    assert f"2.69e-01 nats (`train/{worst}`)" in summary_text(summary)
+
+
+def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:
+    """Law: what is drawn has a bound, so the page has one."""
+    run = made_run(tmp_path / "run", "sft", num_steps=10_000)
+    assert write_report(run).page.stat().st_size < MAX_PAGE_BYTES
+
+
+def test_no_markup_of_a_response_reaches_the_page(tmp_path: Path) -> None:
+    """Law: hostile text is escaped, control characters and bidirectional ones are spelled out."""
+    page = write_report(made_run(tmp_path / "run", num_steps=4)).page.read_text()
+    assert "&lt;script&gt;document.title" in page
+    assert len(re.findall(r"<script\b", page)) == 1 and "<img" not in page
+    assert "\u202e" not in page and "\x1b" not in page and "\\u202e" in page
+    assert not re.search(r"""(?:src|href)=["'](?!#)""", page), "the page loads something"
+
+
+@given(st.text(), st.text())
+def test_whatever_is_shown_is_escaped(child: str, attribute: str) -> None:
+    made = element("p", child, title=attribute)
+    assert re.fullmatch(r'<p title="[^"<>]*">[^<>]*</p>', made)
+
+
+def test_markup_is_not_escaped_twice() -> None:
+    assert element("p", element("b", "1 < 2")) == "<p><b>1 &lt; 2</b></p>"
+    assert text(HOSTILE).count("<") == 0
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200))
+def test_a_thinned_curve_keeps_its_ends_and_its_extremes(values: list[float]) -> None:
+    whole = Curve([float(i) for i in range(len(values))], values)
+    thin = thinned(whole, 50)
+    assert len(thin.steps) <= 50 or len(values) <= 50
+    assert (thin.first, thin.last) == (whole.first, whole.last)
+    assert (min(thin.values), max(thin.values)) == (min(values), max(values))
+    assert list(thin.steps) == sorted(set(thin.steps))
+
+
+def test_a_running_mean_is_of_long_curves_and_within_their_values() -> None:
+    assert running_mean(Curve([0, 1], [1, 2])) is None
+    mean = running_mean(Curve([float(i) for i in range(5000)], [float(i % 2) for i in range(5000)]))
+    assert mean is not None and len(mean.steps) <= MAX_POINTS and all(0.4 < value < 0.6 for value in mean.values)
+
+
+def test_parts_of_a_step_fill_it(tmp_path: Path) -> None:
+    """Law: the bars are as high as the steps took; what no part explains is a part of its own."""
+    record = read_run(made_run(tmp_path / "run", num_steps=10))
+    times = step_times(record.rows)
+    assert times is not None and "other" in times.parts and times.parts["evaluation"][:-1] == [0.0] * 9
+    whole = curve(record.rows, "perf/step_time").values
+    assert [sum(part[i] for part in times.parts.values()) for i in range(10)] == pytest.approx(whole)
+    long = step_times(read_run(made_run(tmp_path / "long", "sft", num_steps=1000)).rows)
+    assert long is not None and len(long.steps) <= 120 and long.steps_per_bar == 9
+
+
+def test_the_timeline_shows_a_typical_step(tmp_path: Path) -> None:
+    found = timelines(read_run(made_run(tmp_path / "run", num_steps=20)))
+    assert [bar.name for bar in found[0].bars][:3] == ["rollout_wait", "train", "update_weights"]
+    assert sum(bar.seconds for bar in found[0].bars) <= found[0].seconds
+    assert found[1].seconds > 1.5 * found[0].seconds and "eval" in [bar.name for bar in found[1].bars]
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12),
+    windows=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 10)), max_size=8),
+)
+def test_the_steps_with_a_span_are_found(spans: list[tuple[int, int]], windows: list[tuple[int, int]]) -> None:
+    made = [Span("driver", "train", begin, begin + long) for begin, long in sorted(spans)]
+    steps = {i: (float(begin), float(begin + long)) for i, (begin, long) in enumerate(windows)}
+    assert _covered(made, steps) == [
+        i for i, (begin, end) in steps.items() if any(_inside(s, begin, end) for s in made)
+    ]
+
+
+def test_the_name_of_a_folder_says_nothing_of_the_loop() -> None:
+    rows = [{"train/step": 1.0}]
+    for command, kind in {
+        ("slime", "train", "--run-dir", "runs/train-async-baseline"): RunKind.SYNC,
+        ("slime", "train-async", "--run-dir", "runs/a"): RunKind.ASYNC,
+        ("train_async.py",): RunKind.ASYNC,
+    }.items():
+        assert kind_of(rows, {}, [Start(None, None, {"command": list(command)})]) == kind
+
+
+def test_samples_of_a_long_run_are_of_its_first_its_last_and_steps_between(tmp_path: Path) -> None:
+    samples = read_run(made_run(tmp_path / "run", num_steps=200)).samples
+    chosen = chosen_samples(samples)
+    assert len(chosen) <= MAX_SAMPLES and chosen[0].step == 199 and chosen[-1].step == 0
+    assert chosen[0].picked == "best"
+
+
+def test_a_run_without_a_step_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="nothing to report"):
+        write_report(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_the_command_says_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(tmp_path / "run", num_steps=4)
+    assert main(["report", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert all(str(run / f"report.{suffix}") in told for suffix in ("html", "png")) and "| before | after |" in told
+
+
+def test_a_run_folder_with_nothing_but_metrics_gets_a_report(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", num_steps=4)
+    for name in ("run.json", "args.json", "samples.jsonl", "traces/driver-100.json"):
+        (tmp_path / "run" / name).unlink()
+    assert write_report(tmp_path / "run").title == "slime run"
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("assets/demo/train.jsonl", "demo"),
+        ("gsm8k/train-00000-of-00001.parquet@[0:100]", "gsm8k"),
+        ("chats.jsonl", "chats"),
+        ("rg:spell_backward?size=500&seed=1", "spell_backward"),
+    ],
+)
+def test_the_title_names_data_that_says_something(data: str, name: str) -> None:
+    title = report_title({"hf_checkpoint": "models/tiny", "prompt_data": data, "advantage_estimator": "grpo"})
+    assert title == f"tiny, {name}, GRPO"
+
+
+def test_numbers_and_ticks() -> None:
+    assert [short(v) for v in (0, 0.12345, 1234.5, 5e-5, 1.5e7)] == ["0", "0.123", "1,234", "5e-5", "1.5e7"]
+    assert ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1.0]
+    assert whole_ticks(-1, 5, 8) == [-1, 0, 1, 2, 3, 4, 5] and whole_ticks(0, 59, 8) == [0, 10, 20, 30, 40, 50]
+    assert log_ticks(0.004, 0.3) == pytest.approx([0.005, 0.01, 0.02, 0.05, 0.1, 0.2])
+    assert log_ticks(1e-7, 1e-1) == pytest.approx([1e-7, 1e-5, 1e-3, 1e-1])
+
+
+def test_titles_of_panels_are_unique() -> None:
+    titles = [panel.title for panel in PANELS]
+    assert len(titles) == len(set(titles))
