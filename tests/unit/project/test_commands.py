@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,17 @@ REWARD = "def reward(args, sample, **kwargs):\n    return 1.0\n"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder outside of the checkout, left again after the test."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder outside of the checkout, left again after the test; so is what a command sets."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    for name, value in dict(os.environ).items():
-        monkeypatch.setenv(name, value)  # so that what a rerun sets is unset again
-    return folder
+    environment, path = dict(os.environ), list(sys.path)
+    os.environ.pop("PYTHONPATH", None)
+    yield folder
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
 
 
 def started(flags: list[str], *, synchronous: bool = True) -> Args:
@@ -245,13 +249,12 @@ def test_no_flag_makes_serve_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["train", "train-async", "serve"])
 def test_a_module_with_a_name_of_pythons_own_is_refused(
-    command: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: the working folder comes before the standard library in the processes of a run."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     (here / "my_random.py").write_text("")
     import_from_here()
-    monkeypatch.delenv("PYTHONPATH")
+    del os.environ["PYTHONPATH"]
     (here / "random.py").write_text("")
     assert main([command, "--hf-checkpoint", "m"]) == 2
     assert f"got {here / 'random.py'}, because" in capsys.readouterr().err

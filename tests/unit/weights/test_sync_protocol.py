@@ -205,7 +205,8 @@ class RefusingEngine(FakeEngine):
         raise EngineError("no room for these weights")
 
 
-def test_a_refusal_during_broadcasts_is_reported_at_once() -> None:
+def test_a_refusal_during_broadcasts_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the channel would for the rest of the process
     table, state = model(vocab_size=200_000)  # large enough that gloo cannot buffer it
     engine = RefusingEngine("http://a", table, FakeWire())
     started = time.monotonic()
