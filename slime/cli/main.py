@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from slime.cli import convert, doctor, recipe, report, rerun, samples, schemas, serve, trace, train
 from slime.cli.command import Command
 from slime.core.errors import SlimeError
+from slime.core.text import visible
 
 COMMANDS = (
     Command("train", "train: generate and train in turn (train.py)", train.add_flags, train.run_sync, words="all"),
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(_options(command, words))
     except SlimeError as error:
-        print(f"slime {command.name}: {error}", file=sys.stderr)
+        print(f"slime {command.name}: {visible(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from slime.core.text import visible
+
 NOISY = ("httpx", "httpcore", "urllib3", "asyncio", "matplotlib", "filelock", "fsspec")
 """Libraries whose INFO lines would bury ours (httpx logs every request)."""
 
 
 FILE_ONLY = {"file_only": True}
 """`extra=` of a record that belongs into the file and not on the console."""
+
+
+class VisibleFormatter(logging.Formatter):
+    """Spells control characters out: a line may carry what a model, a tool or a dataset says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, its traceback included."""
+        return visible(super().format(record))
 
 
 def setup_logging(log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO) -> None:
@@ -26,13 +36,13 @@ def setup_logging(log_path: Path | None = None, *, process: str = "", level: int
     root.setLevel(level)
     line = f"%(levelname).1s {process} %(name)s | %(message)s"
     console = logging.StreamHandler()
-    console.setFormatter(logging.Formatter(f"%(asctime)s {line}", "%H:%M:%S"))
+    console.setFormatter(VisibleFormatter(f"%(asctime)s {line}", "%H:%M:%S"))
     console.addFilter(lambda record: not getattr(record, "file_only", False))
     root.addHandler(console)
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(log_path)
-        file.setFormatter(logging.Formatter(f"%(asctime)s {line}"))
+        file.setFormatter(VisibleFormatter(f"%(asctime)s {line}"))
         root.addHandler(file)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -126,6 +126,7 @@ PANELS: Sequence[Panel] = (
         ),
         unit="nats",
         scale="auto",
+        if_any=True,
     ),
     Panel(
         "Response length",
