@@ -44,7 +44,7 @@ WATCH_EVERY_S = 1.0
 LISTEN = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
-NUM_STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 12, 8, 8
+NUM_STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 16, 8, 8
 """Sizes of the runs of the digits task."""
 
 MARKERS = {"rollout": "rollout/raw_reward", "train": "train/loss", "perf": "perf/step_time"}
