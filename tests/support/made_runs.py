@@ -120,7 +120,9 @@ def _sft(rng: random.Random, num_steps: int, kind: str) -> Iterator[dict[str, fl
     for step in range(num_steps):
         at_s, done = BEGIN_S + 6.0 * (step + 1), step / max(num_steps - 1, 1)
         lengths = {"rollout/total_len/mean": rng.gauss(410, 12), "rollout/trained_tokens": rng.gauss(9000, 300)}
-        yield {"time": at_s - 5, "rollout/step": step, **lengths, "rollout/num_filtered_groups": float(step % 17 == 3)}
+        unused = {"rollout/raw_reward": 0.0, "rollout/truncated_ratio": 0.0, "rollout/zero_std/ratio": 1.0}
+        unused["rollout/num_filtered_groups"] = float(step % 17 == 3)
+        yield {"time": at_s - 5, "rollout/step": step, **lengths, **unused, "perf/tokens_per_gpu_per_sec": 900.0}
         yield {
             "time": at_s - 0.5,
             "train/step": step,

@@ -70,6 +70,8 @@ class Drawn:
 LEARNING, SAMPLES, OPTIMIZER = "Learning", "Samples", "Optimizer"
 AGREEMENT, TIME = "Trainer and engine", "Time"
 SFT = frozenset({RunKind.SFT})
+SAMPLED = frozenset(RunKind) - SFT
+"""Kinds of run in which an engine answers and a reward is given; fine-tuning logs both as zeros."""
 WITH_STALENESS = frozenset({RunKind.ASYNC})
 
 MISMATCH = (
@@ -100,6 +102,7 @@ PANELS: Sequence[Panel] = (
         LEARNING,
         (Line("rollout/raw_reward"),),
         scale="unit",
+        kinds=SAMPLED,
     ),
     Panel(
         "Held-out score",
@@ -149,6 +152,7 @@ PANELS: Sequence[Panel] = (
         SAMPLES,
         (Line("rollout/truncated_ratio", "trained"), Line("eval/*-truncated_ratio", "held out: *", dashed=True)),
         scale="share",
+        kinds=SAMPLED,
     ),
     Panel(
         "Groups without variance",
@@ -156,6 +160,7 @@ PANELS: Sequence[Panel] = (
         SAMPLES,
         (Line("rollout/zero_std/ratio"),),
         scale="share",
+        kinds=SAMPLED,
     ),
     Panel(
         "Turns and tool calls",
@@ -187,7 +192,7 @@ PANELS: Sequence[Panel] = (
         (Line("train/loss", "whole"), Line("train/pg_loss", "policy part", dashed=True)),
         scale="auto",
         in_picture=False,
-        kinds=frozenset(RunKind) - SFT,
+        kinds=SAMPLED,
     ),
     Panel(
         "Critic loss",
@@ -242,6 +247,7 @@ PANELS: Sequence[Panel] = (
         (Line("perf/tokens_per_gpu_per_sec"),),
         unit="tokens/s",
         in_picture=False,
+        kinds=SAMPLED,
     ),
     Panel(
         "Training speed",

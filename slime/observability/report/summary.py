@@ -67,7 +67,7 @@ def summary_of(record: RunRecord) -> RunSummary:
     return RunSummary(
         kind=record.kind,
         num_rollouts=len({row["rollout/step"] for row in rows if "rollout/step" in row}),
-        reward=_ends(rows, REWARD_KEY),
+        reward=None if is_sft else _ends(rows, REWARD_KEY),
         evals={name: ends for name in sorted(evals) if (ends := _ends(rows, evals[name]))},
         loss=_ends(rows, "train/loss") if is_sft else None,
         eval_losses={name: ends for name in sorted(losses) if (ends := _ends(rows, losses[name]))},

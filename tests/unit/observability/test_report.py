@@ -30,7 +30,12 @@ TITLES = {
     "sft": "Loss, Conversation length, Gradient norm, Learning rate",
     "evaluation": "Held-out score, Truncated",
 }
-ABSENT = {"sync": "Loss, Staleness", "async": "Loss", "sft": "Reward, Held-out score, KL", "evaluation": "Reward, Loss"}
+ABSENT = {
+    "sync": "Loss, Staleness",
+    "async": "Loss",
+    "sft": "Reward, Held-out score, KL, Truncated, Groups without variance, Generation speed",
+    "evaluation": "Reward, Loss",
+}
 MAX_PAGE_BYTES = 3 << 20
 
 
