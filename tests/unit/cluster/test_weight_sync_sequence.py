@@ -31,7 +31,7 @@ def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence,
     told: dict[str, float] = {}
     tracker: Any = SimpleNamespace(add=told.update, progress=nullcontext)
     double: Any = actors
-    memory = MemoryHandOver(args, double)
+    memory = MemoryHandOver(args, double, tracker)
     return WeightSyncSequence(args, double, memory=memory, tracker=tracker), memory, told
 
 
@@ -47,13 +47,15 @@ def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:
     actors = RecordingActors()
     weight_sync, memory, _ = sequence(actors, offload_rollout=True, offload_train=True)
     weight_sync.run(for_save=False)
-    assert actors.log == [SYNC, "trainers sleep", ADMIT], "engines have their memory when they start"
+    start = ["trainers keep_weights", SYNC, "trainers sleep", ADMIT]
+    assert actors.log == start, "engines have their memory when they start"
     actors.log.clear()
     memory.to_trainer()
     weight_sync.run(for_save=False)
     assert actors.log == [
         "engines release_memory",
         "trainers wake",
+        "trainers keep_weights",
         "engines resume_memory ['weights']",
         SYNC,
         "trainers sleep",
