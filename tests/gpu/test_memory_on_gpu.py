@@ -28,7 +28,7 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, 
 def backend_of(checkpoint: Path, **settings: Any) -> Any:
     from tests.support.measured_backend import MeasuredBackend
 
-    args = training_args(checkpoint, device="cuda", **settings)
+    args = dataclasses.replace(training_args(checkpoint, device="cuda", **settings), sglang={"dtype": "bfloat16"})
     return MeasuredBackend(
         args, rank=0, world_size=1, local_rank=0, master_address="127.0.0.1", master_port=free_port()
     )
@@ -64,7 +64,7 @@ def test_sleeping_changes_no_bit_and_frees_what_was_there(wide: Any) -> None:
     assert torch.cuda.memory_reserved() < 0.05 * held, "at least 95 % is given back"
     wide.wake()
     for now, then in zip(everything(wide), before, strict=True):
-        assert torch.equal(now.detach().cpu().view(torch.uint8), then.view(torch.uint8))
+        assert torch.equal(now.detach().cpu().reshape(-1).view(torch.uint8), then.reshape(-1).view(torch.uint8))
     assert all(not gradient.any() for gradient in wide._parts().gradients)
 
 
@@ -189,7 +189,7 @@ def test_collecting_mismatch_and_suspects_waits_for_nothing_before_the_end() -> 
 
 
 def test_the_digest_is_the_engine_s_and_warm_when_it_was_warmed() -> None:
-    """Law: the kernel that is imported alone gives the digest that the engine computes, in every form that is warmed."""
+    """Law: the kernel that is imported alone gives the engine's digest, in every form that is warmed."""
     mm_utils = pytest.importorskip("sglang.srt.managers.mm_utils")
     from slime.serving.wire import WARM_WORDS, digest, warm_digest
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from slime.core.errors import ConfigError, DeadlineExceeded
+from slime.core.errors import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
@@ -35,30 +35,35 @@ ALIGNMENT = 512
 PIN_LIMIT_S = 600.0
 """Limit of the wait for the memory; pinning takes about a second per 4 GB."""
 
-Pin = Callable[[Tensor], Callable[[], None]]
-"""Makes host memory reachable for the device; returns what undoes it."""
+Undo = Callable[[], None]
+Pin = Callable[[Tensor], tuple[Tensor, Undo]]
+"""Makes host memory reachable for the device: that memory or other in its place, and what undoes it."""
 
 
 def pin_for(device: torch.device) -> Pin:
-    """What makes host memory reachable for `device`; nothing for a CPU, which reads it as it is."""
-    return (lambda memory: _page_lock(memory, device)) if device.type == "cuda" else (lambda memory: _nothing)
+    """For a GPU; nothing is to be done for a CPU, which reads host memory as it is."""
+    return (lambda memory: _page_lock(memory, device)) if device.type == "cuda" else (lambda memory: (memory, _nothing))
 
 
 def _nothing() -> None:
     pass
 
 
-def _page_lock(memory: Tensor, device: torch.device) -> Callable[[], None]:
-    """Raises `ConfigError` where the host refuses."""
+def _page_lock(memory: Tensor, device: torch.device) -> tuple[Tensor, Undo]:
     torch.cuda.set_device(device)  # of this thread
-    cudart, address = torch.cuda.cudart(), memory.data_ptr()
-    result = int(cudart.cudaHostRegister(address, memory.numel(), 0)) if memory.numel() else 0
-    if result != 0:
-        raise ConfigError(
-            f"got error {result} of cudaHostRegister for {memory.numel()} bytes, because the host cannot lock so much "
-            "memory; free memory of the host, or leave out --offload-train"
-        )
-    return (lambda: cudart.cudaHostUnregister(address)) if memory.numel() else _nothing
+    cudart, address, num_bytes = torch.cuda.cudart(), memory.data_ptr(), memory.numel()
+    if num_bytes == 0:
+        return memory, _nothing
+    result = int(cudart.cudaHostRegister(address, num_bytes, 0))
+    if result == 0:
+        return memory, lambda: cudart.cudaHostUnregister(address)
+    logger.warning(
+        "got error %d of cudaHostRegister for %d bytes, because this host does not lock pages that are there; torch "
+        "allocates them instead, up to twice as many",
+        result,
+        num_bytes,
+    )
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), _nothing
 
 
 def room_of(num_bytes: int) -> int:
@@ -74,7 +79,7 @@ class HostArena:
         self._pin, self._limit_s = pin, limit_s
         self._rooms: list[Future[Tensor]] = []
         self._room, self._used = 0, 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Undo] = []
         self._num_bytes = 0
         self._end = weakref.finalize(self, _give_back, self._rooms, self._undo)  # before the pages are unmapped
         self._end.atexit = False
@@ -122,8 +127,7 @@ class HostArena:
     def _make(self, num_bytes: int, room: Future[Tensor]) -> None:
         began_s = time.monotonic()
         try:
-            memory = _pages(num_bytes)
-            undo = self._pin(memory)
+            memory, undo = self._pin(_pages(num_bytes))
         except BaseException as error:
             room.set_exception(error)
             return
@@ -144,7 +148,7 @@ class HostArena:
             ) from error
 
 
-def _give_back(rooms: list[Future[Tensor]], undo: list[Callable[[], None]]) -> None:
+def _give_back(rooms: list[Future[Tensor]], undo: list[Undo]) -> None:
     for each in undo:
         each()
     undo.clear()

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from slime.training.state.host_arena import HostArena
 
+_Away = tuple[torch.UntypedStorage, int, Tensor | None]
+"""A storage that was emptied, its bytes, and their contents on the host; None: dropped."""
+
 
 class HostStash:
     """Holds the contents of the storages of one device while the trainer sleeps, in one host arena."""
 
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self._arena, self._device = arena, device
-        self._kept: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._kept: list[_Away] = []
 
     @property
     def empty(self) -> bool:
@@ -32,7 +35,7 @@ class HostStash:
 
         Adds to what is there already. Returns the bytes freed. Tensors of other devices are left alone.
         """
-        away = [(s, s.nbytes(), self._copied(s)) for s in storages_of(keep, self._device)]
+        away: list[_Away] = [(s, s.nbytes(), self._copied(s)) for s in storages_of(keep, self._device)]
         away += [(s, s.nbytes(), None) for s in storages_of(drop, self._device)]
         self._settle()
         for storage, _, _ in away:

@@ -63,6 +63,19 @@ def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:
     ]
 
 
+def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:
+    class Unequal(RecordingActors):
+        def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
+            super().on_trainers(method, *arguments)
+            return [{"perf/a": 1.0, "perf/b": 5.0}, {"perf/a": 3.0}] if method == "keep_weights" else [{}, {}]
+
+    actors = Unequal()
+    _, memory, told = sequence(actors, offload_train=True)
+    memory.room_for_weights()
+    memory.room_for_the_rest()
+    assert told == {"perf/a": 3.0, "perf/b": 5.0} and actors.log == ["trainers keep_weights", "trainers sleep"]
+
+
 @pytest.mark.parametrize(
     "given, for_save, ends",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.core.errors import ConfigError, DeadlineExceeded
-from slime.training.state.host_arena import ALIGNMENT, HostArena, pin_for, room_of
+from slime.training.state.host_arena import ALIGNMENT, HostArena, Undo, pin_for, room_of
 from slime.training.state.memory import HostStash
 from slime.training.state.memory_plan import EngineBytes, MemoryPlan, RankBytes, predicted_peaks
 from slime.training.state.sleeping import Held, Parts, Sleeper
@@ -57,9 +56,9 @@ def test_a_plan_that_fits_takes_no_more_and_is_reused() -> None:
 def test_making_the_arena_waits_for_nobody_and_taking_from_it_waits_with_a_limit() -> None:
     go_on, undone = threading.Event(), threading.Event()
 
-    def slow(memory: Tensor) -> Callable[[], None]:
+    def slow(memory: Tensor) -> tuple[Tensor, Undo]:
         assert go_on.wait(60)
-        return undone.set
+        return memory, undone.set
 
     arena = HostArena(1000, slow, limit_s=0.05)
     with pytest.raises(DeadlineExceeded, match=r"training rank waited .* host memory to be pinned"):
@@ -77,7 +76,7 @@ def test_making_the_arena_waits_for_nobody_and_taking_from_it_waits_with_a_limit
 
 
 def test_a_host_that_refuses_is_heard_by_the_one_who_needs_the_memory() -> None:
-    def refuse(memory: Tensor) -> Callable[[], None]:
+    def refuse(memory: Tensor) -> tuple[Tensor, Undo]:
         raise ConfigError("got error 2, because; do")
 
     arena = HostArena(1000, refuse)
