@@ -36,6 +36,10 @@ class EngineActor:
         )
         return self._server.url
 
+    def warm_digests(self) -> None:
+        """Lets the server compile what it computes digests with, by asking for them. After `wait_ready`."""
+        self._control.weight_checksums()
+
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
         """Gives the device memory of these tags back (all of it by default). The engine must be idle."""
         self._control.flush_cache()

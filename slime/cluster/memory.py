@@ -1,26 +1,30 @@
 """Colocated: GPU memory goes to and fro between trainer and engines, in the only order that fits both.
 
     to the trainer       before a training step   engines give back all they have, then the trainer takes its own
-    room for weights     before a weight sync     engines take memory for weights, beside the trainer's
-    room for the rest    after a weight sync      the trainer gives its own away, then engines take memory for the cache
+    room for weights     before a weight sync     the trainer keeps its weights alone, then engines take room for theirs
+    room for the rest    after a weight sync      the trainer gives those away, then engines take room for the cache
 
-Consumes nothing, produces free memory. The driver calls and waits for every actor concerned, with a limit; nobody
-wakes it. Without `--offload-rollout` and `--offload-train` nothing happens.
+Whoever has to give gives first: nowhere is there room for the gradients, optimizer states and caches of the trainer
+beside an engine.
+
+Consumes nothing, produces free memory, and the peaks that were seen. The driver calls and waits for every actor
+concerned, with a limit; nobody wakes it. Without `--offload-rollout` and `--offload-train` nothing happens.
 """
 
 from __future__ import annotations
 
 from slime.cluster.actors import Actors
 from slime.observability.spans import span
+from slime.observability.tracker import Tracker
 from slime.settings import Args
 
 
 class MemoryHandOver:
     """Who has the memory of the GPUs that trainer and engines share. In the beginning both have theirs."""
 
-    def __init__(self, args: Args, actors: Actors) -> None:
+    def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
         self._engines_lend, self._trainer_lends = args.offload_rollout, args.offload_train
-        self._actors = actors
+        self._actors, self._tracker = actors, tracker
         self._engines_lent = False
 
     def to_trainer(self) -> None:
@@ -30,19 +34,26 @@ class MemoryHandOver:
                 self._actors.on_engines("release_memory")
             self._engines_lent = True
         if self._trainer_lends:
-            with span("wake_up"):
-                self._actors.on_trainers("wake")
+            self._on_trainers("wake", "wake_up")
 
     def room_for_weights(self) -> None:
-        """Engines can take weights that the trainer still holds."""
+        """Engines can take weights; the trainer holds its own and nothing else."""
+        if self._trainer_lends:
+            self._on_trainers("keep_weights", "keep_weights")
         if self._engines_lent:
             self._actors.on_engines("resume_memory", ["weights"])
 
     def room_for_the_rest(self) -> None:
         """Engines can generate; the trainer sleeps."""
         if self._trainer_lends:
-            with span("sleep"):
-                self._actors.on_trainers("sleep")
+            self._on_trainers("sleep", "sleep")
         if self._engines_lent:
             self._actors.on_engines("resume_memory", ["kv_cache", "cuda_graph"])
             self._engines_lent = False
+
+    def _on_trainers(self, method: str, what: str) -> None:
+        """Calls all training ranks, timed as `what`; tells the most that any of them saw."""
+        with span(what):
+            answers = self._actors.on_trainers(method)
+        names = {name for answer in answers for name in answer}
+        self._tracker.add({name: max(answer.get(name, 0.0) for answer in answers) for name in sorted(names)})

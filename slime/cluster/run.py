@@ -68,7 +68,7 @@ class Run:
         self.args, self._startup = args, startup
         self._actors, self._tracker = actors, tracker
         self._saver = Saver(args, actors, tracker)
-        self._memory = MemoryHandOver(args, actors)
+        self._memory = MemoryHandOver(args, actors, tracker)
         self._weight_sync = WeightSyncSequence(args, actors, memory=self._memory, tracker=tracker)
         self._held_out = HeldOutLoss(args, actors, memory=self._memory)
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S

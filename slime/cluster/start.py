@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.serving.server import ServerSpec
 from slime.settings import Args
+
+logger = logging.getLogger(__name__)
 
 TRAIN_SHARE, ENGINE_SHARE = 0.4, 0.2
 """Parts of a slot's GPU (or CPU) that a training rank and an engine reserve, so that both fit one colocated slot."""
@@ -46,6 +49,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
         rollout = _create_rollout(args, len(engines), folder, api_key)
         building = _build_trainers(args, trainers)
         ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
+        digests = _warm_digests(args, engines, trainers)
         data = [rollout.ready.remote()]
         progress = StartProgress(
             startup,
@@ -73,7 +77,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
     if infos and trainers:
         with startup.phase("connect", "the weight sync is connected"):
             wait_for(
-                [trainer.connect_engines.remote(infos) for trainer in trainers],
+                [*digests, *(trainer.connect_engines.remote(infos) for trainer in trainers)],
                 for_what="the weight sync to connect",
                 limit_s=args.weight_sync_timeout_s,
             )
@@ -85,7 +89,20 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
         engine_infos=tuple(infos),
         engine_limit_s=args.weight_sync_timeout_s,
     )
+    _tell_memory(actors, folder)
     return Run(args, actors, tracker, startup)
+
+
+def _tell_memory(actors: Actors, folder: RunFolder) -> None:
+    """Says and records what the phases will take of the GPU of the training rank that needs most, if GPUs are lent."""
+    plans = [plan for plan in actors.on_trainers("memory_plan") if plan is not None]
+    if not plans:
+        return
+    plan = max(plans, key=lambda p: p.peaks["train"].trainer)
+    logger.info("memory of a GPU, activations apart: %s (of %.1f GB)", plan, plan.gpu_bytes / 1e9)
+    for phase in plan.too_large():
+        logger.warning("the phase %s is expected not to fit: use more GPUs, or split the model further", phase)
+    folder.note("memory", plan.facts())
 
 
 def _slots(args: Args, plan: PlacementPlan) -> OnSlot:
@@ -130,6 +147,13 @@ def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
         return []
     host, port = wait_for([trainers[0].free_address.remote()], for_what="training rank 0", limit_s=120)[0]
     return [trainer.build.remote(host, port) for trainer in trainers]
+
+
+def _warm_digests(args: Args, engines: list[Any], trainers: list[Any]) -> list[Any]:
+    """On GPUs: whoever computes digests compiles its kernel as soon as it is up, while the others still start."""
+    if args.device != "cuda" or not trainers or not engines:
+        return []
+    return [actor.warm_digests.remote() for actor in (trainers[0], *engines)]  # rank 0 sends
 
 
 def _create_rollout(args: Args, num_engines: int, folder: RunFolder, api_key: str) -> Any:

@@ -71,6 +71,12 @@ class TrainActor:
         self._backend.weight_version = 1
         return {"import": imported_s - began_s, "build": time.perf_counter() - imported_s}
 
+    def warm_digests(self) -> None:
+        """Makes the first digest of a weight sync as fast as the others. On a GPU, beside the start of the engines."""
+        from slime.serving.wire import warm_digest
+
+        warm_digest(self._backend.device)
+
     def connect_engines(self, engines: Sequence[EngineInfo]) -> None:
         """Prepares the weight sync to these engines."""
         from slime.cluster.rank_weight_sync import RankWeightSync
@@ -128,11 +134,21 @@ class TrainActor:
         if self._args.finetune:
             self._backend.weight_version = 1
 
-    def sleep(self) -> None:
-        self._backend.sleep()
+    def keep_weights(self) -> dict[str, float]:
+        peaks: dict[str, float] = self._backend.keep_weights()
+        return peaks
 
-    def wake(self) -> None:
-        self._backend.wake()
+    def sleep(self) -> dict[str, float]:
+        peaks: dict[str, float] = self._backend.sleep()
+        return peaks
+
+    def wake(self) -> dict[str, float]:
+        peaks: dict[str, float] = self._backend.wake()
+        return peaks
+
+    def memory_plan(self) -> Any:
+        """`MemoryPlan` of this rank; None if it lends no GPU."""
+        return self._backend.memory_plan
 
     def stop(self) -> None:
         if self._weight_sync is not None:

@@ -1,10 +1,10 @@
 """One weight sync as the driver runs it: all that new weights mean to trainer, engines and running requests, in order.
 
-    1. memory     colocated engines take room for weights                          `MemoryHandOver`
+    1. memory     the trainer keeps its weights alone, engines take room for theirs `MemoryHandOver`
     2. requests   those that run end, if this weight sync ends them                `EndRequests`
     3. weights    training ranks send, engines are verified and serve              `RankWeightSync`
     4. requests   go on
-    5. memory     the trainer gives its own away, engines take room for the cache  `MemoryHandOver`
+    5. memory     the trainer gives those away, engines take room for the cache    `MemoryHandOver`
     6. traffic    the first time: the router takes the engines
 
 Consumes the trainer's weights. Produces engines that serve them, and the metrics of the transfer. Runs on the driver's

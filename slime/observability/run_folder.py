@@ -122,6 +122,13 @@ class RunFolder:
             folder._make(start, own)
         return folder
 
+    def note(self, name: str, facts: Any) -> None:
+        """Adds to the record of the latest start what became known when it was up."""
+        record = self.path / "run.json"
+        starts = json.loads(record.read_text())["starts"]
+        starts[-1][name] = plain(facts)
+        _write(record, json_text({"starts": starts}))
+
     def write_report(self) -> None:
         """Makes the report from what was logged so far; a failure is logged, never raised."""
         if not self.metrics.is_file() or not self.metrics.stat().st_size:

@@ -23,6 +23,10 @@ from torch.multiprocessing import reductions
 
 _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
+_TILE_WORDS = 8192
+"""32-bit words that one program of SGLang's hash kernel takes."""
+WARM_WORDS = (1, 16, 17, 16 * _TILE_WORDS, 2 * _TILE_WORDS + 1)
+"""Lengths that need each form of the hash kernels."""
 
 
 def serialize_bucket(
@@ -108,10 +112,21 @@ def digest(tensor: Tensor | Sequence[Tensor]) -> str:
     return hasher.digest()[:8].hex()
 
 
+def warm_digest(device: torch.device) -> None:
+    """Imports SGLang's hash kernels and compiles them in the forms that a model's tensors need: takes seconds, once.
+
+    Triton compiles a form for lengths that divide by 16 and one for others, of the hash and of the sum over its tiles;
+    a single word is a form of its own.
+    """
+    for num_words in WARM_WORDS:
+        digest(torch.zeros(4 * num_words, dtype=torch.uint8, device=device))
+
+
 def _cuda_digest(parts: Sequence[Tensor]) -> str:
-    from sglang.srt.managers.mm_utils import tensor_hash
+    # What `sglang.srt.managers.mm_utils.tensor_hash` calls for one tensor; that module imports all of SGLang.
+    from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
     flat = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     if flat.storage_offset() % 4:  # the kernel reads 32-bit words
         flat = flat.clone()
-    return f"{tensor_hash(flat):016x}"
+    return f"{gpu_tensor_hash(flat):016x}"

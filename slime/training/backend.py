@@ -48,14 +48,16 @@ from slime.training.state import hf_weights
 from slime.training.state.adapter_files import adapters_alone, peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, begin_export, commit_export, require_replaceable, write_hf
-from slime.training.state.memory import HostStash
+from slime.training.state.memory_plan import MemoryPlan
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
+from slime.training.state.sleeping import Held, Parts, build_sleeper
 from slime.training.step.critic import Critic
 from slime.training.step.loss import LogProbs, objective_of
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
+from slime.training.step.staging import Staging
 from slime.training.step.train import (
     StepContext,
     forward_batch,
@@ -119,9 +121,10 @@ class MegatronBackend:
         hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))
         self._choose_trained(chunks)
         self._trainable = build_trainable(chunks, megatron)
-        self._stash = HostStash()
         self._others = OtherPolicies(args, self._trainable.ddps, self._parameters, self.table, self._holders)
         self._critic = self._build_critic()
+        self._staging = Staging(self.device) if self.device.type == "cuda" else None
+        self._sleeper = build_sleeper(args, self.table, self._parts, self.device)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +226,7 @@ class MegatronBackend:
         `dtype` converts; None keeps the training dtype. Adapters are merged into what they adapt, one tensor at a time.
         Tensors may alias parameters: read only.
         """
-        self._require_awake("iter_hf_tensors")
+        assert self._sleeper.held is not Held.NOTHING, "weights of a sleeping trainer; call wake() first"
         parameters = MergedParameters(self._parameters, self._adapters) if self._adapters else self._parameters
         return hf_weights.iter_hf_tensors(parameters, self.table, self._holders, dtype=dtype)
 
@@ -295,28 +298,26 @@ class MegatronBackend:
 
     # --- memory and life ----------------------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Moves weights and optimizer to the host and frees the gradients; nothing on a CPU."""
-        if self.device.type != "cuda" or self._stash.asleep:
-            return
-        keep: list[Tensor] = []
-        drop: list[Tensor] = []
-        for trainable in self._trainables.values():
-            keep += [p.data for p in parameters_of(trainable.chunks).values()]
-            for optimizer in (inner.optimizer for inner in trainable.inner if inner.optimizer is not None):
-                keep += [p.data for group in optimizer.param_groups for p in group["params"]]
-                keep += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-            buffers = [b for ddp in trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-            drop += [buffer.grad_data for buffer in buffers]
-        self._stash.put_away(keep, drop)
+    def keep_weights(self) -> dict[str, float]:
+        """Leaves the policy's weights alone on the GPU; peaks of the phase that ends. Nothing on a CPU."""
+        return self._sleeper.keep_weights()
 
-    def wake(self) -> None:
-        """Undoes `sleep`, bit for bit."""
-        if self._stash.asleep:
-            self._stash.take_back()
+    def sleep(self) -> dict[str, float]:
+        """Leaves nothing on the GPU; peaks of the phase that ends. Nothing on a CPU."""
+        return self._sleeper.sleep()
+
+    def wake(self) -> dict[str, float]:
+        """Undoes both, bit for bit; gradients are zeros."""
+        return self._sleeper.wake()
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the phases of a colocated step take of this rank's GPU, if it is lent."""
+        return self._sleeper.plan
 
     def close(self) -> None:
         """Leaves the process group and lets go of the model."""
+        self._sleeper.close()
         for trainable in self._trainables.values():
             for ddp in trainable.ddps:
                 # Its hooks hang on autograd nodes that hold it where no collector looks. Emptied, it no longer holds
@@ -340,6 +341,7 @@ class MegatronBackend:
             mismatch_limit=args.mismatch_limit,
             keeps_old_keys=args.pause_generation_mode == "in_place",
             run_dir=args.run_dir,
+            staging=self._staging,
         )
 
     def _build_critic(self) -> Critic | None:
@@ -383,5 +385,8 @@ class MegatronBackend:
             kept["critic"] = Kept(self._critic.trainable, info, self._critic.table, Path(str(args.critic_load)))
         return kept
 
+    def _parts(self) -> Parts:
+        return Parts.of(self._trainable, self._critic.trainable if self._critic is not None else None)
+
     def _require_awake(self, what: str) -> None:
-        assert not self._stash.asleep, f"{what} of a sleeping trainer; call wake() first"
+        assert self._sleeper.held is Held.ALL, f"{what} of a sleeping trainer; call wake() first"

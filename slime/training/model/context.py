@@ -11,10 +11,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -41,19 +43,6 @@ class ContextShard:
     """[2 N]"""
     key_lengths: tuple[int, ...]
     """[2 N]"""
-
-    @classmethod
-    def build(cls, cu_seqlens: Tensor, device: torch.device) -> ContextShard | None:
-        """None without context parallelism. `cu_seqlens`: [N + 1] int32 on the host."""
-        if not mpu.is_initialized() or mpu.get_context_parallel_world_size() == 1:
-            return None
-        group = mpu.get_context_parallel_group()
-        split = split_context(cu_seqlens.numpy(), cp_rank=group.rank(), cp_size=group.size())
-        positions, local_index, key_rows = (
-            torch.from_numpy(x).to(device, non_blocking=True)
-            for x in (split.positions, split.local_index, split.key_rows)
-        )
-        return cls(group, positions, local_index, key_rows, split.query_lengths, split.key_lengths)
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those of each local chunk end to end, [K, g, d].
@@ -93,27 +82,62 @@ class _SumForward(torch.autograd.Function):
         return grads[0], None
 
 
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """A packed row on the host: what goes to the device with the micro-batch, and what stays."""
+
+    cu_seqlens: npt.NDArray[np.int32]
+    """[N + 1], from 0 to T, of the whole row (also under context parallelism)."""
+    max_seqlen: int
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    arrays: dict[str, npt.NDArray[Any]]
+    """What the device needs, by name."""
+    group: dist.ProcessGroup | None
+    """The context-parallel group; None without context parallelism."""
+
+    @classmethod
+    def of(cls, cu_seqlens: npt.NDArray[np.int32], *, max_seqlen: int) -> RowPlan:
+        """The plan of this rank."""
+        lengths = np.diff(cu_seqlens)
+        positions = np.arange(int(cu_seqlens[-1])) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+        query = key = tuple(lengths.tolist())
+        group, shard = None, dict[str, npt.NDArray[Any]]()
+        if mpu.is_initialized() and mpu.get_context_parallel_world_size() > 1:
+            group = mpu.get_context_parallel_group()
+            split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size())
+            query, key, positions = split.query_lengths, split.key_lengths, positions[split.positions]
+            shard = {"positions": split.positions, "local_index": split.local_index, "key_rows": split.key_rows}
+        arrays = {"row/cu_query": _cumulative(query), "row/cu_key": _cumulative(key), "row/positions": positions}
+        arrays |= {f"shard/{name}": array for name, array in shard.items()}
+        return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
+
+    def packed(self, tensors: Mapping[str, Tensor]) -> PackedSequences:
+        """`tensors`: those of `arrays` on the device, among others."""
+        cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
+        if self.group is not None:
+            positions, local_index, key_rows = (tensors[f"shard/{x}"] for x in ("positions", "local_index", "key_rows"))
+            shard = ContextShard(self.group, positions, local_index, key_rows, self.query_lengths, self.key_lengths)
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+            query_lengths=self.query_lengths,
+            key_lengths=self.key_lengths,
+            cu_query=tensors["row/cu_query"],
+            cu_key=tensors["row/cu_key"],
+            positions=tensors["row/positions"],
+            shard=shard,
+        )
+
+
 def packed_sequences(cu_seqlens: Tensor, *, max_seqlen: int, device: torch.device) -> PackedSequences:
     """`cu_seqlens`: [N + 1] int32 on the host, from 0 to T, of the whole row (also under context parallelism)."""
-    shard = ContextShard.build(cu_seqlens, device)
-    lengths = tuple(cu_seqlens.diff().tolist())
-    query, key = (shard.query_lengths, shard.key_lengths) if shard else (lengths, lengths)
-    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff())
-    positions = positions.to(device, non_blocking=True)
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        query_lengths=query,
-        key_lengths=key,
-        cu_query=_cumulative(query, device),
-        cu_key=_cumulative(key, device),
-        positions=positions if shard is None else positions.index_select(0, shard.positions),
-        shard=shard,
-    )
+    plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max_seqlen)
+    return plan.packed({name: torch.from_numpy(array).to(device) for name, array in plan.arrays.items()})
 
 
-def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+def _cumulative(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

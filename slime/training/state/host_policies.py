@@ -22,6 +22,7 @@ from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.training.state.hf_weights import Holder, load_weights
+from slime.training.state.host_arena import HostArena, pin_for, room_of
 
 
 class HostPolicies:
@@ -31,6 +32,8 @@ class HostPolicies:
         """`parameters`: the trained policy's, under their global names; `names`: of all ranks, those that are taken."""
         self._parameters, self._names = parameters, names
         self._policies: dict[str, dict[str, Tensor]] = {}
+        self._arenas: list[HostArena] = []
+        """Of what is pinned; it stays so as long as they are there."""
         self._kept: dict[str, Tensor] = {}
         """The trained policy's own weights while another one is lent."""
 
@@ -40,7 +43,7 @@ class HostPolicies:
     def take(self, name: str) -> None:
         """The trained policy as it is now, as a new one or in place of an old one."""
         if name not in self._policies:
-            self._policies[name] = {n: _room_for(p) for n, p in self._parameters.items() if n in self._names}
+            self._policies[name] = self._rooms([n for n in self._parameters if n in self._names])
         _copy(self._policies[name], self._parameters, self._policies[name])
 
     def read(self, name: str, directory: Path, flag: str, table: FamilyTable, holders: Mapping[str, Holder]) -> None:
@@ -54,7 +57,7 @@ class HostPolicies:
                 f"got {flag} {directory} of another family or architecture than the policy; use a model of the same "
                 "size"
             )
-        policy = {n: _room_for(p) for n, p in self._parameters.items()}
+        policy = self._rooms(self._parameters)
         known = set(table.megatron_names)
         named = {n: holder for n, holder in holders.items() if n in known}
         load_weights({n: p for n, p in policy.items() if n in known}, table, directory, named)
@@ -73,8 +76,7 @@ class HostPolicies:
     def lent(self, name: str) -> Iterator[None]:
         """Puts one into the trained policy's parameters, and afterwards its own weights back, bit for bit."""
         policy = self._policies[name]
-        for n in policy.keys() - self._kept.keys():
-            self._kept[n] = _room_for(self._parameters[n])
+        self._kept |= self._rooms([n for n in policy if n not in self._kept])
         with torch.no_grad():
             _copy(policy, self._parameters, self._kept)
             try:
@@ -83,10 +85,17 @@ class HostPolicies:
             finally:
                 _copy(policy, self._kept, self._parameters)
 
-
-def _room_for(parameter: Tensor) -> Tensor:
-    """Zeros in host memory, which a GPU can reach by itself."""
-    return torch.zeros_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+    def _rooms(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Zeros in host memory for these parameters, which a GPU can reach by itself: all in one range."""
+        like = {name: self._parameters[name] for name in names}
+        on_gpu = {n: p for n, p in like.items() if p.is_cuda}
+        rooms = {n: torch.zeros_like(p, device="cpu", requires_grad=False) for n, p in like.items() if not p.is_cuda}
+        if on_gpu:
+            sizes = {n: p.numel() * p.element_size() for n, p in on_gpu.items()}
+            device = next(iter(on_gpu.values())).device
+            self._arenas.append(HostArena(sum(map(room_of, sizes.values())), pin_for(device)))
+            rooms |= {n: self._arenas[-1].take(sizes[n]).zero_().view(p.dtype).view(p.shape) for n, p in on_gpu.items()}
+        return {n: rooms[n] for n in like}
 
 
 def _copy(names: Iterable[str], source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

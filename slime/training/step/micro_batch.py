@@ -34,7 +34,8 @@ from slime.data.schedule import Schedule, build_schedule
 from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
-from slime.training.model.context import packed_sequences
+from slime.training.model.context import RowPlan
+from slime.training.step.staging import Put, put_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,53 +168,85 @@ def to_device(
     *,
     pad_to_multiple: int = 1,
     pad_each_to: int = 1,
+    put: Put | None = None,
 ) -> MicroBatch:
-    """Packs the samples at `positions` and puts their tensors on the device; padding as in `pack`."""
+    """Packs the samples at `positions` and puts their tensors on the device; padding as in `pack`.
+
+    `put` takes all arrays to the device at once (`slime.training.step.staging`); without it each goes by itself.
+    """
     samples = [prepared.batch.samples[p] for p in positions]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to)
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen)
     lengths = tuple(s.response_length for s in samples)
-    mask = _join([s.loss_mask for s in samples], np.float32)
-    versions = _join([s.token_versions for s in samples], np.int32)
-    rollout = [
-        np.zeros(n, np.float32) if s.rollout_log_probs is None else s.rollout_log_probs
-        for s, n in zip(samples, lengths, strict=True)
-    ]
-    has_log_prob = [np.full(s.response_length, s.rollout_log_probs is not None) for s in samples]
-    sampled = (mask > 0) & (versions != NOT_SAMPLED) & _join(has_log_prob, np.bool_)
-
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
-    def of(arrays: Arrays | None) -> Tensor | None:
-        return None if arrays is None else tensor(_join([arrays[p] for p in positions], np.float32))
-
-    log_probs, aims = prepared.log_probs, prepared.aims
-    advantages = of(aims.advantages) if aims is not None else torch.zeros(sum(lengths), device=device)
-    assert advantages is not None, "advantages were made"
+    arrays = {
+        "tokens": row.tokens,
+        "position_ids": row.position_ids,
+        "predicting": row.response_positions,
+        "target_tokens": row.target_tokens[row.response_positions],
+        "sequences": np.repeat(np.arange(len(samples)), lengths),
+        **_of_tokens(prepared, positions),
+        **plan.arrays,
+    }
+    tensors = (put or put_each(device))(arrays)
     return MicroBatch(
         positions=tuple(positions),
         lengths=lengths,
         total_lengths=tuple(s.num_tokens for s in samples),
-        tokens=tensor(row.tokens),
-        position_ids=tensor(row.position_ids),
-        packed=packed_sequences(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device),
-        predicting=tensor(row.response_positions),
-        target_tokens=tensor(row.target_tokens[row.response_positions]),
-        sequences=Sequences(tensor(np.repeat(np.arange(len(samples)), lengths)), len(samples)),
-        mask=tensor(mask),
-        weights=tensor(_join([prepared.weights[p] for p in positions], np.float32)),
+        tokens=tensors["tokens"],
+        position_ids=tensors["position_ids"],
+        packed=plan.packed(tensors),
+        predicting=tensors["predicting"],
+        target_tokens=tensors["target_tokens"],
+        sequences=Sequences(tensors["sequences"], len(samples)),
+        mask=tensors["mask"],
+        weights=tensors["weights"],
         token_share=max((prepared.token_shares[p] for p in positions), default=0.0),
         unit=max((prepared.units[p] for p in positions), default=0.0),
-        rollout_log_probs=tensor(_join(rollout, np.float32)),
-        sampled=tensor(sampled.astype(np.float32)),
-        versions=tensor(versions),
-        advantages=advantages,
-        old_log_probs=of(log_probs.old),
-        old_full_log_probs=of(log_probs.old_full),
-        ref_log_probs=of(log_probs.ref),
-        old_values=of(prepared.values),
-        returns=of(aims.returns) if aims is not None else None,
+        rollout_log_probs=tensors["rollout_log_probs"],
+        sampled=tensors["sampled"],
+        versions=tensors["versions"],
+        advantages=tensors["advantages"],
+        old_log_probs=tensors.get("old_log_probs"),
+        old_full_log_probs=tensors.get("old_full_log_probs"),
+        ref_log_probs=tensors.get("ref_log_probs"),
+        old_values=tensors.get("old_values"),
+        returns=tensors.get("returns"),
     )
+
+
+def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    """[R] each, by the names of `MicroBatch`; what is not known is left out."""
+    samples = [prepared.batch.samples[p] for p in positions]
+    mask = _join([s.loss_mask for s in samples], np.float32)
+    versions = _join([s.token_versions for s in samples], np.int32)
+    rollout = [
+        np.zeros(s.response_length, np.float32) if s.rollout_log_probs is None else s.rollout_log_probs for s in samples
+    ]
+    has_log_prob = [np.full(s.response_length, s.rollout_log_probs is not None) for s in samples]
+    sampled = (mask > 0) & (versions != NOT_SAMPLED) & _join(has_log_prob, np.bool_)
+    log_probs, aims = prepared.log_probs, prepared.aims
+    known: dict[str, Arrays | None] = {
+        "weights": prepared.weights,
+        "advantages": aims.advantages if aims is not None else None,
+        "old_log_probs": log_probs.old,
+        "old_full_log_probs": log_probs.old_full,
+        "ref_log_probs": log_probs.ref,
+        "old_values": prepared.values,
+        "returns": aims.returns if aims is not None else None,
+    }
+    assert aims is None or aims.advantages is not None, "advantages were made"
+    return {
+        "mask": mask,
+        "rollout_log_probs": _join(rollout, np.float32),
+        "sampled": sampled.astype(np.float32),
+        "versions": versions,
+        "advantages": np.zeros(len(mask), np.float32),  # before they are known
+        **{
+            name: _join([arrays[p] for p in positions], np.float32)
+            for name, arrays in known.items()
+            if arrays is not None
+        },
+    }
 
 
 def _join(parts: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:

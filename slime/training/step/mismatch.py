@@ -58,10 +58,11 @@ class MismatchMeter:
         self._device = device
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
-        self._pending: list[tuple[MicroBatch, Tensor, Tensor, Tensor]] = []
+        self._pending: list[tuple[MicroBatch, Tensor]] = []
+        """Micro-batch, and of its worst token: difference, index, trainer's and engine's log-prob, [4] float64."""
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
-        """log_probs [R]: the trainer's, detached."""
+        """log_probs [R]: the trainer's, detached. Nothing waits for the device before `finish`."""
         if batch.target_tokens.numel() == 0:
             return
         sampled = batch.sampled > 0
@@ -80,8 +81,9 @@ class MismatchMeter:
         self._histogram.scatter_add_(0, bins.long(), current.double())
         # A NaN is the worst of all; argmax treats it so.
         ranked = torch.where(current, diff, zero - 1)
-        worst = ranked.argmax()
-        self._pending.append((batch, log_probs, ranked[worst], worst))
+        worst = ranked.argmax(keepdim=True)  # an index of no dimensions would be fetched
+        found = [ranked.gather(0, worst), worst, log_probs.gather(0, worst), batch.rollout_log_probs.gather(0, worst)]
+        self._pending.append((batch, torch.cat([x.double() for x in found])))
 
     def finish(
         self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup
@@ -90,9 +92,10 @@ class MismatchMeter:
 
         A collective over the data-parallel `group`.
         """
-        worst = self._worst()
         numbers = torch.cat([self._sums, self._histogram])
         dist.all_reduce(numbers, group=group)
+        own = torch.cat([numbers, *(worst for _, worst in self._pending)]).cpu()  # all of it in one copy
+        numbers, worst = own[: len(numbers)], self._worst(own[len(numbers) :].view(-1, 4).tolist())
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, worst, group=group)
         top: WorstToken = max(gathered, key=lambda w: math.inf if math.isnan(w.diff) else w.diff)
@@ -109,14 +112,13 @@ class MismatchMeter:
             _check_limit(batch, top, own_sum / num_current, dtype=dtype, limit=limit, version=self._version)
         return metrics
 
-    def _worst(self) -> WorstToken:
+    def _worst(self, found: list[list[float]]) -> WorstToken:
+        """`found`: what is pending, on the host."""
         best = WorstToken()
-        for micro_batch, log_probs, diff, index in self._pending:
-            value = float(diff)
+        for (micro_batch, _), (value, index, trainer, engine) in zip(self._pending, found, strict=True):
             if value > best.diff or math.isnan(value):
                 position, offset = locate(micro_batch, int(index))
-                engine = float(micro_batch.rollout_log_probs[index])
-                best = WorstToken(value, position, offset, float(log_probs[index]), engine)
+                best = WorstToken(value, position, offset, trainer, engine)
         return best
 
 

@@ -40,11 +40,13 @@ class Suspects:
         bad = bad | ~torch.isfinite(token_loss)
         self._seen.append((batch, bad, scores))
 
+    def any(self) -> Tensor | None:
+        """Whether something is not finite, a bool on the device; None if nothing was seen."""
+        return torch.stack([bad.any() for _, bad, _ in self._seen]).any() if self._seen else None
+
     def offsets(self) -> dict[int, list[int]]:
-        """Where something is not finite."""
+        """Where something is not finite. Waits for the device once for each micro-batch: ask `any` before."""
         out: dict[int, list[int]] = {}
-        if not self._seen or not bool(torch.stack([bad.any() for _, bad, _ in self._seen]).any()):
-            return out
         for batch, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():
                 position, offset = locate(batch, index)

@@ -13,9 +13,11 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +36,7 @@ from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
 from slime.training.step.optimizer import Trainable, apply_update, reduce_grads, zero_grad
+from slime.training.step.staging import Put, Staging
 
 Finish = Callable[[MicroBatch, Any], Tensor]
 """From a micro-batch and the last chunk's output to the scalar loss; called once for each, in order."""
@@ -58,6 +61,8 @@ class StepContext:
     """Whether a request goes on with keys and values of older weights (`--pause-generation-mode in_place`)."""
     run_dir: str | None
     """Where samples with a non-finite loss are kept."""
+    staging: Staging | None = None
+    """Takes micro-batches to a GPU, one ahead; None on a CPU, where nothing is taken anywhere."""
 
 
 def micro_batch_multiple(chunks: Sequence[Any]) -> int:
@@ -208,7 +213,7 @@ def run_step(
 
 def _run_micro_batches(
     chunks: Sequence[Any],
-    batches: Iterator[MicroBatch],
+    batches: Generator[MicroBatch],
     num_micro_batches: int,
     *,
     evaluate: Callable[[Any, MicroBatch], Any],
@@ -230,7 +235,7 @@ def _run_micro_batches(
 
         return evaluate(chunk, batch), loss_of
 
-    with torch.set_grad_enabled(not forward_only):
+    with closing(batches), torch.set_grad_enabled(not forward_only):
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(itertools.tee(batches, len(chunks))),
@@ -242,16 +247,24 @@ def _run_micro_batches(
         )
 
 
-def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of one step, each built when it is asked for."""
-    for positions in step.micro_batches[context.dp_rank]:
-        yield to_device(
+def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Generator[MicroBatch]:
+    """This rank's micro-batches of one step: each built when it is asked for, or one ahead (`StepContext.staging`)."""
+
+    def build(positions: Sequence[int], put: Put | None = None) -> MicroBatch:
+        return to_device(
             prepared,
             positions,
             context.device,
             pad_to_multiple=context.pad_to_multiple,
             pad_each_to=context.pad_each_to,
+            put=put,
         )
+
+    own = step.micro_batches[context.dp_rank]
+    if context.staging is None:
+        yield from map(build, own)
+    else:
+        yield from context.staging.one_ahead([functools.partial(build, positions) for positions in own])
 
 
 def _finish_mismatch(context: StepContext, meter: MismatchMeter, prepared: PreparedBatch) -> dict[str, float]:
@@ -265,8 +278,12 @@ def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> d
     """Metric sums over the world. Raises `NumericsError` on every rank, naming the samples of all, for a non-finite
     loss on any; what a user's function raised, as a `HookError` on the other ranks.
     """
-    values = [] if seen.failure or not seen.sums else torch.stack(list(seen.sums.values())).tolist()
-    bad = seen.suspects.offsets()
+    suspect = seen.suspects.any()
+    flag = [] if suspect is None else [suspect.double()]
+    sums = [] if seen.failure else list(seen.sums.values())
+    values = torch.stack([*flag, *sums]).tolist() if flag or sums else []  # all of it in one copy
+    is_bad = bool(flag) and bool(values.pop(0))
+    bad = seen.suspects.offsets() if is_bad else {}
     folder = dump(prepared, bad, seen.suspects, run_dir=context.run_dir)
     reports: list[Any] = [None] * dist.get_world_size()
     failed = None if seen.failure is None else repr(seen.failure)

@@ -31,7 +31,7 @@ def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence,
     told: dict[str, float] = {}
     tracker: Any = SimpleNamespace(add=told.update, progress=nullcontext)
     double: Any = actors
-    memory = MemoryHandOver(args, double)
+    memory = MemoryHandOver(args, double, tracker)
     return WeightSyncSequence(args, double, memory=memory, tracker=tracker), memory, told
 
 
@@ -47,18 +47,33 @@ def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:
     actors = RecordingActors()
     weight_sync, memory, _ = sequence(actors, offload_rollout=True, offload_train=True)
     weight_sync.run(for_save=False)
-    assert actors.log == [SYNC, "trainers sleep", ADMIT], "engines have their memory when they start"
+    start = ["trainers keep_weights", SYNC, "trainers sleep", ADMIT]
+    assert actors.log == start, "engines have their memory when they start"
     actors.log.clear()
     memory.to_trainer()
     weight_sync.run(for_save=False)
     assert actors.log == [
         "engines release_memory",
         "trainers wake",
+        "trainers keep_weights",
         "engines resume_memory ['weights']",
         SYNC,
         "trainers sleep",
         "engines resume_memory ['kv_cache', 'cuda_graph']",
     ]
+
+
+def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:
+    class Unequal(RecordingActors):
+        def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
+            super().on_trainers(method, *arguments)
+            return [{"perf/a": 1.0, "perf/b": 5.0}, {"perf/a": 3.0}] if method == "keep_weights" else [{}, {}]
+
+    actors = Unequal()
+    _, memory, told = sequence(actors, offload_train=True)
+    memory.room_for_weights()
+    memory.room_for_the_rest()
+    assert told == {"perf/a": 3.0, "perf/b": 5.0} and actors.log == ["trainers keep_weights", "trainers sleep"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""The peak of GPU memory in each phase of a colocated step, from sizes that are known when everything is built.
+
+    train        the trainer alone: weights, gradients, optimizer; what activations take comes on top
+    sync         the trainer's weights and two buckets, beside the weights of the engine
+    generate     the engine alone: its pool, which holds weights and cache
+
+Pure. Bytes throughout, of one rank and the GPU that it shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.models.common.table import FamilyTable
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """What one training rank keeps on its GPU between two calls."""
+
+    weights: int
+    """Of the policy; adapters and what is frozen among them."""
+    gradients: int
+    """Of the policy and of a critic."""
+    others: int
+    """Optimizer states (master weights, moments) and all of a critic but its gradients; moments that Adam makes in its
+    first step are counted from the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBytes:
+    """What one engine rank keeps on the same GPU."""
+
+    weights: int
+    pool: int | None
+    """Weights and cache together, `mem_fraction_static` of the GPU; None where SGLang chooses the fraction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Of one phase."""
+
+    trainer: int
+    engine: int | None
+    """None: not known before the engine has chosen."""
+
+    def __str__(self) -> str:
+        engine = "as SGLang chooses" if self.engine is None else f"{self.engine / 1e9:.1f} GB"
+        parts = [f"trainer {self.trainer / 1e9:.1f} GB"] if self.trainer else []
+        return " + ".join(parts + ([f"engine {engine}"] if self.engine != 0 else []))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Of one training rank."""
+
+    gpu_bytes: int
+    """Of the whole GPU."""
+    peaks: Mapping[str, Peak]
+    """By phase."""
+
+    def too_large(self) -> list[str]:
+        """Phases that do not fit, whatever activations take."""
+        return [phase for phase, peak in self.peaks.items() if peak.trainer + (peak.engine or 0) > self.gpu_bytes]
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"gpu_bytes": self.gpu_bytes} | {phase: dataclasses.asdict(peak) for phase, peak in self.peaks.items()}
+
+    def __str__(self) -> str:
+        return "; ".join(f"{phase}: {peak}" for phase, peak in self.peaks.items())
+
+
+def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
+    """Phase -> its peak without activations. At most two buckets of a weight sync are alive, and no larger than all."""
+    return {
+        "train": Peak(rank.weights + rank.gradients + rank.others, 0),
+        "sync": Peak(rank.weights + 2 * min(bucket_bytes, engine.weights), engine.weights),
+        "generate": Peak(0, engine.pool),
+    }
+
+
+def engine_bytes(
+    table: FamilyTable, *, itemsize: int, tp_size: int, gpu_bytes: int, fraction: float | None
+) -> EngineBytes:
+    """An engine rank's share of a model whose tensors are `itemsize` bytes wide (float32 where they are wide).
+
+    Padding, and what an engine does not split, are left out: the share is a little low.
+    """
+    sizes = {name: math.prod(table.shape_of(name)) for name in table.hf_names}
+    wide = {name for entry in table.entries if entry.row.wide for name in entry.hf}
+    total = sum(size * (4 if name in wide else itemsize) for name, size in sizes.items())
+    return EngineBytes(-(-total // tp_size), None if fraction is None else int(gpu_bytes * fraction))
