@@ -7,15 +7,12 @@ from typing import Any
 FIXED: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
     "optimizer": ("adam", "the distributed optimizer supports adam"),
-    "optimizer_cpu_offload": (False, "checkpoints and sleeping do not reach its copies on the host"),
-    "use_precision_aware_optimizer": (False, "checkpoints hold float32 master weights and moments"),
     "grad_reduce_in_fp32": (True, "sums of many micro-batches lose bits in bf16"),
     "average_in_collective": (False, "losses already carry the denominators of the whole step"),
     "hidden_dropout": (0.0, "dropout makes trainer and engine disagree"),
     "attention_dropout": (0.0, "dropout makes trainer and engine disagree"),
     "transformer_impl": ("local", "runs without Transformer Engine, on CPU and GPU alike"),
     "normalization": ("RMSNorm", "all supported families use it"),
-    "gradient_accumulation_fusion": (False, "needs Apex"),
     "masked_softmax_fusion": (False, "attention is slime's own packed one"),
     "apply_rope_fusion": (False, "needs Transformer Engine"),
     "persist_layer_norm": (False, "the norm is slime's own"),
@@ -91,10 +88,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 """What the trainer of this release cannot do otherwise. A flag that says so is refused; the trainer reads it here."""
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(
-        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"),
-        ("float32", "checkpoints hold float32 master weights and moments"),
-    ),
+    "main_grads_dtype": ("float32", "sums of many micro-batches lose bits in bf16"),
     **dict.fromkeys(("fp8", "fp4", "mtp_num_layers"), (None, "this release does not train it")),
     "cpu_offloading": (False, "needs Transformer Engine"),
 }
@@ -106,5 +100,7 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "lr_decay_style": ("constant", "RL has no natural end to decay to"),
     "moe_token_dispatcher_type": ("alltoall", "it sends each token only to its experts"),
     "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
+    "optimizer_offload_fraction": (1.0, "Megatron's launch default"),
+    "gradient_accumulation_fusion": (True, "a GPU adds weight gradients in float32 inside the product; no Apex"),
     **FIXED,
 }

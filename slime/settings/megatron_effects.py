@@ -115,14 +115,13 @@ _ABSENT: Mapping[str, tuple[str, ...]] = {
         "muon_tp_mode",
         "muon_use_nesterov",
     ),
-    "--optimizer-cpu-offload, which the trainer does not do": (
-        "optimizer_offload_fraction",
+    "a choice: --optimizer-cpu-offload overlaps its copies, which are pinned, always": (
         "overlap_cpu_optimizer_d2h_h2d",
         "pin_cpu_grads",
         "pin_cpu_params",
         "use_torch_optimizer_for_cpu_offload",
     ),
-    "--use-precision-aware-optimizer, which the trainer does not do": ("store_param_remainders",),
+    "master weights that Transformer Engine keeps as remainders": ("store_param_remainders",),
     "DeepEP, which the trainer runs without": (
         "moe_deepep_num_sms",
         "moe_hybridep_num_sms",
@@ -295,6 +294,12 @@ _CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
         ("microbatch_group_size_per_vp_stage",),
     ),
     (Need(_is_on("overlap_grad_reduce"), "--overlap-grad-reduce"), ("bucket_size",)),
+    (Need(lambda s: s.device != "cpu", "a GPU"), ("gradient_accumulation_fusion",)),
+    (Need(_is_on("optimizer_cpu_offload"), "--optimizer-cpu-offload"), ("optimizer_offload_fraction",)),
+    (
+        Need(_is_on("use_precision_aware_optimizer"), "--use-precision-aware-optimizer"),
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"),
+    ),
     (
         Need(_is_on("fine_grained_activation_offloading"), "--fine-grained-activation-offloading"),
         ("min_offloaded_tensor_size", "offload_modules"),

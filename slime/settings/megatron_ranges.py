@@ -14,6 +14,7 @@ RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad"), _NOT_NEGATIVE),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Range(ge=0, lt=1)),
     "adam_eps": Range(gt=0),
+    "optimizer_offload_fraction": Range(ge=0, le=1),
     "lr_warmup_fraction": Range(ge=0, le=1),
     "lr_warmup_iters": _NOT_NEGATIVE,
     "lr_wsd_decay_iters": _SIZE,

@@ -10,6 +10,13 @@ from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
+OPTIMIZER_DTYPES = {
+    "main_params_dtype": ("float32", "float16"),
+    "exp_avg_dtype": ("float32", "bfloat16"),
+    "exp_avg_sq_dtype": ("float32", "bfloat16"),
+}
+"""Setting -> what --use-precision-aware-optimizer can keep that part of its state in."""
+
 
 def world_divides(args: Args) -> str | None:
     """Ranks form whole models."""
@@ -106,6 +113,25 @@ def learning_rate_can_decay(args: Args) -> str | None:
     return f"got min_lr {m['min_lr']} above lr {m['lr']}, to which it could not decay; lower --min-lr or raise --lr"
 
 
+def state_dtypes_can_be_kept(args: Args) -> str | None:
+    """Dtypes that the optimizer can round to; moments span more than float16 can hold."""
+    for name, allowed in OPTIMIZER_DTYPES.items():
+        if (value := args.megatron[name]) not in allowed:
+            return f"got {name} {value}, which the trainer cannot keep; choose {' or '.join(allowed)}"
+    return None
+
+
+def adam_decouples(args: Args) -> str | None:
+    """The AdamW that holds its state itself is no Adam."""
+    m = args.megatron
+    if m["decoupled_weight_decay"] or not (m["optimizer_cpu_offload"] or m["use_precision_aware_optimizer"]):
+        return None
+    return (
+        "got --no-decoupled-weight-decay with --optimizer-cpu-offload or --use-precision-aware-optimizer, which are "
+        "AdamW; drop one of them"
+    )
+
+
 def dynamic_batches_have_a_limit(args: Args) -> str | None:
     """A micro-batch is limited by samples or by tokens."""
     if args.use_dynamic_batch_size and not args.max_tokens_per_gpu:
@@ -129,6 +155,8 @@ RULES: tuple[Rule, ...] = (
     one_warm_up,
     warm_up_ends,
     learning_rate_can_decay,
+    state_dtypes_can_be_kept,
+    adam_decouples,
     dynamic_batches_have_a_limit,
     fixed_settings_are_left_alone,
 )

@@ -22,6 +22,12 @@ from slime.settings.megatron_defaults import FIXED
 from slime.settings.schema import flags_of_owner
 from slime.training.parallel import ParallelSizes
 
+_HELD = (
+    *("optimizer_cpu_offload", "use_precision_aware_optimizer"),
+    *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"),
+)
+"""What `held_adam` reads in the place of Megatron's optimizers."""
+
 
 def fixed(config: type) -> dict[str, Any]:
     """What the trainer fixes of a Megatron config class; `slime.settings` refuses flags that say otherwise."""
@@ -73,10 +79,14 @@ def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
-    """Adam with decoupled weight decay, float32 master weights and moments, sharded over the data-parallel ranks."""
+    """Adam with decoupled weight decay, sharded over the data-parallel ranks; master weights and moments in float32.
+
+    With `--optimizer-cpu-offload` and `--use-precision-aware-optimizer` the optimizer gets the parameters themselves
+    and holds the rest (`slime.training.step.held_adam`). Megatron's own ways need Transformer Engine.
+    """
     dtype = training_dtype(megatron)
     values = config_kwargs(OptimizerConfig, megatron)
-    for name in ("timers", "params_dtype"):
+    for name in ("timers", "params_dtype", *_HELD):
         values.pop(name, None)
     values.update(
         fixed(OptimizerConfig),
@@ -86,7 +96,9 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
         lr=float(megatron["lr"]),
         min_lr=float(megatron["min_lr"]),
     )
-    return OptimizerConfig(**values)
+    config = OptimizerConfig(**values)
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = any(bool(megatron.get(name)) for name in _HELD[:2])
+    return config
 
 
 def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:

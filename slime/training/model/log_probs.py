@@ -14,6 +14,8 @@ Invariants
 4. Float64 in, float64 throughout; any other dtype: products in that dtype, everything else in float32.
 5. Under top-p or top-k the kept set is a constant for the gradient, and the target is in it. Entropy and
    `full_log_probs` stay those of the whole distribution.
+6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `main_grad`), and nothing
+   of its size is allocated in float32.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._triton import has_triton
 
+from slime.ops.linear import add_fused, add_reference, product
+from slime.training.model.main_grad import main_grad_of, placeholder
 from slime.training.model.top_p import TopPSet, find_top_p_set
 from slime.training.model.vocab_shard import VocabShard
 
@@ -74,6 +78,7 @@ class _Settings:
     chunk_tokens: int
     top_p: float
     top_k: int
+    into_main_grad: bool
 
     @property
     def truncated(self) -> bool:
@@ -93,15 +98,18 @@ def score_tokens(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     top_p: float = 1.0,
     top_k: int = -1,
+    into_main_grad: bool = False,
 ) -> TokenScores:
     """Scores `target_tokens` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature) and top-k, top-p.
 
     hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` if `entropy_grad`. `chunk_tokens`
-    0: all rows at once. `top_p`, `top_k` as SGLang reads them (see `top_p`). Collective over `shard.group`.
+    0: all rows at once. `top_p`, `top_k` as SGLang reads them (see `top_p`). `into_main_grad`: the gradient of a weight
+    that Megatron trains goes straight into its sum. Collective over `shard.group`.
     """
     rows = chunk_tokens if chunk_tokens > 0 else max(hidden.size(0), 1)
+    entropy_grad = with_entropy and entropy_grad
     settings = _Settings(
-        shard, 1.0 / temperature, with_entropy, with_entropy and entropy_grad, rows, float(top_p), int(top_k)
+        shard, 1.0 / temperature, with_entropy, entropy_grad, rows, float(top_p), int(top_k), into_main_grad
     )
     log_probs, entropy, full, outside = _TokenScores.apply(hidden, weight, target_tokens, settings)
     return TokenScores(log_probs, entropy if with_entropy else None, full, outside)
@@ -136,18 +144,9 @@ def _row_slices(raw: Tensor) -> list[slice]:
     return [slice(start, min(start + step, raw.size(0))) for start in range(0, raw.size(0), step)]
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b in their dtype, summed in float32 and rounded once. Without bf16 instructions a CPU is up to 60 times
-    slower in half precision than in float32, so it multiplies in float32 there."""
-    if a.device.type != "cpu" or a.element_size() > 2:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    product = torch.mm(a.float(), b.float())
-    return product.to(a.dtype) if out is None else out.copy_(product)
-
-
 def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
     """hidden [n, H] @ weight.T into the first n rows of `buffer`, before temperature."""
-    return _product(hidden, weight.t(), buffer[: hidden.size(0)])
+    return product(hidden, weight.t(), buffer[: hidden.size(0)])
 
 
 @cache
@@ -163,12 +162,8 @@ def _is_fused(x: Tensor) -> bool:
 
 def _add_weight_grad(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     """total [V, H] wide += grad.T @ hidden."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), hidden)
-    elif grad.is_cuda:
-        torch.addmm(total, grad.t(), hidden, out_dtype=total.dtype, out=total)
-    else:
-        total += _product(grad.t(), hidden)
+    add = add_fused if grad.is_cuda or total.dtype == grad.dtype else add_reference
+    add(total, grad, hidden)
 
 
 def _sums(raw: Tensor, top: Tensor, inverse_temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -287,7 +282,7 @@ class _TokenScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target_tokens: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ctx.num_rows, weight = weight.size(0), weight[: settings.shard.num_valid]
+        ctx.num_rows, ctx.parameter, weight = weight.size(0), weight, weight[: settings.shard.num_valid]
         wide, step = _wide(hidden), settings.chunk_tokens
         buffer = hidden.new_empty(min(step, hidden.size(0)), weight.size(0))
         chunks: list[_Chunk] = []
@@ -317,6 +312,7 @@ class _TokenScores(torch.autograd.Function):
         factors = _row_factors(ctx, grads[0], grads[1])
         top, log_total = ctx.saved_tensors[3:5]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        main_grad = main_grad_of(ctx.parameter) if wants_weight and settings.into_main_grad else None
         grad_weight: Tensor | None = None
         buffer = hidden.new_empty(min(step, num_tokens), weight.size(0))
         for index, start in enumerate(range(0, num_tokens, step)):
@@ -324,14 +320,18 @@ class _TokenScores(torch.autograd.Function):
             raw = _logits(hidden[part], weight, buffer)
             _chunk_gradient(raw, top[part], log_total[part], factors.at(part), settings, ctx.top_p_sets[index])
             if grad_hidden is not None:
-                _product(raw, weight, grad_hidden[part])
-            if wants_weight and num_tokens <= step:
-                grad_weight = _product(raw.t(), hidden)
+                product(raw, weight, grad_hidden[part])
+            if main_grad is not None:
+                add_fused(main_grad[: weight.size(0)], raw, hidden[part])
+            elif wants_weight and num_tokens <= step:
+                grad_weight = product(raw.t(), hidden)
             elif wants_weight:
                 if grad_weight is None:
                     grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
                 _add_weight_grad(grad_weight, raw, hidden[part])
-        if wants_weight:
+        if main_grad is not None:
+            grad_weight = placeholder(ctx.parameter)
+        elif wants_weight:
             grad_weight = _with_padding(grad_weight, weight, ctx.num_rows)
         return grad_hidden, grad_weight, None, None
 

@@ -100,7 +100,12 @@ class PolicyModel(GPTModel):
         shard, size = packed.shard, positions.size(0)
         if shard is None:
             return score_tokens(
-                hidden.index_select(0, positions), self.output_weight(), target_tokens, self.shard, **options
+                hidden.index_select(0, positions),
+                self.output_weight(),
+                target_tokens,
+                self.shard,
+                into_main_grad=self.config.gradient_accumulation_fusion,
+                **options,
             )
         which, positions = shard.owned(positions)
         scores = score_tokens(
@@ -108,6 +113,7 @@ class PolicyModel(GPTModel):
             self.output_weight(),
             target_tokens.index_select(0, which),
             self.shard,
+            into_main_grad=self.config.gradient_accumulation_fusion,
             **options,
         )
         return TokenScores(

@@ -50,6 +50,7 @@ from slime.training.state.shards import (
     write_meta,
     write_tensors,
 )
+from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Kept:
     def state(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
         """(role, tensor, where its range of the flattened parameter starts) of what this rank's optimizer has of it.
 
-        Master weights that are a view of the parameter are left out.
+        Master weights that are a view of the parameter, or have all its bits, are left out.
         """
         found = _owned(self.trainable, parameter)
         if found is not None:
@@ -93,7 +94,7 @@ class Kept:
             if main.dtype != parameter.dtype:
                 yield MASTER, main, start
             for role, value in optimizer.state.get(main, {}).items():
-                if role != "step":
+                if role != "step" and (role != MASTER or parameter.dtype != torch.float32):
                     yield role, value, start
 
 
@@ -198,7 +199,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     destinations = list(_destinations(kept, reader, with_optimizer))
     _check(reader, meta, kept, with_optimizer)
     for role, name, parameter, target, _, optimizer in destinations:
-        dtype = target.dtype if optimizer is None else None
+        dtype = target.dtype if optimizer is None and role != MASTER else None
         _check_split(reader.any(role, name), kept.shard(name)[1], parameter, dtype, directory)
     for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
         optimizer.state.clear()
@@ -212,7 +213,10 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
         if optimizer is None:
             target.copy_(source.reshape(target.shape))
         else:
-            optimizer.state[target][role] = source.reshape(target.shape).to(target.device, copy=True)
+            dtype = source.dtype if isinstance(optimizer, HeldAdamW) else target.dtype
+            optimizer.state[target][role] = source.reshape(target.shape).to(target.device, dtype, copy=True)
+    for held in (optimizer for optimizer in _optimizers(kept.trainable) if isinstance(optimizer, HeldAdamW)):
+        held.adopt() if with_optimizer else held.renew_masters()
     if with_optimizer:
         _set_computed(kept.trainable, [other["optimizer"] for other in reader.metas])
         kept.trainable.scheduler.num_steps = 0
@@ -286,6 +290,8 @@ def _destinations(
             optimizer, main, start = found
             if main.dtype != parameter.dtype:
                 yield MASTER, name, parameter, main, start, None
+            elif isinstance(optimizer, HeldAdamW) and parameter.dtype != torch.float32:
+                yield MASTER, name, parameter, main, start, optimizer
             yield from ((role, name, parameter, main, start, optimizer) for role in moments)
 
 
@@ -337,7 +343,9 @@ def _counts(trainable: Trainable) -> set[float]:
     """Steps that optimizers have made: torch's count for each parameter, fused ones for each group."""
     optimizers = _optimizers(trainable)
     found = [group["step"] for o in optimizers for group in o.param_groups if "step" in group]
-    found += [state["step"] for o in optimizers for state in o.state.values() if "step" in state]
+    for optimizer in optimizers:
+        steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+        found += torch.stack(steps).tolist() if steps else []  # read at once: fused kernels keep them on the device
     return {float(step) for step in found}
 
 
@@ -358,7 +366,8 @@ def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> N
         for group in optimizer.param_groups:
             if type(optimizer).__module__.startswith("torch."):
                 for parameter in group["params"]:
-                    optimizer.state[parameter]["step"] = torch.tensor(step)  # on the host, as torch keeps it
+                    device = parameter.device if group["fused"] else "cpu"  # where torch keeps it
+                    optimizer.state[parameter]["step"] = torch.tensor(step, device=device)
             else:
                 group["step"] = int(step)
     scaler = trainable.inner[0].grad_scaler

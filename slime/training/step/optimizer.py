@@ -21,9 +21,11 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime.compat import megatron_gradient_norm
 from slime.core.errors import ConfigError, NumericsError
 from slime.training.model.config import ddp_config, optimizer_config
 from slime.training.model.policy import PolicyModel
+from slime.training.step.held_adam import HeldAdamW, Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,31 @@ def build_trainable(chunks: Sequence[PolicyModel], megatron: Mapping[str, Any]) 
         DistributedDataParallel(config, ddp_config(megatron), chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     )
+    megatron_gradient_norm.activate(next(chunks[0].parameters()).device)
     optimizer = get_megatron_optimizer(optimizer_config(megatron), list(ddps), use_gloo_process_groups=False)
+    for inner in optimizer.chained_optimizers:
+        if inner.optimizer is not None:
+            _choose_adam(inner, Holding.of(megatron))
     if len(optimizer.chained_optimizers) > 1 and megatron.get("fp16"):
         raise ConfigError("got --fp16 with experts, whose optimizer would keep another loss scale; use --bf16")
     no_sync = [ddp.no_sync for ddp in ddps]
     config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     config.grad_scale_func = optimizer.scale_loss
     return Trainable(ddps, optimizer, _scheduler(optimizer, megatron))
+
+
+def _choose_adam(inner: Any, holding: Holding | None) -> None:
+    """Our AdamW where it holds the state itself, and torch's fused kernel on a GPU.
+
+    Without the kernel torch goes through lists of tensors there, one operation after the other, and needs a copy of all
+    weights at its peak.
+    """
+    if holding is not None:
+        inner.optimizer = HeldAdamW(inner.optimizer.param_groups, holding)
+        return
+    for group in inner.optimizer.param_groups:
+        if any(parameter.is_cuda for parameter in group["params"]):
+            group.update(fused=True, foreach=False)
 
 
 def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
@@ -137,7 +157,12 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
     for inner in trainable.inner:
         own = inner.get_parameters()
         if own and inner.config.clip_grad > 0.0:
-            megatron_optimizer.clip_grad_by_total_norm_fp32(own, max_norm=inner.config.clip_grad, total_norm=norm)
+            megatron_optimizer.clip_grad_by_total_norm_fp32(
+                own,
+                max_norm=inner.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
     if not optimizer.step_with_ready_grads():
         raise NumericsError("got a refused optimizer step from Megatron with finite gradients")
     trainable.scheduler.step(1)

@@ -22,6 +22,7 @@ ACTING = {
     *("disable_bf16_reduced_precision_matmul", "test_mode", "config_logger_dir"),
     *("lr", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_iters", "decoupled_lr", "clip_grad"),
     *("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "weight_decay"),
+    *("optimizer_cpu_offload", "use_precision_aware_optimizer"),
     *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("recompute_granularity", "fine_grained_activation_offloading"),
     *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
@@ -64,6 +65,8 @@ def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None
         ("--attention-backend flash", "which needs Transformer Engine"),
         ("--muon-momentum 0.9", "which needs another optimizer than Adam"),
         ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
+        ("--exp-avg-dtype bf16", "exp_avg_dtype bfloat16, which needs --use-precision-aware-optimizer"),
+        ("--optimizer-offload-fraction 0.5", "0.5, which needs --optimizer-cpu-offload"),
         ("--moe-router-topk 3", "moe_router_topk 3, which needs a checkpoint with experts"),
         ("--moe-ffn-hidden-size 64", "moe_ffn_hidden_size 64, which needs a checkpoint with experts"),
         ("--moe-router-dtype fp32", "moe_router_dtype fp32, which needs a checkpoint with experts"),
@@ -97,7 +100,21 @@ def test_a_flag_of_megatron_at_its_default_asks_for_nothing(base: list[str]) -> 
     assert not parse_args([*base, "--attention-softmax-in-fp32", "--seq-length", "4096", "--strict"]).idle
 
 
-@pytest.mark.parametrize("flags", ["--window-size 5 0", "--qk-l2-norm", "--exp-avg-dtype bf16", "--softmax-scale 0.1"])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--exp-avg-sq-dtype fp16", "choose float32 or bfloat16"),
+        ("--main-params-dtype bf16", "choose float32 or float16"),
+        ("--no-decoupled-weight-decay", "which are AdamW"),
+    ],
+)
+def test_what_an_optimizer_that_holds_its_state_cannot_do_is_refused(base: list[str], flags: str, said: str) -> None:
+    assert said in refused([*base, "--use-precision-aware-optimizer", *flags.split()])
+
+
+@pytest.mark.parametrize(
+    "flags", ["--window-size 5 0", "--qk-l2-norm", "--main-grads-dtype bf16", "--softmax-scale 0.1"]
+)
 def test_a_flag_of_megatron_that_asks_for_another_model_is_refused(base: list[str], flags: str) -> None:
     assert "drop the flag" in refused([*base, *flags.split()])
 

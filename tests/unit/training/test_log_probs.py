@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,3 +128,39 @@ def test_values_are_computed_in_float32_at_least(dtype: torch.dtype) -> None:
     torch.testing.assert_close(values.double(), hidden.double() @ head[0].double() + 1, rtol=1e-6, atol=1e-6)
     values.sum().backward()
     assert head.grad is not None and head.grad.shape == (1, HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 0])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_the_weight_can_go_straight_into_its_sum(
+    dtype: torch.dtype, chunk_tokens: int, tied: bool
+) -> None:
+    """Then autograd gets one that nobody reads, or none where the embedding delivers one to the same parameter."""
+    hidden, weight, targets, grad, _ = data(dtype)
+    exact = (
+        torch.autograd.grad(
+            (plain(hidden, valid := weight[:VOCAB].float().requires_grad_(), targets, 1.0)[0] * grad).sum(), valid
+        )[0]
+        if dtype == torch.float32
+        else None
+    )
+    gradients = []
+    for into_main_grad in (False, True):
+        trained: Any = torch.nn.Parameter(weight.clone())
+        trained.main_grad, trained.grad_added_to_main_grad = torch.full(weight.shape, 0.5), False
+        if tied:
+            trained.zero_out_wgrad = True
+        scores = score_tokens(hidden, trained, targets, SHARD, chunk_tokens=chunk_tokens, into_main_grad=into_main_grad)
+        (scores.log_probs * grad).sum().backward()
+        if not into_main_grad:
+            assert not trained.grad_added_to_main_grad and bool((trained.main_grad == 0.5).all())
+            gradients.append(trained.grad.float())
+            continue
+        assert trained.grad_added_to_main_grad and (trained.grad is None) == tied
+        assert bool((trained.main_grad[VOCAB:] == 0.5).all()), "padding has no gradient"
+        gradients.append(trained.main_grad - 0.5)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=limit, atol=limit)
+    if exact is not None:
+        torch.testing.assert_close(gradients[1][:VOCAB], exact, rtol=1e-5, atol=1e-6)

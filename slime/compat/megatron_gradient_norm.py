@@ -1,0 +1,66 @@
+"""The norm and the clip of gradients on a GPU, without Transformer Engine and Apex, with one wait of the host.
+
+Megatron's own stand-ins for the kernels of those packages take the norm of each gradient by itself, read it on the host
+and scale each by itself: some 300 waits in an optimizer step. Which gradients count, over which ranks they are summed
+and when they are clipped stays Megatron's.
+
+Invariants
+1. `activate` on a CPU changes nothing: there the norm keeps its bits.
+2. Neither function waits for the device; Megatron itself reads the norm once, after the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from slime.compat.report import PatchReport, megatron_report, require_effect
+
+
+def activate(device: Any) -> list[PatchReport]:
+    """Gives Megatron's gradient clipping the kernels of torch on a GPU; again: no effect.
+
+    `device`: a `torch.device` or its name. Raises `EngineError` if it did not take effect.
+    """
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return []
+    clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    if clip.l2_norm_impl is not l2_norm and clip.l2_norm_impl.__name__ != "local_multi_tensor_l2_norm":
+        return []  # Transformer Engine or Apex is there
+    clip.l2_norm_impl, clip.multi_tensor_scale_impl = l2_norm, scale
+    ones = [torch.ones(3), torch.ones(2, 3)]
+    norm, _ = clip.multi_tensor_applier(clip.l2_norm_impl, None, [ones], False)
+    clip.multi_tensor_applier(clip.multi_tensor_scale_impl, None, [ones, ones], 0.5)
+    require_effect(float(norm) == 3.0 and float(ones[1].sum()) == 3.0, "gradient norm")
+    return [
+        megatron_report(
+            "gradient norm",
+            "the host waits for the device once for each gradient: torch.norm of each, made a tensor of the host",
+            "local_multi_tensor_l2_norm uses torch._foreach_norm and stays on the device",
+        )
+    ]
+
+
+def l2_norm(_chunk_size: int, _noop: Any, tensor_lists: Any, *_per_tensor: Any) -> tuple[Any, None]:
+    """Euclidean norm, float32 [1] on the device, of all tensors of the first list together."""
+    import torch
+
+    tensors = [tensor for tensor in tensor_lists[0] if tensor.numel()]
+    if not tensors:
+        device = tensor_lists[0][0].device if tensor_lists[0] else torch.get_default_device()
+        return torch.zeros(1, device=device), None
+    norms = torch.stack(torch._foreach_norm(tensors))
+    return torch.linalg.vector_norm(norms, dtype=torch.float32).reshape(1), None
+
+
+def scale(_chunk_size: int, _noop: Any, tensor_lists: Any, factor: float) -> None:
+    """Each tensor of the second list becomes `factor` times that of the first; they may be the same."""
+    import torch
+
+    source, target = tensor_lists
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    if target:
+        torch._foreach_mul_(target, factor)

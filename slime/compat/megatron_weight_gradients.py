@@ -1,0 +1,82 @@
+"""Weight gradients of Megatron's linear layers straight into the float32 sums, on a GPU and without Apex.
+
+Megatron's linear layers call an extension of Apex for it (`fused_weight_gradient_mlp_cuda`), and refuse
+`gradient_accumulation_fusion` where that cannot be imported. `torch` has the product by now: `slime.ops.linear`. The
+rest of the protocol stays Megatron's: a layer marks its weight (`grad_added_to_main_grad`), hands autograd a gradient
+that nobody reads, and the hook of its data-parallel wrapper then adds nothing.
+
+Invariants
+1. `activate` on a CPU changes nothing: there a product is rounded to the dtype of the model and added by the hook.
+2. The report says whether it took effect, and the log why not; the caller switches the fusion on only if it did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from slime.compat.report import MEGATRON_VERSION, PatchReport, require_effect
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extension:
+    """What Megatron expects of the extension."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Any, grad: Any, total: Any) -> None:
+        """total [out, in] float32 += grad [T, out].T @ inputs [T, in]."""
+        from slime.ops.linear import add_fused
+
+        add_fused(total, grad, inputs)
+
+
+def activate(device: Any) -> list[PatchReport]:
+    """Gives Megatron's linear layers the product on a GPU; again: no effect. `device`: a `torch.device` or its name.
+
+    The report says `applied` and `took_effect` False, and the log why, where this torch cannot add in float32. Raises
+    `EngineError` if Megatron would not call it.
+    """
+    import torch
+
+    from slime.ops.linear import fused_problem
+
+    device = torch.device(device)
+    if device.type == "cpu":
+        return []
+    problem = fused_problem(device)
+    if problem is not None:
+        logger.warning("weight gradients are rounded to the dtype of the model before they are added: %s", problem)
+        return [_report(took_effect=False)]
+    install(device)
+    return [_report(took_effect=True)]
+
+
+def install(device: Any) -> None:
+    """Puts the product into Megatron's module of linear layers and runs one of its backward passes on `device`."""
+    import torch
+
+    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    layers.fused_weight_gradient_mlp_cuda = _Extension()
+    layers._grad_accum_fusion_available = True
+    weight: Any = torch.nn.Parameter(torch.ones(2, 3, device=device))
+    weight.main_grad = torch.ones_like(weight, requires_grad=False)
+    run, inputs = layers.LinearWithGradAccumulationAndAsyncCommunication, torch.ones(4, 3, device=device)
+    with torch.enable_grad():
+        run.apply(inputs, weight, None, True, False, False, None, 0, None).sum().backward()
+    require_effect(weight.grad is None and bool((weight.main_grad == 5.0).all()), "weight gradients")
+
+
+def _report(*, took_effect: bool) -> PatchReport:
+    return PatchReport(
+        "weight gradients",
+        "got 'gradient_accumulation_fusion set to True but the custom CUDA extension is not found', or, without it, "
+        "each weight gradient is written in half precision, read again and added",
+        f"megatron-core {MEGATRON_VERSION}",
+        "its linear layers add in float32 with torch.addmm where Apex is missing",
+        applied=took_effect,
+        took_effect=took_effect,
+    )

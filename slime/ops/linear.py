@@ -1,0 +1,54 @@
+"""The weight gradient of a linear layer, summed over micro-batches: total [out, in] += grad [T, out].T @ inputs.
+
+`add_reference` is what autograd and a gradient hook do: the product is rounded to the dtype of the model and then added
+to the float32 sum. `add_fused` adds inside the matrix product: nothing of the size of the weight is allocated, written
+or read besides the sum itself, and the product is never rounded to half precision.
+
+Invariants
+1. `total` changes in its place, and nothing else does.
+2. Both add the same exact product; `add_fused` rounds it less.
+3. `add_fused` never waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b in their dtype, summed in float32 and rounded once. Without bf16 instructions a CPU is up to 60 times
+    slower in half precision than in float32, so it multiplies in float32 there."""
+    if a.device.type != "cpu" or a.element_size() > 2:
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    whole = torch.mm(a.float(), b.float())
+    return whole.to(a.dtype) if out is None else out.copy_(whole)
+
+
+def add_reference(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
+    """total [out, in] += grad [T, out].T @ inputs [T, in], the product in the dtype of grad and inputs."""
+    total += product(grad.t(), inputs)
+
+
+def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
+    """As `add_reference`; the product is added in the dtype of `total`, which is theirs or float32. T may be 0."""
+    if not grad.size(0):
+        return
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), inputs)
+    elif grad.is_cuda:
+        torch.addmm(total, grad.t(), inputs, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(grad.t().to(total.dtype), inputs.to(total.dtype))
+
+
+def fused_problem(device: torch.device) -> str | None:
+    """Why `add_fused` cannot run on a device, found with a tiny bfloat16 product; None if it can."""
+    grad = torch.ones(16, 8, dtype=torch.bfloat16, device=device)
+    total = torch.ones(8, 8, dtype=torch.float32, device=device)
+    try:
+        add_fused(total, grad, grad[:, :8])
+        wrong = float((total - 17.0).abs().max())
+    except (RuntimeError, TypeError) as error:
+        return f"torch {torch.__version__}: {' '.join(str(error).split())[:200]}"
+    return None if wrong == 0.0 else f"torch {torch.__version__}: a product of ones is off by {wrong}"

@@ -1,0 +1,264 @@
+"""AdamW that holds master weights and moments itself: in half precision, in host memory, or both.
+
+Megatron's distributed optimizer hands it this rank's shards of the model's parameters, each with its gradient in
+`decoupled_grad`, and leaves everything else to it. `--optimizer-cpu-offload` puts a part of the state into host memory,
+where the processor then makes the update while the next gradient comes and the last weights go.
+`--use-precision-aware-optimizer` says how many bits each part of the state has.
+
+Consumes: gradients on the device, complete. Produces: new weights on the device. Waits for: on the host, each gradient
+that it works on. Woken by: nobody; `step` returns when the last weights are on their way, and the device's stream waits
+for them.
+
+Invariants
+1. The arithmetic is that of float32 AdamW (Loshchilov & Hutter 2019), whatever the state is kept in.
+2. What is kept in half precision is rounded up or down at random, so that it is right on average: rounded to nearest,
+   an update of less than half a digit would be lost in every step.
+3. These draws depend on the step and the place in the optimizer only: resume equals not stopping.
+4. A master weight is the parameter itself where that is a float32 on the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
+"""Keys of the state of a parameter, and the roles of its tensors in a checkpoint."""
+PIECE = 1 << 24
+"""Elements that are worked on at a time: float32 copies of one piece are all the room that half precision costs."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What settings call them."""
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Dtype -> how many bits of a float32's mantissa it lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How optimizer state is kept."""
+
+    master: torch.dtype = torch.float32
+    exp_avg: torch.dtype = torch.float32
+    exp_avg_sq: torch.dtype = torch.float32
+    host_fraction: float = 0.0
+    """The part of this rank's parameters, by elements and in order, whose state is in host memory."""
+
+    @classmethod
+    def of(cls, megatron: Mapping[str, Any]) -> Holding | None:
+        """As the settings say; None where torch's own AdamW does it."""
+        offload, precise = megatron.get("optimizer_cpu_offload"), megatron.get("use_precision_aware_optimizer")
+        if not (offload or precise):
+            return None
+        fraction = float(megatron["optimizer_offload_fraction"]) if offload else 0.0
+        if not precise:
+            return cls(host_fraction=fraction)
+        names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        master, exp_avg, exp_avg_sq = (DTYPES[megatron[name]] for name in names)
+        return cls(master, exp_avg, exp_avg_sq, fraction)
+
+    def dtype_of(self, key: str, parameter: Tensor) -> torch.dtype:
+        """That of `state[key]` of a parameter; a float32 one never loses bits."""
+        if key == MASTER:
+            return torch.float32 if parameter.dtype == torch.float32 else self.master
+        return self.exp_avg if key == EXP_AVG else self.exp_avg_sq
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some elements of one parameter, all flat."""
+
+    place: int
+    """Number of its parameter in the optimizer."""
+    start: int
+    parameter: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    group: Mapping[str, Any]
+
+
+class HeldAdamW:
+    """What Megatron's distributed optimizer and our checkpoints ask of an optimizer."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], holding: Holding) -> None:
+        """`param_groups`: as torch's AdamW has them, each parameter one-dimensional."""
+        self.param_groups = param_groups
+        self.holding = holding
+        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        self._on_host = frozenset(self._choose_host())
+        self.adopt()
+
+    def _choose_host(self) -> Iterator[int]:
+        room = self.holding.host_fraction * sum(p.numel() for p in self._parameters())
+        for place, parameter in enumerate(self._parameters()):
+            if room <= 0.0:
+                return
+            room -= parameter.numel()
+            yield place
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Lets go of the gradients, which are Megatron's."""
+        for parameter in self._parameters():
+            parameter.decoupled_grad = None  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def renew_masters(self) -> None:
+        """The weights were set by somebody else: the next step starts from them."""
+        for parameter, held in self.state.items():
+            if MASTER in held:
+                held[MASTER].copy_(parameter)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Puts state that was loaded where it belongs, in its dtype; master weights that are missing are made."""
+        for place, parameter in enumerate(self._parameters()):
+            held = self.state[parameter]
+            for key, loaded in list(held.items()):
+                held[key] = self._empty(place, parameter, key).copy_(loaded.reshape(-1))
+            is_own = place not in self._on_host and self.holding.dtype_of(MASTER, parameter) == parameter.dtype
+            if MASTER not in held and not is_own:
+                held[MASTER] = self._empty(place, parameter, MASTER).copy_(parameter)
+
+    def _empty(self, place: int, parameter: Tensor, key: str) -> Tensor:
+        on_host = place in self._on_host
+        device = torch.device("cpu") if on_host else parameter.device
+        pinned = on_host and parameter.is_cuda
+        dtype = self.holding.dtype_of(key, parameter)
+        return torch.empty(parameter.numel(), dtype=dtype, device=device, pin_memory=pinned)
+
+    def _state_of(self, place: int, parameter: Tensor) -> dict[str, Tensor]:
+        held = self.state[parameter]
+        for key in (EXP_AVG, EXP_AVG_SQ):
+            if key not in held:
+                held[key] = self._empty(place, parameter, key).zero_()
+        return held
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter with a gradient."""
+        here: list[_Piece] = []
+        there: list[_Piece] = []
+        place = 0
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            for parameter in group["params"]:
+                (there if place in self._on_host else here).extend(self._pieces(place, parameter, group))
+                place += 1
+        for piece in here:
+            _update(piece, piece.grad, piece.parameter)
+        _update_on_host(there)
+
+    def _pieces(self, place: int, parameter: Tensor, group: Mapping[str, Any]) -> Iterator[_Piece]:
+        grad: Tensor | None = vars(parameter).get("decoupled_grad")
+        if grad is None:
+            return
+        state = self._state_of(place, parameter)
+        for start in range(0, parameter.numel(), PIECE):
+            part = slice(start, start + PIECE)
+            own = {key: tensor[part] for key, tensor in state.items()}
+            yield _Piece(place, start, parameter[part], grad[part], own, group)
+
+
+def _update(piece: _Piece, grad: Tensor, target: Tensor) -> None:
+    """Updates the state of a piece with its gradient and writes the new weights to `target`, all on one device."""
+    group, step = piece.group, int(piece.group["step"])
+    stored = {MASTER: target, **piece.state} if MASTER not in piece.state else dict(piece.state)
+    wide = {key: tensor.float() for key, tensor in stored.items()}  # the tensor itself where it is float32
+    adamw(
+        [wide[MASTER]],
+        [grad.float()],
+        [wide[EXP_AVG]],
+        [wide[EXP_AVG_SQ]],
+        [],
+        [torch.full((), float(step - 1), device=target.device)],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    draws = torch.Generator(target.device)
+    draws.manual_seed((step * 1_000_003 + piece.place) * 4099 + piece.start // PIECE)
+    for key, tensor in stored.items():
+        if tensor.dtype != torch.float32:
+            tensor.copy_(round_at_random(wide[key], tensor.dtype, draws))
+    if MASTER in piece.state:
+        target.copy_(piece.state[MASTER])
+
+
+def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Tensor:
+    """float32 -> bfloat16 or float16: one of the two neighbours, each as likely as x is near to it.
+
+    Below 6e-5 float16 has fewer digits, and rounds to nearest.
+    """
+    bits = _DROPPED_BITS[dtype]
+    noise = torch.randint(0, 1 << bits, x.shape, dtype=torch.int32, device=x.device, generator=draws)
+    return noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << bits)).view(torch.float32).to(dtype)
+
+
+class _Lane:
+    """Host buffers between a device and the processor, for one piece at a time."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._grad = torch.empty(size, dtype=torch.float32, pin_memory=pinned)
+        self._out = torch.empty(size, dtype=torch.float32, pin_memory=pinned)
+        self._arrived = torch.cuda.Event() if pinned else None
+        self._left = torch.cuda.Event() if pinned else None
+
+    def fetch(self, piece: _Piece) -> None:
+        """Starts to bring its gradient; called in the stream for it."""
+        self._grad[: piece.grad.numel()].copy_(piece.grad, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def work(self, piece: _Piece) -> Tensor:
+        """Waits for the gradient and for the room, and returns the new weights."""
+        for event in (self._arrived, self._left):
+            if event is not None:
+                event.synchronize()
+        out = self._out.view(piece.parameter.dtype)[: piece.parameter.numel()]
+        _update(piece, self._grad[: out.numel()], out)
+        return out
+
+    def send(self, piece: _Piece, out: Tensor) -> None:
+        """Starts to send the new weights; called in the stream for it."""
+        piece.parameter.copy_(out, non_blocking=True)
+        if self._left is not None:
+            self._left.record()
+
+
+def _update_on_host(pieces: Sequence[_Piece]) -> None:
+    """`_update` in host memory. While a piece is worked on, the next gradient comes and the last weights go."""
+    if not pieces:
+        return
+    device, size = pieces[0].parameter.device, max(piece.parameter.numel() for piece in pieces)
+    lanes = [_Lane(size, device) for _ in range(2)]
+    if device.type != "cuda":
+        for piece in pieces:
+            lanes[0].fetch(piece)
+            lanes[0].send(piece, lanes[0].work(piece))
+        return
+    current, down, up = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    down.wait_stream(current)
+    up.wait_stream(current)
+    for number in range(len(pieces) + 1):
+        if number < len(pieces):
+            with torch.cuda.stream(down):
+                lanes[number % 2].fetch(pieces[number])
+        if number > 0:
+            lane, piece = lanes[(number - 1) % 2], pieces[number - 1]
+            out = lane.work(piece)
+            with torch.cuda.stream(up):
+                lane.send(piece, out)
+    current.wait_stream(up)
