@@ -98,8 +98,9 @@ def packed_sequences(cu_seqlens: Tensor, *, max_seqlen: int, device: torch.devic
     shard = ContextShard.build(cu_seqlens, device)
     lengths = tuple(cu_seqlens.diff().tolist())
     query, key = (shard.query_lengths, shard.key_lengths) if shard else (lengths, lengths)
-    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff())
-    positions = positions.to(device, non_blocking=True)
+    first, counts = torch.stack([cu_seqlens[:-1].long(), cu_seqlens.diff().long()]).to(device, non_blocking=True)
+    num_tokens = int(cu_seqlens[-1])
+    positions = torch.arange(num_tokens, device=device) - first.repeat_interleave(counts, output_size=num_tokens)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
