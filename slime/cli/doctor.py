@@ -45,6 +45,12 @@ MEGATRON_CODE = (
     "import megatron.core.models.gpt.gpt_model\n"
     "print('; '.join(r.name if r.took_effect else f'{{r.name}} (NOT in force)' for r in reports) or 'no patch needed')"
 )
+KERNELS_CODE = (
+    "import torch\n"
+    "from slime.ops.select import choose\n"
+    "print('; '.join(map(str, choose(torch.device({device!r}), torch.bfloat16))))"
+)
+"""Of a training dtype of bfloat16, the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,7 @@ def find_all(device: str, *, engines: bool) -> list[Finding]:
         out += _guarded(
             "megatron import", lambda: [check_import("megatron import", MEGATRON_CODE.format(device=chosen))]
         )
+        out += _guarded("kernels", lambda: [check_import("kernels", KERNELS_CODE.format(device=chosen))])
         out += _guarded("sglang import", lambda: [check_import("sglang import", SGLANG_CODE.format(device=chosen))])
     return out
 

@@ -38,7 +38,7 @@ class Family(ABC):
     per_layer: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types")
     """Keys of the config that hold one entry per layer."""
     rotates_itself: ClassVar[bool] = False
-    """Its attention applies rotary embedding by itself; else Megatron does."""
+    """Its attention makes its rotary embedding by itself; else the model makes cos and sin once for a packed row."""
 
     # --- the architecture ---------------------------------------------------------------------------------------------
 
@@ -76,9 +76,10 @@ class Family(ABC):
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
         """The MLP of a layer, or its experts: a module spec or a class. `standard`: Megatron's own."""
+        from slime.models.common.layers import gated_mlp
         from slime.models.common.moe import ExpertLayer
 
-        return ExpertLayer if is_sparse(hf_config, layer) else standard
+        return ExpertLayer if is_sparse(hf_config, layer) else gated_mlp(standard)
 
     # --- its cost -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import shutil
 import socket
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from slime.core.hf_config import read_hf_config
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
 from slime.models.common.table import FamilyTable
+from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
@@ -67,6 +69,8 @@ from slime.training.step.train import (
     train_on,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class MegatronBackend:
     """Model, optimizer and step of one rank."""
@@ -98,6 +102,9 @@ class MegatronBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         megatron = args.megatron
+        choices = select.use(self.device, training_dtype(megatron), args.kernels)
+        if rank == 0:
+            logger.info("kernels: %s", "; ".join(map(str, choices)))
         if megatron.get("deterministic_mode"):
             be_deterministic()
         self.parallel_info: ParallelInfo = init_process_groups(

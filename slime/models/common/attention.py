@@ -1,24 +1,28 @@
 """Packed causal attention, which stock Megatron lacks without Transformer Engine; whole rows and context parallel.
 
-`PackedAttention` attends inside each sequence of a packed row, with grouped queries: `scaled_dot_product_attention` per
-sequence on a CPU, `varlen_attn` on a GPU. Under context parallelism the queries are this rank's chunks, the keys those
-of the whole row (all-gather; Llama 3, arXiv:2407.21783, section 3.3.2), and causality is aligned at the end of both.
+`PackedAttention` attends inside each sequence of a packed row (`slime.ops.attention`). Under context parallelism the
+queries are this rank's chunks, the keys those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section 3.3.2),
+and causality is aligned at the end of both. `RotatingAttention` is the layer around it: Megatron's, but for the way
+from the projection to queries and keys, which is one op (`slime.ops.qk_rotary`) with the angles of the whole row.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.core.errors import ConfigError
+from slime.ops import attention as ops
+from slime.ops.qk_rotary import Heads, split_and_rotate
+from slime.ops.select import REFERENCE, name_of
 
 
 class RowShard(Protocol):
@@ -45,8 +49,8 @@ class RowShard(Protocol):
 class PackedSequences(PackedSeqParams):
     """Where the sequences of a packed row begin.
 
-    Megatron's rotary embedding reads `cu_seqlens_q` with `.tolist()` in every layer, so those stay on the host; the
-    attention kernel reads the copies on the device.
+    Megatron's own rotary embedding, which a family's own attention may still use, reads `cu_seqlens_q` with `.tolist()`
+    in every layer, so those stay on the host; the attention kernel reads the copies on the device.
     """
 
     query_lengths: tuple[int, ...] = ()
@@ -59,10 +63,17 @@ class PackedSequences(PackedSeqParams):
     """[N + 1] or [2 N + 1] int32 on the device of the model."""
     positions: Tensor | None = None
     """[T] int64 on the device of the model: where each of this rank's tokens stands in its sequence."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """cos and sin [T, r / 2] float32 of the positions, for all layers; the model makes them in its first pass."""
     shard: RowShard | None = None
     """This rank's part of the row; None without context parallelism."""
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """By number of the layer that chose for the layers behind it: see `sparse_indexer`."""
+
+    @functools.cached_property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest sequence (or chunk), and the most keys that one sees."""
+        return max(self.query_lengths, default=0), max(self.key_lengths, default=0)
 
 
 class PackedAttention(torch.nn.Module):
@@ -106,60 +117,58 @@ class PackedAttention(torch.nn.Module):
         assert packed is not None, "the trainer always packs its sequences"
         if packed.shard is not None:
             key, value = packed.shard.keys_and_values(key, value)
-        if query.is_cuda and query.dtype != torch.float32 and masks is None:
-            return self._varlen(query, key, value, packed).reshape(query.size(0), -1)
-        masks = masks or [None] * len(packed.query_lengths)
-        return self._per_sequence(query, key, value, packed, masks).reshape(query.size(0), -1)
-
-    def _per_sequence(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None]
-    ) -> Tensor:
-        # [1, heads, T, d], the layout of scaled_dot_product_attention; a view, no copy.
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        parts = []
-        for a, b, c, mask in zip(
-            q.split(packed.query_lengths, dim=2),
-            k.split(packed.key_lengths, dim=2),
-            v.split(packed.key_lengths, dim=2),
-            masks,
-            strict=True,
-        ):
-            num_queries, num_keys = a.size(2), b.size(2)
-            if num_keys != num_queries:  # is_causal would align the first query with the first key
-                mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=a.device).tril(num_keys - num_queries)
-            out = torch.nn.functional.scaled_dot_product_attention(
-                a,
-                b,
-                c,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=query.size(1) != key.size(1),
+        kernel = REFERENCE if masks is not None else name_of("attention", query)
+        if kernel == REFERENCE:
+            lengths = packed.query_lengths, packed.key_lengths
+            out = ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale, masks=masks)
+        else:
+            attend = ops.varlen if kernel == "varlen" else ops.flash
+            assert packed.cu_query is not None and packed.cu_key is not None, "a row on a GPU has its lengths there"
+            out = attend(
+                *(query, key, value, packed.cu_query, packed.cu_key, *packed.longest), scale=self.softmax_scale
             )
-            parts.append(out)
-        return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+        return out.reshape(query.size(0), -1)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
-        # torch 2.10 calls causality `is_causal`; later it is a window of (-1, 0). Grouped queries came later still.
-        # Both align the last query of a sequence with its last key (FlashAttention since 2.1).
-        names = inspect.signature(varlen_attn).parameters
-        options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
-        if query.size(1) != key.size(1):
-            if "enable_gqa" in names:
-                options["enable_gqa"] = True
-            else:
-                repeats = query.size(1) // key.size(1)
-                key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        if self.softmax_scale is not None:
-            options["scale"] = self.softmax_scale
-        out: Tensor = varlen_attn(
-            *(x.contiguous() for x in (query, key, value)),
-            packed.cu_query,
-            packed.cu_key,
-            max(packed.query_lengths),
-            max(packed.key_lengths),
-            **options,
+class RotatingAttention(SelfAttention):
+    """Megatron's attention of packed rows, in which one op splits, norms and rotates.
+
+    Its parameters are Megatron's. A subclass may answer with another output (`forward`), or come from the hidden states
+    to queries and keys by another way (`rotated`).
+    """
+
+    def forward(
+        self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T_local, 1, H] -> [T_local, 1, H] (a part of the row under sequence parallelism), and the output's bias.
+
+        No rotary embedding is taken from the caller: the row has it.
+        """
+        query, key, value, gate = self.rotated(hidden_states, packed_seq_params)
+        if self.checkpoint_core_attention and self.training:
+            out = self._checkpointed_attention_forward(query, key, value, None, packed_seq_params=packed_seq_params)
+        else:
+            out = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+        out = out.unsqueeze(1)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(
+            out if gate is None else self._apply_output_gate(out, gate)
         )
-        return out
+        return output
+
+    def rotated(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], and a gate of the output, if any."""
+        assert packed.rotary is not None, "the model makes cos and sin before its first layer"
+        mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
+        weights = [None if norm is None else norm.weight for norm in (self.q_layernorm, self.k_layernorm)]
+        return *split_and_rotate(mixed, self._heads, *packed.rotary, *weights), None
+
+    @functools.cached_property
+    def _heads(self) -> Heads:
+        config = self.config
+        return Heads(
+            groups=self.num_query_groups_per_partition,
+            size=self.hidden_size_per_attention_head,
+            interleaved=config.rotary_interleaved,
+            eps=config.layernorm_epsilon,
+            zero_centered=config.layernorm_zero_centered_gamma,
+        )

@@ -36,6 +36,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.models.common.mlp import GatedSharedExperts
+
 
 class ExactRouter(TopKRouter):
     """Megatron's router with the choice and the weights of `transformers`.
@@ -77,6 +79,8 @@ class ExpertLayer(MoELayer):
         groups = get_default_pg_collection()
         parts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
         parts.submodules.router = ExactRouter
+        if parts.submodules.shared_experts is not None:
+            parts.submodules.shared_experts.module = GatedSharedExperts
         super().__init__(config, parts.submodules, pg_collection=groups)
         for parameter in self.experts.parameters():
             # Megatron sets this under expert parallelism only, as if experts were otherwise split like dense layers.

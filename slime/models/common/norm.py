@@ -11,6 +11,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.ops.norm import rms_norm
+
 
 class RMSNorm(torch.nn.Module):
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019), in the arithmetic of `transformers`."""
@@ -25,11 +27,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H] in the dtype of `x`."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.zero_centered:  # the weight is what differs from 1 (Gemma, Qwen3-Next), and is multiplied in float32
-            return (normed * (1 + self.weight.float())).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
 
 
 def current_device() -> torch.device:

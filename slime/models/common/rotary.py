@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,6 +97,21 @@ def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tens
     """positions [T] int64, frequencies [d / 2] -> cos and sin, each [T, 1, d / 2] float32, times `factor`."""
     angles = (positions.float().unsqueeze(1) * frequencies).unsqueeze(1)
     return angles.cos() * factor, angles.sin() * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embedding of a model whose layers share one."""
+
+    frequencies: Tensor
+    """[r / 2] float32 on the device of the model."""
+    factor: float
+    """What cos and sin are multiplied by."""
+
+    def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] int64 -> cos and sin, each [T, r / 2] float32."""
+        cos, sin = cos_sin(positions, self.frequencies, self.factor)
+        return cos.squeeze(1), sin.squeeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.models.common.attention import RotatingAttention
+from slime.models.common.mlp import GatedMLP
 from slime.models.common.norm import RMSNorm
 
 
-class NormedAttention(SelfAttention):
-    """Megatron's attention with a norm on its output."""
+class NormedAttention(RotatingAttention):
+    """Attention with a norm on its output."""
 
     def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
@@ -30,8 +31,8 @@ class NormedAttention(SelfAttention):
         return self.output_norm(output), None
 
 
-class NormedMLP(MLP):
-    """Megatron's MLP with a norm on its output."""
+class NormedMLP(GatedMLP):
+    """A gated MLP with a norm on its output."""
 
     def __init__(self, config: TransformerConfig) -> None:
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from slime.settings.families import model_type_of
 from slime.settings.fields import ChosenBy, Need, derived, opt
@@ -95,6 +95,10 @@ class TrainingSettings:
     """Spread samples over data-parallel ranks by the floating-point operations that they cost."""
     log_probs_chunk_size: int = 1024
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
+    kernels: Literal["auto", "reference", "fused"] = "auto"
+    """Which implementation of norms, rotary embedding, activations and attention trains: auto takes the kernels of a
+    GPU where they can run, reference plain PyTorch everywhere, for comparisons; fused is refused where one cannot run.
+    The log of rank 0 and slime doctor say what was chosen, and why."""
     seed: int = 1234
     """Seed of initialisation and dropout."""
     model_family: str | None = opt(

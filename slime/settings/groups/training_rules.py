@@ -78,6 +78,18 @@ def only_supported_parallelism(args: Args) -> str | None:
     return None
 
 
+def fused_kernels_can_run(args: Args) -> str | None:
+    """Kernels need a GPU, and those of attention half precision."""
+    if args.kernels != "fused":
+        return None
+    reasons = (
+        ("the trainer runs on a CPU", args.device == "cpu"),
+        ("the training dtype is float32", not (args.megatron["bf16"] or args.megatron["fp16"])),
+    )
+    found = " and ".join(reason for reason, holds in reasons if holds)
+    return f"got kernels fused, but {found}; use auto, which chooses by itself" if found else None
+
+
 def one_dtype(args: Args) -> str | None:
     """A model has one training dtype."""
     if args.megatron["fp16"] and args.megatron["bf16"]:
@@ -151,6 +163,7 @@ RULES: tuple[Rule, ...] = (
     world_divides,
     tensor_parallel_divides_heads,
     only_supported_parallelism,
+    fused_kernels_can_run,
     one_dtype,
     one_warm_up,
     warm_up_ends,

@@ -21,7 +21,8 @@ from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import Family, family_of
 from slime.models.common.hf_config import rope_of
-from slime.models.common.rotary import inverse_frequencies
+from slime.models.common.layers import rotates_by_megatron
+from slime.models.common.rotary import Rotary, attention_factor, inverse_frequencies
 from slime.settings.args import Args
 from slime.training.model.config import transformer_config
 from slime.training.model.layers import decoder_spec
@@ -96,6 +97,7 @@ def _build_chunk(
     offset = get_transformer_layer_offset(config, vp_stage)
     rotary_percent = family.architecture(hf_config)["rotary_percent"]
     spec = decoder_spec(family, config, hf_config)
+    by_megatron = any(rotates_by_megatron(layer.submodules.self_attention) for layer in spec.layer_specs)
     own = slice(offset, offset + get_num_layers_to_build(config, vp_stage))
     model = kind(
         config,
@@ -104,7 +106,7 @@ def _build_chunk(
         max_sequence_length=int(hf_config.get("max_position_embeddings") or 1 << 20),
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="none" if family.rotates_itself else "rope",
+        position_embedding_type="rope" if by_megatron and not family.rotates_itself else "none",
         rotary_percent=rotary_percent,
         rotary_base=theta,
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")) and kind is PolicyModel,
@@ -115,9 +117,11 @@ def _build_chunk(
     start = tp_rank * local
     group = mpu.get_tensor_model_parallel_group() if tp_size > 1 else None
     model.shard = VocabShard(start=start, num_valid=max(0, min(local, vocab_size - start)), group=group)
-    if model.position_embedding_type == "rope":
-        rotated = int(config.kv_channels * model.rotary_percent)
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, rotated).to(device)
+    if not family.rotates_itself:
+        frequencies = inverse_frequencies(hf_config, int(config.kv_channels * rotary_percent)).to(device)
+        model.rotary = Rotary(frequencies, attention_factor(hf_config))
+        if model.position_embedding_type == "rope":
+            model.rotary_pos_emb.inv_freq = frequencies
     _mark_sharded_parameters(model)
     return model.to(device)
 

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from slime.models.common.attention import PackedSequences
+from slime.models.common.rotary import Rotary
 from slime.training.model.log_probs import ScoreOptions, TokenScores, VocabShard, score_tokens, token_values
 
 
@@ -27,6 +28,8 @@ class PolicyModel(GPTModel):
     shard: VocabShard
     layer_offset: int
     """Number of the first layer of this chunk in the whole model."""
+    rotary: Rotary | None = None
+    """Of all layers; None where each makes its own."""
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks parameters for Megatron as its own method does, without the exchange of weights, which come later.
@@ -64,6 +67,9 @@ class PolicyModel(GPTModel):
         The backward pass of the returned tensor sums what the tensor-parallel ranks add to it. Of a chunk that is not
         the last: what goes to the next, [T_local, 1, H].
         """
+        if self.rotary is not None and packed.rotary is None:
+            assert packed.positions is not None, "a packed row knows the positions of its tokens"
+            packed.rotary = self.rotary.of(packed.positions)
         if packed.shard is not None:
             tokens, position_ids = (x.index_select(0, packed.shard.positions) for x in (tokens, position_ids))
         out = super().forward(

@@ -1,0 +1,151 @@
+"""Kernels of the root mean square norm. A program works on a tile of whole rows, so a row has to fit into registers.
+
+The backward kernel's programs each go through a share of the rows and keep their part of the weight's gradient, which
+`column_sums` adds up: no atomics, so the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slime.ops.kernels.sums import column_sums
+
+_TILE = 2048
+"""Entries of a tile where rows are shorter than that."""
+_LONGEST = 32768
+"""Entries of the longest row."""
+
+
+def _tile(size: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps, for rows of `size` entries."""
+    assert 0 < size <= _LONGEST, f"rows of {size} entries; the kernel takes up to {_LONGEST}"
+    columns = triton.next_power_of_2(size)
+    rows = max(1, _TILE // columns)
+    return rows, columns, min(16, max(4, rows * columns // 512))
+
+
+def forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """x [T, H] with entries side by side, weight [H] -> out [T, H], and 1 / root mean square [T] float32."""
+    num_rows, size = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_rows:
+        rows, columns, warps = _tile(size)
+        _forward[(triton.cdiv(num_rows, rows),)](
+            x, weight, out, scale, x.stride(0), num_rows, eps, size, zero_centered, rows, columns, num_warps=warps
+        )
+    return out, scale
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_centered: bool,
+    *,
+    needs_weight: bool,
+    num_programs: int,
+) -> tuple[Tensor, Tensor | None]:
+    """grad and x [T, H], weight [H], scale [T] -> gradients of x [T, H] and, if wanted, of the weight [H]."""
+    num_rows, size = x.shape
+    grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return out, torch.zeros_like(weight) if needs_weight else None
+    rows, columns, warps = _tile(size)
+    tiles = triton.cdiv(num_rows, rows)
+    programs = min(tiles, num_programs) if needs_weight else tiles
+    partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
+    _backward[(programs,)](
+        grad,
+        x,
+        weight,
+        scale,
+        out,
+        partial,
+        grad.stride(0),
+        x.stride(0),
+        num_rows,
+        size,
+        zero_centered,
+        needs_weight,
+        rows,
+        columns,
+        num_warps=warps,
+    )
+    return out, column_sums(partial, weight.dtype) if needs_weight else None
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    out,
+    scale,
+    stride,
+    num_rows,
+    eps,
+    SIZE: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    kind = out.dtype.element_ty
+    wide = tl.load(x + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)
+    normed = wide * inverse[:, None]
+    result = normed * (1.0 + w)[None, :] if CENTERED else normed.to(kind).to(tl.float32) * w[None, :]
+    tl.store(out + rows[:, None] * SIZE + columns[None, :], result.to(kind), mask=inside)
+    tl.store(scale + rows, inverse, mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward(  # type: ignore[no-untyped-def]
+    grad,
+    x,
+    weight,
+    scale,
+    out,
+    partial,
+    grad_stride,
+    stride,
+    num_rows,
+    SIZE: tl.constexpr,
+    CENTERED: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    columns = tl.arange(0, COLUMNS)
+    kind = out.dtype.element_ty
+    w = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+        g = tl.load(grad + rows[:, None] * grad_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        wide = tl.load(x + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(scale + rows, mask=rows < num_rows, other=0.0)
+        normed = wide * inverse[:, None]
+        if CENTERED:
+            of_normed = g * (1.0 + w)[None, :]
+            of_weight += g * normed
+        else:
+            of_normed = (g * w[None, :]).to(kind).to(tl.float32)
+            of_weight += g * normed.to(kind).to(tl.float32)
+        mean = tl.sum(of_normed * normed, 1) / SIZE
+        of_x = (of_normed - normed * mean[:, None]) * inverse[:, None]
+        tl.store(out + rows[:, None] * SIZE + columns[None, :], of_x.to(kind), mask=inside)
+    if NEEDS_WEIGHT:
+        row = partial + tl.program_id(0).to(tl.int64) * SIZE
+        tl.store(row + columns, tl.sum(of_weight, 0), mask=columns < SIZE)

@@ -1,0 +1,63 @@
+"""Root mean square norm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), as transformers rounds it.
+
+Statistics are float32. The normed value is rounded to the dtype of the input before the weight multiplies it; where the
+weight is what differs from 1 (Gemma, Qwen3-Next), it multiplies in float32, and the product is rounded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.ops.select import FUSED, name_of, num_processors
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """x [..., H], weight [H] -> [..., H]; the chosen implementation. A fused one wants both in one dtype."""
+    if name_of("norm", x) == FUSED:
+        out: Tensor = FusedNorm.apply(x, weight, eps, zero_centered)
+        return out
+    return reference(x, weight, eps, zero_centered=zero_centered)
+
+
+def reference(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+    """The formula in plain PyTorch."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if zero_centered:
+        return (normed * (1 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+class FusedNorm(torch.autograd.Function):
+    """One kernel forward and one backward, and one that sums the weight's gradient, in float32, over its programs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        assert x.dtype == weight.dtype, f"an input in {x.dtype} and a weight in {weight.dtype}"
+        kernels: Any = importlib.import_module("slime.ops.kernels.norm")
+        rows = x.reshape(-1, x.size(-1))
+        out, scale = kernels.forward(rows, weight, eps, zero_centered)
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.zero_centered = zero_centered
+        result: Tensor = out.view(x.shape)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        kernels: Any = importlib.import_module("slime.ops.kernels.norm")
+        rows, weight, scale = ctx.saved_tensors
+        (grad,) = grads
+        of_rows, of_weight = kernels.backward(
+            grad.reshape(rows.shape),
+            rows,
+            weight,
+            scale,
+            ctx.zero_centered,
+            needs_weight=ctx.needs_input_grad[1],
+            num_programs=2 * num_processors(rows.device),
+        )
+        return of_rows.view(grad.shape), of_weight, None, None

@@ -1,0 +1,114 @@
+"""Which implementation each op has on a device: chosen once when a trainer starts, printed by `slime doctor`.
+
+`--kernels` says what is wished: "auto" takes the fused form of an op where it can run, "reference" none, and "fused" is
+refused where one cannot. The reasons are part of the choice, so that nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import ConfigError
+from slime.ops.attention import flash_problems, varlen_problems
+
+Problems = Callable[[torch.device, torch.dtype], tuple[str, ...]]
+"""Why an implementation cannot run for a device and a training dtype; empty if it can."""
+REFERENCE, FUSED = "reference", "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The implementation of one op."""
+
+    op: str
+    name: str
+    """"reference", or the name of a fused form."""
+    why: str
+    """What speaks for it, or against the fused form."""
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.name} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A fused form of an op."""
+
+    name: str
+    what: str
+    """What computes it, in words."""
+    problems: Problems
+
+
+def triton_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why Triton's kernels cannot run."""
+    reasons = (
+        ("its kernels need a GPU", device.type != "cuda"),
+        ("triton is not installed", importlib.util.find_spec("triton") is None),
+        (f"its kernels do not compute in {dtype}", dtype == torch.float64),
+    )
+    return tuple(reason for reason, holds in reasons if holds)
+
+
+OPS: Mapping[str, tuple[Fused, ...]] = {
+    "norm": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
+    "qk_rotary": (Fused(FUSED, "one Triton kernel splits, norms and rotates queries and keys", triton_problems),),
+    "swiglu": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
+    "attention": (
+        Fused(FUSED, "aten::_flash_attention_forward, KV heads as they are", flash_problems),
+        Fused("varlen", "torch.nn.attention.varlen", varlen_problems),
+    ),
+}
+"""Op -> its fused forms, the best first."""
+
+_chosen: dict[str, Choice] = {}
+"""Of this process; an op that is not in it is computed by its reference."""
+
+
+def choose(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
+    """The implementation of every op on `device` in the training dtype `dtype`, as `kernels` (--kernels) wishes.
+
+    Raises `ConfigError` where "fused" is asked for and an op has no form that can run.
+    """
+    assert kernels in ("auto", REFERENCE, FUSED), f"--kernels {kernels}"
+    return tuple(_choose(op, device, dtype, kernels) for op in OPS)
+
+
+def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> Choice:
+    if kernels == REFERENCE:
+        return Choice(op, REFERENCE, "--kernels reference")
+    against: list[str] = []
+    for form in OPS[op]:
+        reasons = form.problems(device, dtype)
+        if not reasons:
+            return Choice(op, form.name, "; ".join((form.what, *against)))
+        against.append(f"not {form.what}: {' and '.join(reasons)}" if len(OPS[op]) > 1 else " and ".join(reasons))
+    if kernels == FUSED:
+        raise ConfigError(f"got --kernels fused, but {op} cannot: {'; '.join(against)}; use auto, which says what runs")
+    return Choice(op, REFERENCE, "; ".join(against))
+
+
+def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
+    """Chooses, and lets every op of this process compute so from now on. Raises `ConfigError` as `choose` does."""
+    choices = choose(device, dtype, kernels)
+    _chosen.clear()
+    _chosen.update((choice.op, choice) for choice in choices)
+    return choices
+
+
+def name_of(op: str, x: Tensor) -> str:
+    """The implementation that computes `op` of a tensor: the chosen one on a GPU, the reference on a CPU."""
+    choice = _chosen.get(op) if x.is_cuda else None
+    return REFERENCE if choice is None else choice.name
+
+
+@functools.lru_cache(maxsize=8)
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
