@@ -35,6 +35,7 @@ from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
 from slime.training.model.context import packed_sequences
+from slime.training.step.routing import BatchRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class PreparedBatch:
     """The critic's, before its update; None without one."""
     aims: AdvantagesAndReturns | None = None
     """None until `with_advantages`."""
+    routing: BatchRouting | None = None
+    """Where routers get their choice from in the passes over it; None: from themselves."""
 
 
 def prepare(
@@ -188,6 +191,9 @@ def to_device(
         return None if arrays is None else tensor(_join([arrays[p] for p in positions], np.float32))
 
     log_probs, aims = prepared.log_probs, prepared.aims
+    packed = packed_sequences(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device)
+    if prepared.routing is not None:
+        packed.routing = prepared.routing.row(positions, row, packed.shard, device)
     advantages = of(aims.advantages) if aims is not None else torch.zeros(sum(lengths), device=device)
     assert advantages is not None, "advantages were made"
     return MicroBatch(
@@ -196,7 +202,7 @@ def to_device(
         total_lengths=tuple(s.num_tokens for s in samples),
         tokens=tensor(row.tokens),
         position_ids=tensor(row.position_ids),
-        packed=packed_sequences(torch.from_numpy(row.cu_seqlens), max_seqlen=row.max_seqlen, device=device),
+        packed=packed,
         predicting=tensor(row.response_positions),
         target_tokens=tensor(row.target_tokens[row.response_positions]),
         sequences=Sequences(tensor(np.repeat(np.arange(len(samples)), lengths)), len(samples)),
