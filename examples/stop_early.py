@@ -34,6 +34,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
                 weight_version=part.weight_version,
                 text=part.text,
                 finish_reason=part.finish_reason,
+                routed_experts=part.routed_experts,
             )
             if END in sample.response:
                 sample.status = Status.COMPLETED

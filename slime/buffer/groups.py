@@ -62,6 +62,7 @@ def reset(sample: Sample) -> Sample:
         rollout_log_probs=None,
         token_versions=None,
         teacher_log_probs=None,
+        rollout_routed_experts=None,
         reward=None,
         status=Status.PENDING,
         remove_sample=False,

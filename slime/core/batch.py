@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.core.errors import DataError
+from slime.core.routed_experts import Ids
 from slime.core.sample import NOT_SAMPLED, Sample
 
 
@@ -37,6 +38,9 @@ class TrainSample:
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] nats, for on-policy distillation."""
+    routed_experts: Ids | None = None
+    """[at most T - 1, layers, topk] experts that the engine chose for the tokens from the first on, see
+    `slime.core.routed_experts`; None: not recorded."""
 
     def __post_init__(self) -> None:
         """An unscored sample trains nothing, so none of its tokens is a trained one."""
@@ -89,6 +93,7 @@ class TrainSample:
             index=sample.index,
             truncated=sample.status.value == "truncated",
             teacher_log_probs=teacher,
+            routed_experts=None if sample.rollout_routed_experts is None else sample.rollout_routed_experts.ids,
         )
 
 

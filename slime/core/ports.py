@@ -16,6 +16,10 @@ WeightVersion = int
 TOKEN_VERSIONS_KEY = "token_weight_version"
 """In the `meta_info` of an answer: the weight version of each token, where engines tell it."""
 
+ROUTED_EXPERTS_MARK = "-experts-"
+"""In a request's id, and behind it a number: return the routed experts of the tokens from that one on. The id is what
+sglang-router 0.3.2 hands on as it is; fields that it does not know it drops."""
+
 Digest = Callable[[Any], str]
 """Tensor -> hex digest, the same function that the engine applies to its resident tensors on that device."""
 

@@ -8,6 +8,7 @@ Invariants
 2. The last `response_length` entries of `tokens` are the response; the ids before them are the prompt.
 3. A position with `loss_mask == 1` was sampled by an engine: it has that engine's log-prob and weight version.
 4. `reward is None` means "not scored"; a failure is never turned into a number.
+5. `rollout_routed_experts` has at most one row per token but the last, from the first token on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import orjson
 
 from slime.core.errors import DataError
+from slime.core.routed_experts import RoutedExperts, join
 
 NOT_SAMPLED = -1
 """Weight version of a token that no engine sampled (a prompt, a tool result)."""
@@ -77,6 +79,8 @@ class Sample:
     """[R] weight version that sampled each token; `NOT_SAMPLED` elsewhere."""
     teacher_log_probs: list[float] | None = None
     """[R] log-prob (nats) of each response token under the teacher of `--opd-type sglang`; any number where masked."""
+    rollout_routed_experts: RoutedExperts | None = None
+    """[at most T - 1, layers, topk] experts that the engine chose when it read each token; None: not recorded."""
     label: Any = None
     """The reference answer, as the dataset gives it."""
     reward: float | dict[str, Any] | None = None
@@ -103,12 +107,14 @@ class Sample:
         weight_version: int | Sequence[int] = NOT_SAMPLED,
         text: str = "",
         finish_reason: str | None = None,
+        routed_experts: RoutedExperts | None = None,
     ) -> None:
         """Appends what an engine sampled (`log_probs` given, one per token) or what a tool returned (None: masked).
 
-        `weight_version`: of all tokens, or of each.
+        `weight_version`: of all tokens, or of each. `routed_experts`: as the engine's answer has them; tokens that
+        have a row keep it.
 
-        Raises `DataError` if the lengths differ or a sampled token has no weight version.
+        Raises `DataError` if the lengths differ, a sampled token has no weight version, or experts do not fit.
         """
         sampled = log_probs is not None
         if log_probs is not None and len(log_probs) != len(tokens):
@@ -122,6 +128,8 @@ class Sample:
             self.loss_mask = [1] * self.response_length
         self.rollout_log_probs = self.rollout_log_probs or []
         self.token_versions = self.token_versions or []
+        experts = join(self.rollout_routed_experts, routed_experts, len(self.tokens) + len(tokens))
+        self.rollout_routed_experts = experts
         self.tokens.extend(tokens)
         self.loss_mask.extend([int(sampled)] * len(tokens))
         self.rollout_log_probs.extend(log_probs if log_probs is not None else [0.0] * len(tokens))
@@ -160,7 +168,7 @@ class Sample:
         return float(self.reward)
 
     def validate(self) -> None:
-        """Raises `DataError` if invariant 1 or 2 of the module does not hold."""
+        """Raises `DataError` if invariant 1, 2 or 5 of the module does not hold."""
         if not 0 <= self.response_length <= len(self.tokens):
             raise DataError(f"sample {self.index}: response_length {self.response_length} of {len(self.tokens)} tokens")
         for name in PER_TOKEN[1:]:
@@ -169,6 +177,12 @@ class Sample:
                 raise DataError(
                     f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
                 )
+        experts = self.rollout_routed_experts
+        if experts is not None and (experts.start or experts.end >= max(len(self.tokens), 1)):
+            raise DataError(
+                f"sample {self.index}: routed experts of tokens {experts.start} to {experts.end} for "
+                f"{len(self.tokens)} tokens; they begin with the first, and the last one has none"
+            )
 
     def copy(self) -> Sample:
         """Shares nothing with this one. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
@@ -177,7 +191,9 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy; `from_dict` restores it exactly."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": self.status.value}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": self.status.value}
+        experts = self.rollout_routed_experts
+        return values | {"rollout_routed_experts": None if experts is None else experts.to_dict()}
 
     def to_json(self, *, allow_nan: bool = True) -> bytes:
         """`to_dict` as JSON, at a microsecond per eight tokens; `json` alone takes seven times as long.
@@ -201,7 +217,9 @@ class Sample:
         unknown = set(data) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise DataError(f"got unknown sample fields {sorted(unknown)}; written by another version of slime?")
-        return cls(**{**data, "status": Status(data["status"])})
+        experts = data.get("rollout_routed_experts")
+        restored = None if experts is None else RoutedExperts.from_dict(experts)
+        return cls(**{**data, "status": Status(data["status"]), "rollout_routed_experts": restored})
 
 
 @dataclass(frozen=True, slots=True)

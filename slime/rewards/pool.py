@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import logging
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -302,9 +303,12 @@ def _num_chars(value: Any) -> int:
 
 
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
-    """The sample as JSON; unless `whole`, without the per-token lists: most of the bytes, read by no built-in."""
+    """The sample as JSON; unless `whole`, without the per-token lists: most of the bytes, read by no built-in.
+
+    No grader gets the routed experts, which say nothing about an answer.
+    """
     without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
-    return sample.to_dict() | without
+    return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
 
 
 def _scores(reply: dict[str, Any], num_samples: int) -> list[Score]:

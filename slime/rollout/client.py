@@ -23,13 +23,23 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
-from slime.rollout.generation import NEVER_SENT, Generation, check_request, decode, parse_generation, parse_part
+from slime.core.ports import ROUTED_EXPERTS_MARK
+from slime.core.routed_experts import ExpertFormat
+from slime.rollout.generation import (
+    NEVER_SENT,
+    Generation,
+    check_request,
+    decode,
+    parse_experts,
+    parse_generation,
+    parse_part,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +83,15 @@ class EngineClient:
         vocab_size: int | None = None,
         api_key: str | None = None,
         token_versions: bool = False,
+        experts: ExpertFormat | None = None,
     ) -> None:
         """`max_concurrency`: requests in flight at most. `vocab_size`: ids beyond it kill an engine and are refused.
         `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each token.
+        `experts`: engines are asked for the routed experts, which look like this.
         """
         self.base_url = base_url.rstrip("/")
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
-        self._token_versions = token_versions
+        self._token_versions, self._experts = token_versions, experts
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._slots = asyncio.Semaphore(max_concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -93,13 +105,15 @@ class EngineClient:
         sampling_params: Mapping[str, Any],
         *,
         session_id: str | None = None,
+        experts_from: int = 0,
     ) -> Generation:
-        """Samples a continuation of `input_ids`.
+        """Samples a continuation of `input_ids`. `experts_from`: routed experts of earlier tokens are not sent again.
 
         Raises `RequestRejected` if the request can never succeed, `EngineError` if engine or router fail or answer
         nonsense, `DeadlineExceeded` after `request_timeout_s` (queueing in this client not counted).
         """
-        scope, (payload, headers) = REQUEST_SCOPE.get(), self._request(input_ids, sampling_params, session_id)
+        scope = REQUEST_SCOPE.get()
+        payload, headers = self._request(input_ids, sampling_params, session_id, experts_from)
         async with self._slots:
             await self._open.wait()
             if scope is not None and scope.aborted:
@@ -113,19 +127,30 @@ class EngineClient:
             except asyncio.CancelledError:
                 self._abort_later([payload["rid"]])
                 raise
-        return NEVER_SENT if answer is None else parse_generation(answer, self._token_versions)
+        if answer is None:
+            return NEVER_SENT
+        generation = parse_generation(answer, self._token_versions)
+        return self._with_experts(generation, answer, payload, len(generation.tokens))
 
     async def stream(
-        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        experts_from: int = 0,
     ) -> AsyncGenerator[Generation, None]:
         """As `generate`, in parts: yields what was sampled since the part before, for functions that stop early.
 
         Closing the iterator aborts the request in its engine; what it sampled beyond the last part is nobody's. Each
         part but the last has the finish reason `abort`, which is what it is if none comes after it. Engines send what
-        is new in each part (`incremental_streaming_output`, which slime's engines are started with).
+        is new in each part (`incremental_streaming_output`, which slime's engines are started with). The last part
+        has the routed experts of all: a stream that is closed before it has none.
         """
-        scope, (payload, headers) = REQUEST_SCOPE.get(), self._request(input_ids, sampling_params, session_id)
+        scope = REQUEST_SCOPE.get()
+        payload, headers = self._request(input_ids, sampling_params, session_id, experts_from)
         payload["stream"], content, rids = True, list[aiohttp.StreamReader](), set[str]()
+        num_sampled = 0
 
         async def post(*_: Any) -> tuple[int, bytes]:
             rids.add(payload["rid"])
@@ -149,7 +174,8 @@ class EngineClient:
                     answer = None if aborted else await self._post_with_retries(payload, headers, scope, post)
                 while answer is not None and not ended:
                     part, ended = parse_part(answer, self._token_versions)
-                    yield part
+                    num_sampled += len(part.tokens)
+                    yield self._with_experts(part, answer, payload, num_sampled) if ended else part
                     if not ended:
                         async with asyncio.timeout_at(ends_at):
                             answer = decode(await _event(content[0]))
@@ -210,13 +236,31 @@ class EngineClient:
             self._session = None
 
     def _request(
-        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], session_id: str | None
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        session_id: str | None,
+        experts_from: int = 0,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Payload and headers of a request that may be sent. Raises `RequestRejected`."""
         check_request(input_ids, sampling_params, self._vocab_size)
         params = {**sampling_params, "no_stop_trim": False}
-        payload = {"rid": uuid.uuid4().hex, "input_ids": list(input_ids), "sampling_params": params}
+        rid = uuid.uuid4().hex
+        if self._experts is not None:
+            # The engine takes a start up to the number of ids that it is given.
+            rid += f"{ROUTED_EXPERTS_MARK}{min(max(experts_from, 0), len(input_ids))}"
+        payload = {"rid": rid, "input_ids": list(input_ids), "sampling_params": params}
         return {**payload, "return_logprob": True}, {ROUTING_KEY_HEADER: session_id} if session_id else {}
+
+    def _with_experts(
+        self, generation: Generation, answer: Mapping[str, Any], payload: Mapping[str, Any], num_sampled: int
+    ) -> Generation:
+        """The last part of a request that sampled `num_sampled` tokens, with its routed experts if asked for."""
+        if self._experts is None or not num_sampled:
+            return generation
+        start = int(payload["rid"].partition(ROUTED_EXPERTS_MARK)[2])
+        total = len(payload["input_ids"]) + num_sampled
+        return replace(generation, routed_experts=parse_experts(answer, self._experts, start=start, num_tokens=total))
 
     def _late(self, payload: Mapping[str, Any]) -> DeadlineExceeded:
         owner, what = f"request {payload['rid']}", f"{self.base_url}/generate"
@@ -236,7 +280,7 @@ class EngineClient:
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
                 if scope is not None and scope.aborted:
                     return None
-                payload["rid"] = uuid.uuid4().hex
+                payload["rid"] = uuid.uuid4().hex + "".join(payload["rid"].partition(ROUTED_EXPERTS_MARK)[1:])
             try:
                 status, body = await (post or self._post)(payload, headers, scope)
             except aiohttp.ClientError as broken:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from slime.core.hf_config import num_experts_of, read_hf_config
+from slime.core.routed_experts import ExpertFormat
+from slime.models.common.hf_config import is_sparse
 from slime.rewards.pool import GraderPool
 from slime.rollout.client import EngineClient
 from slime.rollout.teacher import TeacherClient
@@ -23,6 +26,7 @@ def engine_client(args: Args, router_url: str | None, *, num_engines: int, api_k
         vocab_size=_vocab_size(args.hf_checkpoint),
         api_key=api_key,
         token_versions=args.pause_generation_mode != "abort",
+        experts=_expert_format(args),
     )
 
 
@@ -50,6 +54,15 @@ def grader_pool(args: Args) -> GraderPool:
         custom_rm_path=args.custom_rm_path,
         args=args,
     )
+
+
+def _expert_format(args: Args) -> ExpertFormat | None:
+    """What routed experts look like, where the engines return them."""
+    if not args.sglang.get("enable_return_routed_experts"):
+        return None
+    config = read_hf_config(args.hf_checkpoint)
+    sparse = tuple(is_sparse(config, layer) for layer in range(int(config["num_hidden_layers"])))
+    return ExpertFormat(num_experts_of(config), int(config["num_experts_per_tok"]), sparse)
 
 
 def _vocab_size(hf_checkpoint: str) -> int | None:

@@ -52,7 +52,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     params = {**sampling_params, "max_new_tokens": budget}
     if "min_new_tokens" in params:
         params["min_new_tokens"] = max(0, min(params["min_new_tokens"] - sample.response_length, budget))
-    generation = await context.engine().generate(sample.tokens, params, session_id=sample.session_id)
+    known = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.end
+    generation = await context.engine().generate(
+        sample.tokens, params, session_id=sample.session_id, experts_from=known
+    )
     if generation.finish_reason == "abort" and params.get("stop") and context.tokenizer is not None:
         generation = before_stop(generation, params["stop"], context.tokenizer)
     sample.append_response_tokens(
@@ -61,5 +64,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         weight_version=generation.weight_version,
         text=generation.text,
         finish_reason=generation.finish_reason,
+        routed_experts=generation.routed_experts,
     )
     return sample

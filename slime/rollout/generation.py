@@ -7,6 +7,7 @@ Invariants
    has lost the end token but keeps a matched stop string.
 3. Each id has a finite log-prob and a weight version: the engine's word for each where requests live through
    weight syncs, otherwise one for all.
+4. Routed experts have a row for each token that the engine read, from the one asked for to the last but one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime.core.errors import EngineError, RequestRejected
+from slime.core.errors import DataError, EngineError, RequestRejected
 from slime.core.ports import TOKEN_VERSIONS_KEY, WeightVersion
+from slime.core.routed_experts import ExpertFormat, RoutedExperts
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
 
 FORWARDED_SAMPLING_PARAMS = frozenset(
@@ -63,6 +65,8 @@ class Generation:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its prefix cache."""
+    routed_experts: RoutedExperts | None = None
+    """Of prompt and sampled tokens but the last; None if they were not asked for, or nothing was sampled."""
 
 
 NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
@@ -95,7 +99,17 @@ def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> 
         num -= 1
     versions = part.weight_version if isinstance(part.weight_version, int) else part.weight_version[:num]
     text = part.text[: len(part.text) - len(tokenizer.decode(part.tokens[num:]))]
-    return replace(part, tokens=part.tokens[:num], log_probs=part.log_probs[:num], weight_version=versions, text=text)
+    experts = part.routed_experts
+    if experts is not None:
+        experts = experts.upto(experts.end - (len(part.tokens) - num))
+    return replace(
+        part,
+        tokens=part.tokens[:num],
+        log_probs=part.log_probs[:num],
+        weight_version=versions,
+        text=text,
+        routed_experts=experts,
+    )
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -159,6 +173,29 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) ->
         prompt_tokens=int(meta.get("prompt_tokens") or 0),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )
+
+
+def parse_experts(
+    answer: Mapping[str, Any], experts: ExpertFormat, *, start: int, num_tokens: int
+) -> RoutedExperts | None:
+    """The routed experts of an answer that ends a request of `num_tokens` ids, sampled ones included.
+
+    None for a request that was aborted while it waited: the engine has let go of its tokens. Raises `EngineError` if
+    they are missing otherwise, or do not fit.
+    """
+    meta = answer.get("meta_info") or {}
+    text = meta.get("routed_experts")
+    if text is None:
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
+            return None
+        raise EngineError(
+            "got an answer without routed_experts, because the engine records none or the request's id was changed on "
+            "the way; start engines with enable_return_routed_experts (slime's own are, if the run asks for it)"
+        )
+    try:
+        return experts.decode(text, start=start, num_rows=max(0, num_tokens - 1 - start))
+    except DataError as problem:
+        raise EngineError(f"the engine's answer is not usable: {problem}") from problem
 
 
 def parse_part(answer: dict[str, Any], token_versions: bool = False) -> tuple[Generation, bool]:

@@ -44,5 +44,10 @@ class MismatchProbe:
 async def _answer(client: EngineClient, index: int, prompt: list[int], params: dict[str, Any]) -> TrainSample:
     made = await client.generate(prompt, dict(params))
     sample = Sample(group_index=index, index=index, tokens=list(prompt))
-    sample.append_response_tokens(made.tokens, log_probs=made.log_probs, weight_version=made.weight_version)
+    sample.append_response_tokens(
+        made.tokens,
+        log_probs=made.log_probs,
+        weight_version=made.weight_version,
+        routed_experts=made.routed_experts,
+    )
     return TrainSample.from_sample(sample, reward=0.0)

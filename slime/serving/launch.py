@@ -1,6 +1,8 @@
 """The launcher: `python -m slime.serving.launch <SGLang arguments>`, and with `--router` first, sglang-router.
 
-With `--token-versions` first the server tells the weight version of each token (`slime.compat.sglang_token_versions`).
+With `--token-versions` first the server tells the weight version of each token (`slime.compat.sglang_token_versions`);
+with SGLang's `--enable-return-routed-experts` it reads from a request's id that they are wanted
+(`slime.compat.sglang_routed_experts`).
 
 SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again,
 under the name `__mp_main__`, before it looks at what the child is to run. That is the hook: the same few lines run in
@@ -41,7 +43,7 @@ def device_of(arguments: list[str]) -> str:
 
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
-    from slime.compat import sglang_fresh_router, sglang_token_versions
+    from slime.compat import sglang_fresh_router, sglang_routed_experts, sglang_token_versions
     from slime.compat.sglang_cpu import activate, forked_children
 
     die_with_parent(expected_parent)
@@ -50,6 +52,8 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     sglang_fresh_router.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
         sglang_token_versions.register()
+    if sglang_routed_experts.FLAG in arguments:
+        sglang_routed_experts.register()
 
 
 def serve(arguments: list[str]) -> None:

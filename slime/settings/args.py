@@ -29,6 +29,7 @@ from slime.settings.groups.off_policy import OffPolicySettings
 from slime.settings.groups.parameters import ParameterSettings
 from slime.settings.groups.reward import RewardSettings
 from slime.settings.groups.rollout import RolloutSettings
+from slime.settings.groups.routing import RoutingSettings
 from slime.settings.groups.serving import ServingSettings
 from slime.settings.groups.teacher import TeacherSettings
 from slime.settings.groups.training import TrainingSettings
@@ -52,6 +53,7 @@ class Args(
     RewardSettings,
     AlgorithmSettings,
     OffPolicySettings,
+    RoutingSettings,
     TeacherSettings,
     CriticSettings,
     ParameterSettings,

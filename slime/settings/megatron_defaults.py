@@ -47,7 +47,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "moe_router_load_balancing_type": ("none", "there is no loss that balances"),
     "moe_router_bias_update_rate": (0.0, "the bias is the checkpoint's, and the engines'"),
     "moe_router_force_load_balancing": (False, "it routes at random"),
-    "moe_enable_routing_replay": (False, "the router does not record its choices"),
+    "moe_enable_routing_replay": (
+        False,
+        "slime's router replays by --use-routing-replay and --use-rollout-routing-replay",
+    ),
     "moe_router_topk_limited_devices": (None, "groups of experts are the checkpoint's"),
     "moe_apply_probs_on_input": (False, "no supported family does"),
     "moe_latent_size": (None, "no supported family has it"),

@@ -59,6 +59,7 @@ from slime.training.step.micro_batch import PreparedBatch, prepare, with_advanta
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
+from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Staging
 from slime.training.step.train import (
     StepContext,
@@ -144,15 +145,18 @@ class MegatronBackend:
         """
         self._require_awake("train")
         context, version = self._context, self.weight_version
-        prepared = self._with_advantages(self._prepare(batch))
+        first = self._prepare(batch)
+        prepared = self._with_advantages(first)
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         # The policy goes first: what its checks refuse leaves the critic alone, too.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
             metrics |= train_on(
                 context, objective_of(self.args, self._algorithm), self._trainable, prepared, version=version
             )
+        if first.routing is not None:
+            metrics |= first.routing.metrics(batch)
         if self._critic is not None:
-            metrics |= self._critic.train(context, prepared, version=version)
+            metrics |= self._critic.train(context, dataclasses.replace(prepared, routing=None), version=version)
         self._others.note_trained(batch.rollout_id)
         return metrics
 
@@ -179,13 +183,14 @@ class MegatronBackend:
         Raises `NumericsError` for a log-prob that is not finite. Collective.
         """
         self._require_awake("measure_loss")
-        prepared, evaluation = self._prepare(batch, one_step=True), LogProbs(self.args, whole=True)
+        prepared = self._prepare(batch, one_step=True, sampled=False)
+        evaluation = LogProbs(self.args, whole=True)
         (log_probs,) = forward_batch(self._context, evaluation, self._trainable.ddps, prepared)
         check_log_probs(prepared, BatchLogProbs(old=log_probs), None, run_dir=self.args.run_dir)
         return mean_loss(log_probs, batch)
 
-    def _prepare(self, batch: TrainBatch, *, one_step: bool = False) -> PreparedBatch:
-        return prepare(
+    def _prepare(self, batch: TrainBatch, *, one_step: bool = False, sampled: bool = True) -> PreparedBatch:
+        prepared = prepare(
             batch,
             self.args,
             self._algorithm,
@@ -195,6 +200,9 @@ class MegatronBackend:
             flops=self._flops if self.args.balance_data else None,
             one_step=one_step,
         )
+        config = self._trainable.chunks[0].config
+        routing = BatchRouting.of(self.args, batch, config, self.device) if sampled else None
+        return dataclasses.replace(prepared, routing=routing)
 
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:
         """Adds what the loss needs of forward passes before the update, and the advantages made from it."""
@@ -202,13 +210,16 @@ class MegatronBackend:
         if fine_tunes(args):
             return with_advantages(prepared, args, self._algorithm, BatchLogProbs())
         old = self._old_log_probs(context, prepared)
+        if old and prepared.routing is not None:
+            prepared = dataclasses.replace(prepared, routing=prepared.routing.afterwards())
+        by_themselves = dataclasses.replace(prepared, routing=None)
         log_probs = BatchLogProbs(
             old=old[0] if old else None,
             old_full=old[1] if len(old) > 1 else None,
-            ref=self._others.log_probs(REFERENCE, context, prepared),
-            teacher=self._others.log_probs(TEACHER, context, prepared),
+            ref=self._others.log_probs(REFERENCE, context, by_themselves),
+            teacher=self._others.log_probs(TEACHER, context, by_themselves),
         )
-        values = self._critic.values(context, prepared) if self._critic is not None else None
+        values = self._critic.values(context, by_themselves) if self._critic is not None else None
         check_log_probs(prepared, log_probs, values, run_dir=args.run_dir)
         return with_advantages(prepared, args, self._algorithm, log_probs, values)
 

@@ -76,7 +76,12 @@ class InProcessEngine:
         self._serving.set()
 
     async def generate(
-        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        experts_from: int = 0,
     ) -> Generation:
         scope = REQUEST_SCOPE.get()
         await asyncio.sleep(self.rng.choice([0.0, 0.01]))

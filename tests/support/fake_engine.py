@@ -7,6 +7,7 @@ tick, and misbehaves on demand.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections import deque
@@ -14,8 +15,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
+from slime.core.ports import ROUTED_EXPERTS_MARK
 from tests.support.loopback import served
 
 
@@ -26,6 +29,9 @@ class FakeEngine:
     tick_s: float = 0.0
     stop_after: int | None = None
     weight_version: str = "1"
+    records: bool = True
+    """Whether it returns routed experts to those who ask: of a model with one layer, two of 200 experts for each token,
+    which are the remainder of its id by 100 and that plus 100."""
     stops: deque[int] = field(default_factory=deque)
     """Popped by each /generate before `stop_after` applies."""
     faults: deque[Any] = field(default_factory=deque)
@@ -94,6 +100,12 @@ class FakeEngine:
             if self.tick_s:
                 await asyncio.sleep(self.tick_s)
         text = "".join(chr(55 + i) for i in ids if i != 1)
+        _, mark, start = body["rid"].partition(ROUTED_EXPERTS_MARK)
+        recorded = {}
+        if mark and self.records:
+            read = [*body["input_ids"], *ids][int(start) : -1]
+            rows = np.asarray([[t % 100, 100 + t % 100] for t in read], "<i4")
+            recorded = {"routed_experts": base64.b64encode(rows.tobytes()).decode()}
         return {
             "text": text,
             "output_ids": ids,
@@ -102,6 +114,7 @@ class FakeEngine:
                 "weight_version": self.weight_version,
                 "prompt_tokens": len(body["input_ids"]),
                 "cached_tokens": 0,
+                **recorded,
                 "output_token_logprobs": [[-0.5 - i / 1000, token, None] for i, token in enumerate(ids)],
             },
         }

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from slime.core.batch import TrainBatch, TrainSample
+from slime.core.routed_experts import not_recorded
 from slime.settings import Args
 from slime.settings.resolve import assemble
 
@@ -88,6 +89,20 @@ def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, voc
 def with_samples(batch: TrainBatch, samples: list[TrainSample]) -> TrainBatch:
     """The same batch holding other samples."""
     return dataclasses.replace(batch, samples=tuple(samples))
+
+
+def with_routed_experts(
+    batch: TrainBatch, num_layers: int, num_experts: int, topk: int, *, seed: int = 5, recorded: float = 0.8
+) -> TrainBatch:
+    """The same batch with experts that an engine might have chosen, at random; of some tokens there is no record."""
+    rng = np.random.default_rng(seed)
+
+    def record(num_rows: int) -> Any:
+        ids = rng.random((num_rows, num_layers, num_experts)).argsort(-1)[..., :topk].astype(np.uint8)
+        ids[rng.random(num_rows) >= recorded] = not_recorded(np.uint8)
+        return ids
+
+    return with_samples(batch, [dataclasses.replace(s, routed_experts=record(s.num_tokens - 1)) for s in batch.samples])
 
 
 def listening_addresses(pid: int) -> set[str]:

@@ -25,6 +25,13 @@ from slime.ops.qk_rotary import Heads, split_and_rotate
 from slime.ops.select import REFERENCE, name_of
 
 
+class Choices(Protocol):
+    """Where experts come from, as a router asks while its layer runs. See `slime.models.common.routing_replay`."""
+
+    def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
+        """own [T, topk] of layer `layer`, counted from 0 over the whole model -> the choice [T, topk] int64."""
+
+
 class RowShard(Protocol):
     """What context parallelism makes of a packed row, as attention and the output layer need it.
 
@@ -69,6 +76,8 @@ class PackedSequences(PackedSeqParams):
     """This rank's part of the row; None without context parallelism."""
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """By number of the layer that chose for the layers behind it: see `sparse_indexer`."""
+    routing: Choices | None = None
+    """Where the tokens' experts come from; None: routers choose by themselves."""
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:

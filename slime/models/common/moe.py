@@ -36,6 +36,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.models.common.attention import Choices
 from slime.models.common.mlp import GatedSharedExperts
 
 
@@ -46,6 +47,9 @@ class ExactRouter(TopKRouter):
     in their own dtype, and scores a group by topk / group_topk of its experts.
     """
 
+    choices: Choices | None = None
+    """Set while a layer runs whose row has choices of its own: see `routing_replay`."""
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [T, 1, experts] -> weights [T, experts] in their dtype, 0 where not chosen, and bool of that shape."""
         config = self.config
@@ -54,6 +58,8 @@ class ExactRouter(TopKRouter):
         scores = wide.sigmoid() if config.moe_router_score_function == "sigmoid" else wide.softmax(-1)
         with torch.no_grad():
             chosen = self._choose(scores if self.expert_bias is None else scores + self.expert_bias)
+            if self.choices is not None:
+                chosen = self.choices.choose(self.layer_number - 1, chosen, config.num_moe_experts)
         weights = scores.gather(1, chosen)
         if not config.moe_router_pre_softmax:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.core.hf_config import HfConfig
 from slime.models import Family
 from slime.models.common.norm import RMSNorm
+from slime.models.common.routing_replay import RoutedLayer
 
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:
@@ -26,7 +27,7 @@ def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig)
             self_attention=family.attention(config, hf_config, number, base.submodules.self_attention),
             mlp=family.mlp(config, hf_config, number, base.submodules.mlp),
         )
-        return ModuleSpec(module=base.module, submodules=parts)
+        return ModuleSpec(module=RoutedLayer if config.num_moe_experts else base.module, submodules=parts)
 
     return TransformerBlockSubmodules(
         layer_specs=[layer(number) for number in range(config.num_layers)], layer_norm=RMSNorm

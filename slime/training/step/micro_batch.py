@@ -35,6 +35,7 @@ from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
 from slime.training.model.context import RowPlan
+from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Put, put_each
 
 
@@ -55,6 +56,8 @@ class PreparedBatch:
     """The critic's, before its update; None without one."""
     aims: AdvantagesAndReturns | None = None
     """None until `with_advantages`."""
+    routing: BatchRouting | None = None
+    """Where routers get their choice from in the passes over it; None: from themselves."""
 
 
 def prepare(
@@ -188,13 +191,16 @@ def to_device(
         **plan.arrays,
     }
     tensors = (put or put_each(device))(arrays)
+    packed = plan.packed(tensors)
+    if prepared.routing is not None:
+        packed.routing = prepared.routing.row(positions, row, packed.shard, device)
     return MicroBatch(
         positions=tuple(positions),
         lengths=lengths,
         total_lengths=tuple(s.num_tokens for s in samples),
         tokens=tensors["tokens"],
         position_ids=tensors["position_ids"],
-        packed=plan.packed(tensors),
+        packed=packed,
         predicting=tensors["predicting"],
         target_tokens=tensors["target_tokens"],
         sequences=Sequences(tensors["sequences"], len(samples)),

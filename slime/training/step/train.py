@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -122,7 +123,7 @@ def _meter(context: StepContext, version: int) -> MismatchMeter:
 
 
 def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
-    meter = _meter(context, version)
+    meter, prepared = _meter(context, version), dataclasses.replace(prepared, routing=None)  # nothing is routed here
     for step in prepared.schedule.steps if context.reports else ():
         for batch in _batches(context, prepared, step):
             own = [log_probs[p] for p in batch.positions]

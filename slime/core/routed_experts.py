@@ -1,0 +1,163 @@
+"""`RoutedExperts`: which experts each token of a sequence was sent to, layer by layer, as the engine chose them.
+
+An engine chooses when it reads a token, so the token sampled last has no row. Rows of a sample are those of its tokens
+from the first on; they join part by part (turns, interrupted requests), and what is there stays: a row belongs to the
+token that was sampled from it, under that version of the weights.
+
+Invariants
+1. Row i is of token `start + i`, and has one entry for each layer of the model; those of dense layers mean nothing.
+2. A row is whole or not recorded: then all its entries are `not_recorded(dtype)`, which is no expert's number.
+3. Arrays are not written to after they were made.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from slime.core.errors import DataError
+
+Ids: TypeAlias = "npt.NDArray[np.uint8 | np.int16]"
+"""[rows, L, topk], all of one of these types."""
+_ON_THE_WIRE = np.dtype("<i4")
+"""Of SGLang 0.5.16: base64 of int32, one number per token, layer and choice."""
+
+
+def dtype_for(num_experts: int) -> npt.DTypeLike:
+    """The narrowest of uint8 and int16 that holds a number for each expert and one for "not recorded"."""
+    return np.uint8 if num_experts < np.iinfo(np.uint8).max else np.int16
+
+
+def not_recorded(dtype: npt.DTypeLike) -> int:
+    """The number that stands in a row without a record."""
+    return int(np.iinfo(dtype).max)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFormat:
+    """What a model's choices look like."""
+
+    num_experts: int
+    """Routed experts of a layer."""
+    topk: int
+    """Experts of a token in each layer."""
+    sparse: tuple[bool, ...]
+    """[L] whether a layer has routed experts."""
+
+    def decode(self, text: str, *, start: int, num_rows: int) -> RoutedExperts:
+        """An engine's base64 of `num_rows` rows, of which the first is of token `start`.
+
+        Raises `DataError` for another number of rows, a number that no expert has, or a row that was never written.
+        """
+        try:
+            flat = np.frombuffer(base64.b64decode(text, validate=True), _ON_THE_WIRE)
+        except (binascii.Error, ValueError) as error:
+            raise DataError(f"got routed experts that are not base64 of int32: {error}") from error
+        size = len(self.sparse) * self.topk
+        if len(flat) != num_rows * size:
+            raise DataError(
+                f"got {len(flat)} routed experts for {num_rows} tokens of {len(self.sparse)} layers with {self.topk} "
+                "each; engine and --hf-checkpoint must be the same model"
+            )
+        rows = flat.reshape(num_rows, len(self.sparse), self.topk)
+        if rows.size and not (rows.min() >= 0 and rows.max() < self.num_experts):
+            raise DataError(f"got experts {rows.min()} to {rows.max()} of a model with {self.num_experts}")
+        if self.topk > 1:
+            unwritten = (rows[..., 0] == rows[..., 1]) & np.asarray(self.sparse)
+            if unwritten.any():
+                token, layer = np.argwhere(unwritten)[0].tolist()
+                raise DataError(
+                    f"got expert {rows[token, layer, 0]} twice for token {start + token} in layer {layer}: the engine "
+                    "did not record that token; leave out --use-rollout-routing-replay for this engine's settings"
+                )
+        return RoutedExperts(rows.astype(dtype_for(self.num_experts)), start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """Choices for some consecutive tokens of a sequence."""
+
+    ids: Ids
+    """[rows, L, topk] numbers of the experts."""
+    start: int = 0
+    """The token of the first row."""
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.int16) or self.start < 0:
+            raise DataError(
+                f"got routed experts of shape {self.ids.shape} and dtype {self.ids.dtype} from token {self.start} on; "
+                "give [rows, layers, topk] of uint8 or int16"
+            )
+
+    @property
+    def end(self) -> int:
+        """The token behind the last row."""
+        return self.start + len(self.ids)
+
+    @property
+    def recorded(self) -> npt.NDArray[np.bool_]:
+        """[rows] whether a row has a record."""
+        recorded: npt.NDArray[np.bool_] = self.ids[:, 0, 0] != not_recorded(self.ids.dtype)
+        return recorded
+
+    def upto(self, end: int) -> RoutedExperts:
+        """The rows before token `end`."""
+        return RoutedExperts(self.ids[: max(0, end - self.start)], self.start)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> npt.NDArray[Any]:
+        return np.asarray(self.ids, dtype)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutedExperts):
+            return NotImplemented
+        same = self.start == other.start and self.ids.dtype == other.ids.dtype
+        return same and np.array_equal(self.ids, other.ids)
+
+    def __deepcopy__(self, _memo: object) -> RoutedExperts:
+        return self  # invariant 3
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serialisable; `from_dict` restores it exactly."""
+        text = base64.b64encode(self.ids.tobytes()).decode()
+        return {"start": self.start, "dtype": str(self.ids.dtype), "shape": list(self.ids.shape), "ids": text}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RoutedExperts:
+        """Restores what `to_dict` wrote. Raises `DataError` if it is damaged."""
+        try:
+            flat = np.frombuffer(base64.b64decode(data["ids"], validate=True), np.dtype(data["dtype"]))
+            return cls(flat.reshape(data["shape"]), int(data["start"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"got damaged routed experts: {type(error).__name__}: {error}") from error
+
+
+def join(known: RoutedExperts | None, more: RoutedExperts | None, num_tokens: int) -> RoutedExperts | None:
+    """The rows of a sequence from its first token on: those known, then those of `more` that come behind them.
+
+    Between them tokens may be without a record. None if there is nothing. Raises `DataError` for other layers or
+    another topk, and for a row of the last of the `num_tokens` tokens, which no engine has read yet.
+    """
+    if more is None:
+        return known
+    if more.end >= max(num_tokens, 1):
+        raise DataError(f"got routed experts of {more.end} tokens for {num_tokens}; the last one has been sampled only")
+    done = 0 if known is None else len(known.ids)
+    if known is not None and (known.ids.shape[1:], known.ids.dtype) != (more.ids.shape[1:], more.ids.dtype):
+        raise DataError(
+            f"got routed experts of shape {more.ids.shape} and {more.ids.dtype} behind {known.ids.shape} and "
+            f"{known.ids.dtype}; one sample is of one model"
+        )
+    if more.end <= done:
+        return known
+    gap = max(0, more.start - done)
+    parts = [more.ids[max(0, done - more.start) :]]
+    if gap:
+        parts.insert(0, np.full((gap, *more.ids.shape[1:]), not_recorded(more.ids.dtype), more.ids.dtype))
+    if known is not None:
+        parts.insert(0, known.ids)
+    return RoutedExperts(np.concatenate(parts))

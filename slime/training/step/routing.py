@@ -1,0 +1,143 @@
+"""Which experts the routers of a batch's passes choose: the engines' record, that of an earlier pass, or their own.
+
+Engines record what they chose when they sampled (`--use-rollout-routing-replay`); what the old policy's pass chose can
+be kept for the passes that are trained (`--use-routing-replay`). Both are choices of the trained policy, so only its
+passes replay them: reference, teacher and critic have other weights and route by themselves.
+
+Invariants
+1. A record is split over ranks as the tokens of its row are: context-parallel chunks, then sequence-parallel slices.
+2. What a rank keeps of a micro-batch is read for the same micro-batch: passes over one batch share its schedule.
+3. Without a record there is nothing here, and passes are what they always were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.errors import DataError
+from slime.core.routed_experts import not_recorded
+from slime.data.packing import PackedBatch
+from slime.models.common.attention import RowShard
+from slime.models.common.routing_replay import RowRouting
+from slime.settings import Args
+
+Kept = dict[tuple[int, ...], dict[int, Tensor]]
+"""Positions of a micro-batch -> layer -> the choice of this rank's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRouting:
+    """What the routers do in a pass over one batch."""
+
+    samples: tuple[TrainSample, ...]
+    """Empty where the engines' record is not read."""
+    replays: bool
+    """Whether the engines' record is the choice; otherwise it is compared only."""
+    counts: Tensor | None
+    """See `RowRouting`; of this rank."""
+    keeps: bool = False
+    """Whether this pass fills `kept`; otherwise it reads it."""
+    kept: Kept = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: Args, batch: TrainBatch, config: Any, device: torch.device) -> BatchRouting | None:
+        """Of the first pass of the policy over a batch; None if its routers choose by themselves, uncounted.
+
+        `config`: Megatron's, of the policy.
+        Raises `DataError` for a record of another model, and for a batch without any that is to be replayed.
+        """
+        replays, keeps = args.use_rollout_routing_replay, args.use_routing_replay
+        is_recorded = any(s.routed_experts is not None for s in batch.samples)
+        if replays and not is_recorded:
+            raise DataError(
+                f"got step {batch.rollout_id} without routed experts, which --use-rollout-routing-replay replays; let "
+                "the generate function hand them to Sample.append_response_tokens(routed_experts=...)"
+            )
+        if not (is_recorded or keeps):
+            return None
+        _check(config, batch)
+        counts = torch.zeros(2, dtype=torch.float64, device=device) if is_recorded else None
+        return cls(batch.samples if is_recorded else (), replays, counts, keeps=keeps)
+
+    def afterwards(self) -> BatchRouting | None:
+        """Of the passes after the first one; None if routers choose by themselves in them."""
+        if self.keeps:
+            return dataclasses.replace(self, samples=(), counts=None, keeps=False)
+        return dataclasses.replace(self, counts=None) if self.replays else None
+
+    def row(
+        self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
+    ) -> RowRouting:
+        """The routing of a micro-batch, which the samples at `positions` make, packed as `row`."""
+        key = tuple(positions)
+        if not self.keeps and key in self.kept:
+            return RowRouting(self.kept[key])
+        kept: dict[int, Tensor] | None = {} if self.keeps and key else None
+        if kept is not None:
+            self.kept[key] = kept
+        recorded = self._recorded(positions, row, shard, device)
+        layers = {} if recorded is None else dict(enumerate(recorded.unbind(1)))
+        return RowRouting(layers, self.replays, kept, self.counts)
+
+    def _recorded(
+        self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
+    ) -> Tensor | None:
+        """[T, L, topk] of this rank's tokens; None if no sample of the micro-batch has a record."""
+        parts = [self.samples[p].routed_experts for p in positions] if self.samples else []
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        whole = np.full((len(row.tokens), *known[0].shape[1:]), not_recorded(known[0].dtype), known[0].dtype)
+        for start, part in zip(row.cu_seqlens.tolist(), parts, strict=False):
+            if part is not None:
+                whole[start : start + len(part)] = part
+        ids = torch.from_numpy(whole).to(device, non_blocking=True)
+        if shard is not None:
+            ids = ids.index_select(0, shard.positions)
+        # Experts under tensor parallelism always come with sequence parallelism.
+        slices = mpu.get_tensor_model_parallel_world_size() if mpu.is_initialized() else 1
+        return ids.chunk(slices)[mpu.get_tensor_model_parallel_rank()] if slices > 1 else ids
+
+    def metrics(self, batch: TrainBatch) -> dict[str, float]:
+        """What is known of the engines' record, the same on every rank. Collective where there is one."""
+        if self.counts is None:
+            return {}
+        counts = self.counts.clone()
+        dist.all_reduce(counts)
+        compared, differing = counts.tolist()
+        size = sum(s.routed_experts.nbytes for s in batch.samples if s.routed_experts is not None)
+        shares = {"train/routing_changed": differing / compared} if compared else {}
+        return {
+            **shares,
+            "train/routing_unrecorded_tokens": float(sum(map(_unrecorded, batch.samples))),
+            "train/routing_bytes_per_token": size / sum(s.num_tokens for s in batch.samples),
+        }
+
+
+def _check(config: Any, batch: TrainBatch) -> None:
+    expected = (config.num_layers, config.moe_router_topk)
+    for s in batch.samples:
+        if s.routed_experts is not None and s.routed_experts.shape[1:] != expected:
+            raise DataError(
+                f"sample {s.index}: routed experts of {s.routed_experts.shape[1:]} layers and choices, because another "
+                f"model than the trainer's, which has {expected}, recorded them; check --hf-checkpoint"
+            )
+
+
+def _unrecorded(sample: TrainSample) -> int:
+    """Trained tokens that were predicted from a token without a record."""
+    recorded = np.zeros(sample.num_tokens, np.bool_)
+    if (ids := sample.routed_experts) is not None:
+        recorded[: len(ids)] = ids[:, 0, 0] != not_recorded(ids.dtype)
+    first = sample.num_tokens - sample.response_length - 1
+    return int(((sample.loss_mask > 0) & ~recorded[first : first + sample.response_length]).sum())

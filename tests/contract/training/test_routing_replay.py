@@ -1,0 +1,284 @@
+"""Experts that a real engine chose are the ones that the trainer uses, token by token and layer by layer (R3)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.routed_experts import ExpertFormat
+from slime.core.sample import Sample
+from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.generation import Generation
+from tests.support.engine_state import relabel
+from tests.support.engines import fronting, serving, spec_of
+from tests.support.ranks import Ranks
+from tests.support.tiny import write_tiny_model
+from tests.support.training_ranks import run_layouts
+
+LAYERS, EXPERTS, TOPK = 4, 16, 4
+FORMAT = ExpertFormat(EXPERTS, TOPK, sparse=(True,) * LAYERS)
+NUM, LENGTH = 24, 48
+PARAMS = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
+    return write_tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", **sizes)
+
+
+@pytest.fixture(scope="module")
+def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The router before an engine that records, at version 1."""
+    folder = tmp_path_factory.mktemp("engine")
+    spec = spec_of(checkpoint, extra={"enable_return_routed_experts": True})
+    with serving(spec, folder) as server, fronting(server.url, folder) as front:
+        relabel(server.url, 1)
+        yield front.url
+
+
+def asking(url: str, work: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        client = EngineClient(url, request_timeout_s=300, experts=FORMAT)
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+async def extend(client: EngineClient, sample: Sample, num: int) -> Generation:
+    """As the default generation does it."""
+    known = sample.rollout_routed_experts
+    made = await client.generate(
+        sample.tokens, {**PARAMS, "max_new_tokens": num}, experts_from=0 if known is None else known.end
+    )
+    append(sample, made)
+    return made
+
+
+def append(sample: Sample, made: Generation) -> None:
+    sample.append_response_tokens(
+        made.tokens,
+        log_probs=made.log_probs,
+        weight_version=made.weight_version,
+        routed_experts=made.routed_experts,
+    )
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, 100, int(rng.integers(2, 30))).tolist() for _ in range(NUM)]
+
+
+@pytest.fixture(scope="module")
+def batch(url: str) -> TrainBatch:
+    """Sampled through router and client."""
+    samples = [Sample(group_index=i // 2, index=i, tokens=ids) for i, ids in enumerate(prompts())]
+
+    async def work(client: EngineClient) -> None:
+        await asyncio.gather(*(extend(client, s, LENGTH) for s in samples))
+
+    asking(url, work)
+    rng = np.random.default_rng(3)
+    made = tuple(TrainSample.from_sample(s, reward=float(rng.normal())) for s in samples)
+    return TrainBatch(rollout_id=0, samples=made)
+
+
+def test_every_token_but_the_last_has_its_experts(batch: TrainBatch) -> None:
+    for s in batch.samples:
+        assert s.routed_experts is not None and s.routed_experts.dtype == np.uint8
+        assert s.routed_experts.shape == (s.num_tokens - 1, LAYERS, TOPK)
+        assert (np.diff(np.sort(s.routed_experts, -1).astype(int), axis=-1) > 0).all(), "an expert twice"
+    every = np.concatenate([s.routed_experts for s in batch.samples if s.routed_experts is not None])
+    assert (every.std(axis=0) > 0).all(), "all tokens went one way"
+
+
+def test_parts_of_a_sample_join(url: str) -> None:
+    """A turn, a tool's answer, an interrupted turn and the rest of it; the whole read once more says the same."""
+
+    async def interrupted(client: EngineClient, sample: Sample) -> None:
+        scope = RequestScope()
+        token = REQUEST_SCOPE.set(scope)
+        running = asyncio.create_task(extend(client, sample, 600))
+        REQUEST_SCOPE.reset(token)
+        async with aclosing(client.stream([2, 40], {**PARAMS, "max_new_tokens": 20})) as parts:
+            async for _ in parts:
+                pass
+        await client.abort_scope(scope)
+        made = await running
+        assert made.finish_reason == "abort" and 0 < len(made.tokens) < 600
+
+    async def work(client: EngineClient) -> tuple[Sample, Generation]:
+        sample = Sample(group_index=0, index=0, tokens=[2, 50, 51, 52])
+        await extend(client, sample, 20)
+        sample.append_response_tokens([60, 61, 62])
+        assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.end == 23
+        await interrupted(client, sample)
+        await extend(client, sample, 10)
+        again = await client.generate(sample.tokens, {**PARAMS, "max_new_tokens": 1})
+        return sample, again
+
+    sample, again = asking(url, work)
+    known = sample.rollout_routed_experts
+    assert known is not None and known.recorded.all() and known.end == len(sample.tokens) - 1
+    assert np.array_equal(np.sort(again.routed_experts.ids[: known.end], -1), np.sort(known.ids, -1))
+
+
+def test_the_last_part_of_a_stream_has_all_experts(url: str) -> None:
+    async def work(client: EngineClient) -> Sample:
+        sample = Sample(group_index=0, index=0, tokens=[2, 50, 51, 52])
+        async with aclosing(client.stream(sample.tokens, {**PARAMS, "max_new_tokens": 20})) as parts:
+            async for part in parts:
+                append(sample, part)
+        return sample
+
+    sample = asking(url, work)
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts.end == len(sample.tokens) - 1 == 23
+
+
+@contextlib.contextmanager
+def watching(backend: Any) -> Iterator[dict[int, list[Any]]]:
+    """Layer -> the sets of experts [T, EXPERTS] of each of its router's calls."""
+    from slime.models.common.moe import ExactRouter
+
+    seen: dict[int, list[Any]] = {layer: [] for layer in range(LAYERS)}
+    routers = [m for chunk in backend._trainable.chunks for m in chunk.modules() if isinstance(m, ExactRouter)]
+    hooks = [r.register_forward_hook(lambda r, _, out: seen[r.layer_number - 1].append(out[1])) for r in routers]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def disturb(backend: Any) -> None:
+    """Moves the routers by what rounding in half precision would."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in backend._parameters.items():
+        if name.endswith("router.weight"):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.add_(noise * parameter.data.abs() * 2e-2)
+
+
+def test_the_trainer_uses_the_engines_experts(
+    batch: TrainBatch, checkpoint: Path, make_backend: Callable[..., Any]
+) -> None:
+    """Its routers are disturbed, so that they would choose others; the log-probs are then nearer to the engine's."""
+    settings = {"global_batch_size": NUM, "micro_batch_size": 1, "megatron": {"lr": 0.0}}
+    backend = make_backend(checkpoint, **settings)
+    assert backend.train(batch)["train/routing_changed"] == 0.0, "float32 engine and trainer agree by themselves"
+    disturb(backend)
+    off = backend.train(batch)
+    assert 0.0 < off["train/routing_changed"] < 0.5 and off["train/routing_unrecorded_tokens"] == 0.0
+    assert LAYERS * TOPK * 0.8 < off["train/routing_bytes_per_token"] < LAYERS * TOPK
+
+    backend = make_backend(checkpoint, **settings, use_rollout_routing_replay=True)
+    disturb(backend)
+    with watching(backend) as seen:
+        on = backend.train(batch)
+    assert on["train/routing_changed"] == off["train/routing_changed"], "what it would have chosen"
+    name = "train/train_rollout_logprob_abs_diff"
+    assert on[name] < off[name]
+    compared = 0
+    for layer, calls in seen.items():
+        assert len(calls) == NUM, "one row for each sample"
+        for sample, chosen in zip(batch.samples, calls, strict=True):
+            wanted = np.zeros((sample.num_tokens - 1, EXPERTS), np.bool_)
+            assert sample.routed_experts is not None
+            np.put_along_axis(wanted, sample.routed_experts[:, layer].astype(np.int64), True, axis=1)
+            assert np.array_equal(chosen.numpy()[:-1], wanted)
+            compared += len(wanted)
+    assert compared >= NUM * LENGTH * LAYERS
+
+
+def test_the_old_policys_experts_are_replayed(
+    batch: TrainBatch, checkpoint: Path, make_backend: Callable[..., Any]
+) -> None:
+    """Without an engine's record; the steps after the first, whose weights have moved, too."""
+    backend = make_backend(
+        checkpoint,
+        global_batch_size=NUM // 2,
+        num_steps_per_rollout=2,
+        micro_batch_size=1,
+        use_routing_replay=True,
+        megatron={"lr": 3e-2},
+    )
+    bare = [dataclasses.replace(s, routed_experts=None) for s in batch.samples]
+    with watching(backend) as seen:
+        metrics = backend.train(dataclasses.replace(batch, samples=tuple(bare)))
+    assert metrics["train/num_updates"] == 2.0 and "train/routing_changed" not in metrics
+    for calls in seen.values():
+        old, trained = calls[:NUM], calls[NUM:]
+        assert len(trained) == NUM and all(torch.equal(a, b) for a, b in zip(old, trained, strict=True))
+
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP = {"expert_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+VP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"world_size": 2, "megatron": EP},
+    "cp2": {"world_size": 2, "megatron": CP},
+    "sp2": {"world_size": 2, "megatron": SP},
+    "pp2_recompute": {"world_size": 2, "megatron": {**PP, **AGAIN}},
+    "vp2_recompute": {"world_size": 2, "megatron": {**VP, **AGAIN}},
+    "sp2ep2cp2": {"world_size": 4, "megatron": {**SP, **EP, **CP}},
+}
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    folder = tmp_path_factory.mktemp("layouts")
+
+    def run(name: str) -> Any:
+        defaults = {
+            "checkpoint": str(checkpoint),
+            "scenarios": {"single": {"args": {"micro_batch_size": 1}}, "packed": {"args": {"micro_batch_size": 3}}},
+            "rounds": 1,
+            "provoke": False,
+            "routed": (LAYERS, EXPERTS, TOPK),
+            "args": {"use_rollout_routing_replay": True, "use_routing_replay": True},
+            "round_args": {"global_batch_size": 4},
+        }
+        layouts = {"one": {"world_size": 1, "megatron": {}}, **LAYOUTS}
+        return run_layouts(ranks, folder, {name: layouts[name]}, defaults=defaults)[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(one: Callable[[str], Any]) -> Any:
+    return one("one")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [n if n in ("ep2", "cp2", "pp2_recompute") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS],
+)
+def test_replayed_experts_do_not_feel_the_partition(layout: str, one: Callable[[str], Any], reference: Any) -> None:
+    """The record is at random, and has holes: a token that got another's would show in every gradient."""
+    other = one(layout)
+    want = reference.gradients["single"]
+    for scenario, gradients in {**other.gradients, "of one rank": reference.gradients["packed"]}.items():
+        for name, tensor in want.items():
+            error = float((gradients[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-12))
+            assert error <= 1e-5, f"{layout}/{scenario}: {name} differs by {error:.2e} of its largest entry"
+    for name, tensor in reference.weights.items():
+        assert float((other.weights[name] - tensor).abs().max()) < 1e-4, f"{layout}: {name}"
+    (own,), (found,) = reference.result["metrics"], other.result["metrics"]
+    for name in ("routing_changed", "routing_unrecorded_tokens", "routing_bytes_per_token", "loss", "grad_norm"):
+        assert found[f"train/{name}"] == pytest.approx(own[f"train/{name}"], rel=1e-4), name
+    assert own["train/routing_unrecorded_tokens"] > 0 and own["train/routing_changed"] > 0.5
