@@ -129,6 +129,7 @@ class MegatronBackend:
         hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))
         self._choose_trained(chunks)
         self._trainable = build_trainable(chunks, megatron)
+        self._parameters: dict[str, Tensor] = parameters_of(chunks)
         self._others = OtherPolicies(args, self._trainable.ddps, self._parameters, self.table, self._holders)
         self._critic = self._build_critic()
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
@@ -379,8 +380,7 @@ class MegatronBackend:
             lists = args.only_train_params_name_list, args.freeze_params_name_list
             self._trained = trained_names(self.table, *lists)
         freeze_others(chunks, self._trained)
-        self._parameters: dict[str, Tensor] = parameters_of(chunks)
-        self._holders = hf_weights.find_holders(self._parameters)
+        self._holders = hf_weights.find_holders(parameters_of(chunks))
 
     @property
     def full_table(self) -> FamilyTable:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch
 from slime.training.backend import MegatronBackend
-from slime.training.model.names import parameters_of
+from slime.training.model.names import held_by
 from slime.training.state import hf_weights
 from slime.training.step.loss import LogProbs, objective_of
 from slime.training.step.micro_batch import PreparedBatch
@@ -55,11 +55,15 @@ class MeasuredBackend(MegatronBackend):
         run_step(self._context, objective, trainable, prepared, prepared.schedule.steps[0], None)
         gather_grads(trainable)
         out = {
-            name: getattr(p, "main_grad", torch.zeros_like(p, dtype=torch.float32)).detach().clone()
-            for name, p in parameters_of(trainable.chunks).items()
+            name: held.of(_main_grad(held.parameter)).detach().clone()
+            for name, held in held_by(trainable.chunks).items()
         }
         zero_grad(trainable)
         return out
+
+
+def _main_grad(parameter: Tensor) -> Tensor:
+    return getattr(parameter, "main_grad", torch.zeros_like(parameter, dtype=torch.float32))
 
 
 def gather_grads(trainable: Trainable) -> None:

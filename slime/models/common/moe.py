@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers on Megatron's local specification: sequential experts, two ways to dispatch tokens.
+"""Mixture-of-experts layers: Megatron's layer with our router and stacked experts; `dispatch` carries tokens.
 
 The router takes no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
 tokens of its micro-batch (Law 3); `slime.settings.megatron_defaults.FIXED` refuses them. Which Megatron settings select
@@ -17,27 +17,22 @@ what (a family sets them from its HF config, see `experts`):
   the model (Qwen), and the weights of the chosen experts are rounded to it;
 - `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.
   `moe_shared_expert_gate`: their output is scaled by the sigmoid of `gate_weight` (Qwen3-Next).
-
-Invariants
-1. Every token reaches all experts that its router chose; nothing is dropped.
-2. Ranks of one expert group may hold rows of different lengths. The all-to-all dispatcher takes them as they are; the
-   all-gather dispatcher pads them with tokens that no expert sees.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.models.common.attention import Choices
+from slime.models.common.dispatch import LocalDispatcher, OneWaitAlltoAllDispatcher, UnevenAllGatherDispatcher
 from slime.models.common.mlp import GatedSharedExperts
+from slime.models.common.stacked_experts import StackedExperts
 
 
 class ExactRouter(TopKRouter):
@@ -79,12 +74,12 @@ class ExactRouter(TopKRouter):
 
 
 class ExpertLayer(MoELayer):
-    """Megatron's layer of experts, with our router and a dispatcher that takes rows of different lengths."""
+    """Megatron's layer of experts, with our router, stacked experts, and dispatchers that do not wait (`dispatch`)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         groups = get_default_pg_collection()
         parts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-        parts.submodules.router = ExactRouter
+        parts.submodules.router, parts.submodules.experts = ExactRouter, StackedExperts
         if parts.submodules.shared_experts is not None:
             parts.submodules.shared_experts.module = GatedSharedExperts
         super().__init__(config, parts.submodules, pg_collection=groups)
@@ -92,35 +87,11 @@ class ExpertLayer(MoELayer):
             # Megatron sets this under expert parallelism only, as if experts were otherwise split like dense layers.
             # Ours are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their gradients.
             parameter.allreduce = False
-        if config.moe_token_dispatcher_type == "allgather":
-            self.token_dispatcher = UnevenAllGatherDispatcher(
+        if groups.ep.size() == 1:
+            self.token_dispatcher = LocalDispatcher(config, groups)
+        else:
+            gathers = config.moe_token_dispatcher_type == "allgather"
+            kind = UnevenAllGatherDispatcher if gathers else OneWaitAlltoAllDispatcher
+            self.token_dispatcher = kind(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
             )
-
-
-class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Pads each rank's tokens to the longest row of the expert group; Megatron's own assumes equal lengths."""
-
-    num_tokens: int
-    """Tokens of this rank without padding."""
-
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [T, 1, H], routing_map and probs [T, experts] -> hidden [T_max, H], probs [T_max, experts]."""
-        hidden, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
-        self.num_tokens = hidden.size(0)
-        if self.tp_ep_group.size() == 1:
-            return hidden, probs
-        longest = torch.tensor([self.num_tokens], device=hidden.device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
-        missing = int(longest) - self.num_tokens
-        self.routing_map = _pad(routing_map, missing)
-        return _pad(hidden, missing), _pad(probs, missing)
-
-    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[T_max, H] -> [T, 1, H]."""
-        result: Tensor = super().combine_postprocess(hidden_states[: self.num_tokens])
-        return result
-
-
-def _pad(x: Tensor, num_rows: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(num_rows, *x.shape[1:])]) if num_rows else x

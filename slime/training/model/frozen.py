@@ -1,6 +1,7 @@
 """Which parameters are trained: the patterns of `--only-train-params-name-list` and `--freeze-params-name-list`.
 
-A parameter is frozen before Megatron wraps the model, so that it has neither gradient nor optimizer state.
+A parameter is frozen before Megatron wraps the model, so that it has neither gradient nor optimizer state. The experts
+of a layer are one parameter, and are trained or frozen together.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError
 from slime.models.common.table import FamilyTable
-from slime.training.model.names import global_name
+from slime.training.model.names import global_names
 from slime.training.model.policy import PolicyModel
+from slime.training.state.adapter_files import row_key
 
 
 def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:
     """Global names of the parameters of all ranks that are trained; `only` and `freeze` are not both given.
 
-    Raises `ConfigError` for a pattern that matches no parameter, and if nothing is left.
+    Raises `ConfigError` for a pattern that matches no parameter, for some of the experts of a layer, and if nothing is
+    left.
     """
     trainable = {e.megatron for e in table.entries if e.row.trained}
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
@@ -38,14 +41,26 @@ def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequen
     left = trainable & chosen if only else trainable - chosen
     if not left:
         raise ConfigError(f"got {flag} {' '.join(only or freeze or ())}, which leaves nothing to train; narrow it")
+    _require_whole_stacks(table, left, f"{flag} {' '.join(only or freeze or ())}")
     return frozenset(left)
+
+
+def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: str) -> None:
+    first: dict[tuple[str, str], bool] = {}
+    for entry in (e for e in table.entries if e.expert is not None):
+        is_trained = entry.megatron in trained
+        if first.setdefault(row_key(entry), is_trained) != is_trained:
+            raise ConfigError(
+                f"got {given}, which tells {entry.megatron} from other experts of its layer, because all experts of a "
+                "layer are one parameter; name all of them or none"
+            )
 
 
 def freeze_others(chunks: Sequence[PolicyModel], trained: Container[str]) -> None:
     """Leaves gradients to the parameters in `trained`, which holds global names."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(global_name(chunk, name) in trained)
+            parameter.requires_grad_(global_names(chunk, name)[0] in trained)
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None and chunk.config.recompute_granularity:
             embedding.register_forward_hook(_with_gradient)

@@ -2,7 +2,7 @@
 
 `a` [rank, in] and `b` [out, rank] are parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split
 the one that shares the split dimension with the weight, by the weight's own row: `b` of a column-parallel layer, `a` of
-a row-parallel one. The other one is whole on each rank.
+a row-parallel one. The other one is whole on each rank. Adapters of experts are stacked as these are.
 
 Invariants
 1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
@@ -32,9 +32,10 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import linear
 
 from slime.core.errors import ConfigError
+from slime.models.common.stacked_experts import StackedLinear
 from slime.models.common.table import FamilyTable
 from slime.settings.args import Args
-from slime.training.model.names import global_name, is_expert
+from slime.training.model.names import global_names, is_expert
 from slime.training.model.policy import PolicyModel
 from slime.training.state.adapter_files import A, B, row_key, with_adapters
 from slime.weights.convert import load_shard
@@ -58,42 +59,55 @@ class Adapters:
         self.table = with_adapters(table, adapted, rank)
         self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
         """Global names of the adapters of all ranks."""
-        self._layers: dict[str, Module] = {}
+        self._layers: dict[str, tuple[Module, int | None]] = {}
+        """Layer of a weight, and the expert's number in it."""
         for chunk in chunks:
             for local_name, module in list(chunk.named_modules()):
-                name = global_name(chunk, f"{local_name}.weight")
-                if name in adapted:
-                    self._attach(name, module, int(args.seed))
+                names = global_names(chunk, f"{local_name}.weight")
+                if names[0] in adapted:
+                    self._attach(names, module, int(args.seed))
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """A local shard of a weight with its adapter; anything else as it is."""
-        layer = self._layers.get(name)
-        if layer is None:
+        if name not in self._layers:
             return weight
+        layer, number = self._layers[name]
         with torch.no_grad():
-            product = getattr(layer, B).float() @ getattr(layer, A).float()
+            a, b = (whole if number is None else whole[number] for whole in (getattr(layer, A), getattr(layer, B)))
+            product = b.float() @ a.float()
             return product.mul_(self.scale).add_(weight).to(weight.dtype)
 
-    def _attach(self, name: str, layer: Module, seed: int) -> None:
+    def _attach(self, names: Sequence[str], layer: Module, seed: int) -> None:
+        """`names`: of the layer's weight, or of those that it stacks."""
         weight = layer.weight
-        assert isinstance(weight, Parameter), f"{name} is not a parameter"
+        assert isinstance(weight, Parameter), f"{names[0]} is not a parameter"
+        is_stack = isinstance(layer, StackedLinear)
+        for part in (A, B):
+            shards = [self._start(name, part, seed) for name in names]
+            shard = torch.stack(shards) if is_stack else shards[0]
+            parameter = Parameter(torch.empty_like(shard, dtype=weight.dtype, device=weight.device))
+            parameter.data.copy_(shard)
+            _mark(layer, weight, parameter, part, expert=is_expert(names[0]))
+            layer.register_parameter(part, parameter)
+        layer.register_forward_hook(self._add)
+        for number, name in enumerate(names):
+            self._layers[name] = (layer, number if is_stack else None)
+
+    def _start(self, name: str, part: str, seed: int) -> Tensor:
+        """This rank's shard of one part of a weight's adapter, as it is at first."""
         rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         if is_expert(name):
             rank, size = 0, 1
-        for part in (A, B):
-            own = name.removesuffix("weight") + part
-            shape = self.table.entry(own).row.shapes[0]
-            whole = _uniform(shape, f"{seed} {own}") if part == A else torch.zeros(shape)
-            shard = load_shard(self.table, own, {own: whole}.__getitem__, tp_rank=rank, tp_size=size)
-            parameter = Parameter(torch.empty_like(shard, dtype=weight.dtype, device=weight.device))
-            parameter.data.copy_(shard)
-            _mark(layer, weight, parameter, part, expert=is_expert(name))
-            layer.register_parameter(part, parameter)
-        layer.register_forward_hook(self._add)
-        self._layers[name] = layer
+        own = name.removesuffix("weight") + part
+        shape = self.table.entry(own).row.shapes[0]
+        whole = _uniform(shape, f"{seed} {own}") if part == A else torch.zeros(shape)
+        return load_shard(self.table, own, {own: whole}.__getitem__, tp_rank=rank, tp_size=size)
 
-    def _add(self, layer: Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    def _add(self, layer: Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """The forward hook of a layer; inputs[0]: [..., in]."""
+        if isinstance(layer, StackedLinear):
+            low = layer.product(inputs[0], getattr(layer, A), inputs[1]) * self.scale
+            return output + layer.product(low, getattr(layer, B), inputs[1])
         low = linear(inputs[0], getattr(layer, A)) * self.scale
         group = layer.tp_group if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
         if group is None or group.size() == 1:

@@ -1,13 +1,15 @@
 """Names of parameters in the whole model, from their names in one rank's chunk of it.
 
 A chunk counts its own layers and experts from zero; weight tables, checkpoints and gradients speak of the whole model.
+Experts that are stacked in one parameter have a name each, as if they stood alone: `Held` says where.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron.core import parallel_state as mpu
 from torch import Tensor
@@ -16,9 +18,38 @@ from slime.training.model.policy import PolicyModel
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
+_STACK = re.compile(r"(?<=\.mlp\.experts\.)(?=linear_fc[12]\.)")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 BUFFERS = ("mlp.router.expert_bias",)
 """Ends of the names of buffers that belong to the model as parameters do, but are not trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where this rank has one parameter of the whole model."""
+
+    parameter: Tensor
+    """As optimizer and gradient buffers know it: a stack of experts, or the parameter itself."""
+    number: int | None
+    """Of the expert in its stack."""
+
+    def of(self, like: Tensor) -> Tensor:
+        """Its part of a tensor that is laid out as `parameter` is, such as a gradient: a view."""
+        return like if self.number is None else like.detach()[self.number]
+
+    @property
+    def start(self) -> int:
+        """Where it begins in the flattened `parameter`."""
+        return 0 if self.number is None else self.number * self.parameter[0].numel()
+
+
+def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
+    """Of everything that a chunk's parameter holds: of a stack its experts in order, else one name."""
+    if not _STACK.search(local_name):
+        return (global_name(chunk, local_name),)
+    count = int(chunk.config.num_moe_experts or 0) // mpu.get_expert_model_parallel_world_size()
+    names = (_STACK.sub(f"local_experts.{i}.", local_name) for i in range(count))
+    return tuple(global_name(chunk, name) for name in names)
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
@@ -38,13 +69,27 @@ def is_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None
 
 
-def parameters_of(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
-    """Global name -> parameter of all chunks of this rank; with the buffers of a model's weights."""
-    out: dict[str, Tensor] = {}
+def held_by(chunks: Sequence[PolicyModel]) -> dict[str, Held]:
+    """Global name -> where it is, of all chunks of this rank; with the buffers of a model's weights."""
+    out: dict[str, Held] = {}
     for chunk in chunks:
         buffers = (pair for pair in chunk.named_buffers() if pair[0].endswith(BUFFERS))
         for local_name, parameter in itertools.chain(chunk.named_parameters(), buffers):
-            name = global_name(chunk, local_name)
-            assert name not in out, f"two parameters of one rank are called {name}"
-            out[name] = parameter
+            for name, held in _parts(chunk, local_name, parameter):
+                assert name not in out, f"two parameters of one rank are called {name}"
+                out[name] = held
     return out
+
+
+def parameters_of(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
+    """Global name -> parameter of all chunks of this rank, with buffers; of a stack of experts a view for each.
+
+    Views are of the memory that a parameter has now: take them after Megatron has wrapped the model, which moves it.
+    """
+    return {name: held.of(held.parameter) for name, held in held_by(chunks).items()}
+
+
+def _parts(chunk: PolicyModel, local_name: str, parameter: Tensor) -> Iterator[tuple[str, Held]]:
+    names = global_names(chunk, local_name)
+    stacked = _STACK.search(local_name) is not None
+    yield from ((name, Held(parameter, number if stacked else None)) for number, name in enumerate(names))

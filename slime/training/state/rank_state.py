@@ -11,6 +11,8 @@ Invariants
 3. What was computed comes from the checkpoint, what was set (learning rate, weight decay, betas) from this run's
    settings. Python's `random` is not kept: training draws nothing from it, but libraries do, at times of their own.
 4. Beside the model no more is in memory than one parameter.
+5. Experts that are stacked in one parameter are written and read under their own names, one by one: what was written
+   before they were stacked, or with other experts on a rank, is read as well.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from torch import Tensor
 from slime.core.errors import CheckpointError
 from slime.core.hf_config import read_hf_config
 from slime.models.common.table import FamilyTable
-from slime.training.model.names import EMBEDDING, is_expert, parameters_of
+from slime.training.model.names import EMBEDDING, Held, held_by, is_expert
 from slime.training.parallel import ParallelInfo, seed_everything
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_files import copy_assets
+from slime.training.state.optimizer_parts import Owned, owned_part
 from slime.training.state.shards import (
     FORMAT,
     HF,
@@ -75,27 +78,26 @@ class Kept:
     """Of adapters when they are merged; None without."""
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Global name -> what this rank has of it."""
-        return parameters_of(self.trainable.chunks)
+    def parameters(self) -> dict[str, Held]:
+        """Global name -> where this rank has it."""
+        return held_by(self.trainable.chunks)
 
     def shard(self, name: str) -> tuple[int, int]:
         """(number of this rank's shard, number of shards)."""
         return (self.info.tp_rank, self.info.sizes.tp) if is_split(self.table, name) else (0, 1)
 
-    def state(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """(role, tensor, where its range of the flattened parameter starts) of what this rank's optimizer has of it.
+    def state(self, held: Held) -> Iterator[tuple[str, Tensor, int]]:
+        """(role, tensor, where its range of the flattened shard starts) of what this rank's optimizer has of a shard.
 
         Master weights that are a view of the parameter, or have all its bits, are left out.
         """
-        found = _owned(self.trainable, parameter)
-        if found is not None:
-            optimizer, main, start = found
-            if main.dtype != parameter.dtype:
-                yield MASTER, main, start
-            for role, value in optimizer.state.get(main, {}).items():
-                if role != "step" and (role != MASTER or parameter.dtype != torch.float32):
-                    yield role, value, start
+        owned = owned_part(self.trainable, held)
+        if owned is not None:
+            if owned.main.dtype != held.parameter.dtype:
+                yield MASTER, owned.part(owned.main), owned.start
+            for role, value in owned.optimizer.state.get(owned.main, {}).items():
+                if role != "step" and (role != MASTER or held.parameter.dtype != torch.float32):
+                    yield role, owned.part(value), owned.start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
             shards.append(shard)
             tensors[shard.key] = flat
 
-    for name, parameter in kept.parameters.items():
+    for name, holding in kept.parameters.items():
+        parameter = holding.of(holding.parameter)
         tp_rank, tp_size = kept.shard(name)
         is_repeated = kept.info.tp_rank > 0 and tp_size < kept.info.sizes.tp and not is_expert(name)
         if is_repeated or (name == EMBEDDING and kept.info.pp_rank > 0):  # the last stage's copy of a tied embedding
@@ -167,7 +170,7 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
         others = ((OTHER_POLICY + p, held[name]) for p, held in kept.other_policies.items() if name in held)
         for role, held in ((MODEL, parameter), *others):
             add(CheckpointShard(role, *place, first, end, str(held.dtype)), held.detach().reshape(-1)[first:end])
-        for role, tensor, start in kept.state(name, parameter) if with_optimizer else ():
+        for role, tensor, start in kept.state(holding) if with_optimizer else ():
             add(CheckpointShard(role, *place, start, start + tensor.numel(), str(tensor.dtype)), tensor)
     hf_config = read_hf_config(str(kept.hf_checkpoint))
     meta: dict[str, Any] = {
@@ -198,23 +201,19 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     meta = reader.metas[min(kept.info.rank, len(reader.metas) - 1)]
     destinations = list(_destinations(kept, reader, with_optimizer))
     _check(reader, meta, kept, with_optimizer)
-    for role, name, parameter, target, _, optimizer in destinations:
-        dtype = target.dtype if optimizer is None and role != MASTER else None
-        _check_split(reader.any(role, name), kept.shard(name)[1], parameter, dtype, directory)
+    for to in destinations:
+        dtype = to.target.dtype if to.state_of is None and to.role != MASTER else None
+        _check_split(reader.any(to.role, to.name), kept.shard(to.name)[1], to.shape, dtype, directory)
     for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
         optimizer.state.clear()
-    for role, name, _, target, start, optimizer in destinations:
-        tp_rank, tp_size = kept.shard(name)
-        if reader.any(role, name).tp_size == tp_size:
-            source = reader.flat(role, name, tp_rank, start, start + target.numel())
+    for to in destinations:
+        tp_rank, tp_size = kept.shard(to.name)
+        if reader.any(to.role, to.name).tp_size == tp_size:
+            source = reader.flat(to.role, to.name, tp_rank, to.start, to.start + to.target.numel())
         else:
-            whole = split_again(reader, kept.table, role, name, tp_rank=tp_rank, tp_size=tp_size)
-            source = whole.reshape(-1)[start : start + target.numel()]
-        if optimizer is None:
-            target.copy_(source.reshape(target.shape))
-        else:
-            dtype = source.dtype if isinstance(optimizer, HeldAdamW) else target.dtype
-            optimizer.state[target][role] = source.reshape(target.shape).to(target.device, dtype, copy=True)
+            whole = split_again(reader, kept.table, to.role, to.name, tp_rank=tp_rank, tp_size=tp_size)
+            source = whole.reshape(-1)[to.start : to.start + to.target.numel()]
+        to.fill(source)
     for held in (optimizer for optimizer in _optimizers(kept.trainable) if isinstance(optimizer, HeldAdamW)):
         held.adopt() if with_optimizer else held.renew_masters()
     if with_optimizer:
@@ -253,46 +252,55 @@ def _replica(name: str) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def _owned(trainable: Trainable, parameter: Tensor) -> tuple[Any, Tensor, int] | None:
-    """(torch optimizer, main parameter, start of its range) of what this rank's optimizer has of a parameter."""
-    for inner in trainable.inner:
-        if inner.optimizer is None:  # trains nothing here
-            continue
-        place = inner.model_param_group_index_map.get(parameter)
-        if place is not None:
-            group, index = place
-            main = inner.optimizer.param_groups[group]["params"][index]
-            return inner.optimizer, main, int(inner._get_model_param_range_map(parameter)["param"].start)
-    return None
-
-
 def _optimizers(trainable: Trainable) -> list[Any]:
     """torch's optimizers in Megatron's; one without parameters to train has none."""
     return [inner.optimizer for inner in trainable.inner if inner.optimizer is not None]
 
 
-def _destinations(
-    kept: Kept, reader: ShardReader, with_optimizer: bool
-) -> Iterator[tuple[str, str, Tensor, Tensor, int, Any]]:
-    """(role, name, parameter, target, start, optimizer) of all that is restored.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Destination:
+    """Something that is restored."""
 
-    `target` is filled from element `start` of the flattened shard. With an optimizer it is a main parameter, of which
-    the state called `role` is filled instead.
-    """
+    role: str
+    name: str
+    shape: tuple[int, ...]
+    """Of the shard."""
+    target: Tensor
+    """Filled from element `start` of the flattened shard, unless `state_of` says what is."""
+    start: int = 0
+    state_of: Owned | None = None
+    """Whose state called `role` is filled instead."""
+
+    def fill(self, source: Tensor) -> None:
+        """`source`: flat, on the host."""
+        if self.state_of is None:
+            self.target.copy_(source.reshape(self.target.shape))
+            return
+        main, state = self.state_of.main, self.state_of.optimizer.state[self.state_of.main]
+        if self.role not in state:  # experts of one stack fill it one after the other
+            dtype = source.dtype if isinstance(self.state_of.optimizer, HeldAdamW) else main.dtype
+            state[self.role] = torch.empty(main.shape, dtype=dtype, device=main.device)
+        self.state_of.part(state[self.role]).copy_(source)
+
+
+def _destinations(kept: Kept, reader: ShardReader, with_optimizer: bool) -> Iterator[_Destination]:
+    """All that is restored."""
     moments = [role for role in reader.roles if role not in (MODEL, MASTER) and not role.startswith(OTHER_POLICY)]
-    for name, parameter in kept.parameters.items():
-        yield MODEL, name, parameter, parameter, 0, None
+    for name, holding in kept.parameters.items():
+        parameter = holding.of(holding.parameter).detach()
+        shape = tuple(parameter.shape)
+        yield _Destination(MODEL, name, shape, parameter)
         for policy, held in kept.other_policies.items():
             if name in held:
-                yield OTHER_POLICY + policy, name, parameter, held[name], 0, None
-        found = _owned(kept.trainable, parameter) if with_optimizer else None
-        if found is not None:
-            optimizer, main, start = found
-            if main.dtype != parameter.dtype:
-                yield MASTER, name, parameter, main, start, None
-            elif isinstance(optimizer, HeldAdamW) and parameter.dtype != torch.float32:
-                yield MASTER, name, parameter, main, start, optimizer
-            yield from ((role, name, parameter, main, start, optimizer) for role in moments)
+                yield _Destination(OTHER_POLICY + policy, name, shape, held[name])
+        owned = owned_part(kept.trainable, holding) if with_optimizer else None
+        if owned is not None:
+            part = owned.part(owned.main.detach())
+            if part.dtype != parameter.dtype:
+                yield _Destination(MASTER, name, shape, part, owned.start)
+            elif isinstance(owned.optimizer, HeldAdamW) and parameter.dtype != torch.float32:
+                yield _Destination(MASTER, name, shape, part, owned.start, owned)
+            yield from (_Destination(role, name, shape, part, owned.start, owned) for role in moments)
 
 
 def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
@@ -328,14 +336,14 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
 
 
 def _check_split(
-    there: CheckpointShard, tp_size: int, parameter: Tensor, dtype: torch.dtype | None, directory: Path
+    there: CheckpointShard, tp_size: int, shape: tuple[int, ...], dtype: torch.dtype | None, directory: Path
 ) -> None:
     """`dtype`: None for an optimizer's state, which has its own."""
-    is_other = there.tp_size == tp_size and there.shape != tuple(parameter.shape)
+    is_other = there.tp_size == tp_size and there.shape != shape
     if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(
             f"got {there.role} of {there.name} as {there.dtype} {list(there.shape)} in {directory}; the model has "
-            f"{dtype or there.dtype} {list(parameter.shape)}; resume with the settings of the first run"
+            f"{dtype or there.dtype} {list(shape)}; resume with the settings of the first run"
         )
 
 

@@ -1,0 +1,176 @@
+"""Matrix products of groups of rows, each group with a weight of its own: the routed experts of a layer.
+
+Two forms. "reference" multiplies one group after the other, on any device; on a GPU it waits for the sizes of the
+groups once per layer. "fused" is PyTorch's grouped product of bfloat16 (`torch._grouped_mm`): one kernel for all
+groups, whose sizes stay on the device.
+
+Invariants
+1. Rows of a group are products with its weight alone, in the order of the groups; every row belongs to a group.
+2. A group without rows has a weight gradient of zeros, not of what was in memory.
+3. "reference" is bit for bit what a linear layer per group computes: forward, gradient of rows, gradient of weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, assert_never
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+Form = Literal["reference", "fused"]
+
+_MULTIPLE = 8
+"""A row of bfloat16 has to begin at a multiple of 16 bytes: sizes are padded to this many numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which form is used, and why, for whoever starts a run."""
+
+    form: Form
+    reason: str
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Which rows belong to which group: they stand together, group after group."""
+
+    ends: Tensor
+    """int32 [groups], on the device of the rows: where each group ends."""
+
+    @classmethod
+    def of(cls, sizes: Tensor, device: torch.device) -> RowGroups:
+        """From the number of rows of each group [groups], wherever it is."""
+        return cls(sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The same on the host, which waits for the device once."""
+        ends: list[int] = self.ends.tolist()
+        return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+@functools.cache
+def choose(device_type: str, dtype: torch.dtype) -> Choice:
+    """The form for rows and weights of `dtype` on a kind of device; tried out, and logged, when first asked for."""
+    choice = _choose(device_type, dtype)
+    if device_type == "cuda":
+        level = logging.INFO if choice.form == "fused" else logging.WARNING
+        logger.log(level, "experts: %s products, because %s", choice.form, choice.reason)
+    return choice
+
+
+def _choose(device_type: str, dtype: torch.dtype) -> Choice:
+    if device_type != "cuda":
+        return Choice("reference", "the device is a CPU")
+    if dtype is not torch.bfloat16:
+        return Choice("reference", f"PyTorch's grouped product takes bfloat16, not {dtype}")
+    if not hasattr(torch, "_grouped_mm"):
+        return Choice("reference", f"PyTorch {torch.__version__} has no grouped product")
+    if torch.cuda.get_device_capability() < (9, 0):
+        return Choice("reference", "PyTorch's grouped product needs a GPU of compute capability 9.0 or more")
+    try:
+        _probe()
+    except (RuntimeError, ImportError, AssertionError) as error:
+        return Choice("reference", f"the fused form failed when it was tried: {error}")
+    return Choice("fused", f"PyTorch {torch.__version__} has a grouped product of bfloat16")
+
+
+def _probe() -> None:
+    """Runs the fused form on three groups, one of them empty. Raises what goes wrong."""
+    x = torch.ones(24, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.ones(3, 32, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    groups = RowGroups.of(torch.tensor([9, 0, 15]), x.device)
+    out = grouped_linear(x, weight, groups, "fused")
+    gradients = torch.autograd.grad(out.sum(), (x, weight))
+    want = torch.tensor([9.0, 0.0, 15.0], device="cuda")
+    right = bool((out == 16).all()) and bool((gradients[0] == 32).all())
+    assert right and bool((gradients[1] == want[:, None, None]).all()), "its results are wrong"
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups, form: Form) -> Tensor:
+    """x [rows, in], weight [groups, out, in] -> [rows, out]: x_g @ weight_g^T for the rows of each group.
+
+    Dtypes of both are the same; bfloat16 on a GPU for the fused form.
+    """
+    match form:
+        case "reference":
+            return _OneByOne.apply(x, weight, groups)
+        case "fused":
+            more_in, more_out = -x.size(1) % _MULTIPLE, -weight.size(1) % _MULTIPLE
+            if not more_in and not more_out:
+                return _Together.apply(x, weight, groups)
+            x, padded = functional.pad(x, (0, more_in)), functional.pad(weight, (0, more_in, 0, more_out))
+            return _Together.apply(x, padded, groups)[:, : weight.size(1)]
+    assert_never(form)
+
+
+class _OneByOne(torch.autograd.Function):
+    """The products of a linear layer per group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        out = x.new_empty(x.size(0), weight.size(1))
+        for own, part, result in zip(weight, x.split(groups.sizes), out.split(groups.sizes), strict=True):
+            torch.mm(part, own.t(), out=result)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        sizes, (grad,) = ctx.groups.sizes, grads
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if grad_x is not None:
+            for own, part, result in zip(weight, grad.split(sizes), grad_x.split(sizes), strict=True):
+                torch.mm(part, own, out=result)
+        if grad_weight is not None:
+            for part, rows, result in zip(grad.split(sizes), x.split(sizes), grad_weight, strict=True):
+                torch.mm(part.t(), rows, out=result)  # of no rows: zeros
+        return grad_x, grad_weight, None
+
+
+class _Together(torch.autograd.Function):
+    """One kernel for each of the three products. Layouts are those that it takes with groups of any size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight, groups.ends)
+        return _product(x, weight.transpose(1, 2), groups.ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_x = _product(grad, weight, ends) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = _outer(grad, x, ends) if x.size(0) else torch.zeros_like(weight)
+        return grad_x, grad_weight, None
+
+
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [rows, in], weight [groups, in, out] -> [rows, out]."""
+    if not x.size(0):
+        return x.new_empty(0, weight.size(2))
+    return torch._grouped_mm(x, weight, offs=ends)
+
+
+def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """grad [rows, out], x [rows, in] -> [groups, out, in]: grad_g^T x_g."""
+    out: Tensor = torch._grouped_mm(grad.t(), x, offs=ends)
+    if torch.cuda.get_device_capability(x.device) >= (10, 0):
+        # Kernels for these GPUs leave the result of an empty group as it was: github.com/pytorch/pytorch/issues/172439
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        out.masked_fill_(empty[:, None, None], 0)
+    return out
