@@ -33,10 +33,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp8_param_gather": (False, "weights are not fp8"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are not fp8"),
     "keep_fp8_transpose_cache": (False, "weights are not fp8"),
-    **dict.fromkeys(
-        ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"),
-        (False, "needs GPU kernels that the local layers lack"),
-    ),
+    "moe_router_fusion": (False, "needs GPU kernels that the local layers lack"),
     "moe_shared_expert_overlap": (False, "needs Transformer Engine"),
     "moe_enable_deepep": (False, "needs DeepEP"),
     **dict.fromkeys(

@@ -140,7 +140,11 @@ _ABSENT: Mapping[str, tuple[str, ...]] = {
         "overlap_p2p_comm",
         "overlap_p2p_comm_warmup_flush",
     ),
-    "grouped matrix products, which the trainer runs without": ("moe_use_legacy_grouped_gemm",),
+    "a choice: slime multiplies experts by groups, and orders their rows, by its own kernels wherever a GPU has them": (
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "moe_use_legacy_grouped_gemm",
+    ),
     "a capacity of experts; here no token is dropped": ("moe_token_drop_policy", "moe_token_dropping"),
     "Megatron-LM's own training loop, its metrics and its launcher": (
         "log_num_zeros_in_grad",

@@ -52,6 +52,9 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
     values.update(fixed(TransformerConfig))
     values.update(
         activation_func=torch.nn.functional.silu,
+        # Experts and the order of their rows are slime's own (`models.common.moe`), whatever the flags say.
+        moe_grouped_gemm=False,
+        moe_permute_fusion=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,

@@ -1,4 +1,4 @@
-"""Stacked experts on a CPU are Megatron's sequential ones bit for bit: values, gradients of rows, weights, weighting."""
+"""Stacked experts on a CPU are Megatron's sequential ones bit for bit: values and all gradients."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ def _both(num_experts: int, dtype: torch.dtype) -> tuple[StackedExperts, Any]:
     groups.ep = groups.expt_tp = groups.expt_dp = Alone()
     parts = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False).submodules.experts
     theirs = SequentialMLP(num_experts, config, parts.submodules, pg_collection=groups)
+    for layer in (m for m in theirs.modules() if hasattr(m, "tp_group")):
+        layer.tp_group = Alone()
     ours = StackedExperts(num_experts, config, pg_collection=groups)
     generator = torch.Generator().manual_seed(4)
     for name in ("linear_fc1", "linear_fc2"):

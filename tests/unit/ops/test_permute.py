@@ -1,4 +1,4 @@
-"""Rows of experts: every pair of token and expert once, in Megatron's order, and back with the sum of a token's rows."""
+"""Rows of experts: every pair of token and expert once, in Megatron's order, and back as sums of a token's rows."""
 
 from __future__ import annotations
 

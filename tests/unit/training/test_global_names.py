@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from slime.core.errors import ConfigError
-from slime.training.model.names import global_name, is_expert
+from slime.training.model.names import Held, global_name, is_expert
 from slime.training.parallel import ParallelSizes
 
 
@@ -32,6 +33,16 @@ def test_the_copy_of_a_tied_embedding_has_its_name() -> None:
 def test_routers_are_no_experts() -> None:
     assert is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
     assert not is_expert("decoder.layers.0.mlp.router.weight")
+
+
+def test_an_expert_is_a_view_of_its_stack() -> None:
+    stack = torch.nn.Parameter(torch.arange(24.0).view(4, 2, 3))
+    held = Held(stack, 2)
+    assert held.start == 12 and torch.equal(held.of(stack).flatten(), stack.flatten()[12:18])
+    held.of(stack).zero_()
+    assert not stack[2].any() and stack[1].all(), "a view, which needs no gradient"
+    alone = Held(stack, None)
+    assert alone.of(stack) is stack and alone.start == 0
 
 
 def test_what_models_leave_is_data_parallel() -> None:

@@ -10,6 +10,8 @@ from slime.training.model.frozen import trained_names
 from tests.support.command_line import QWEN3
 
 TABLE = table_for(QWEN3)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+SPARSE = table_for({**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": []})
 
 
 def test_without_patterns_every_parameter_is_trained() -> None:
@@ -37,3 +39,12 @@ def test_both_names_of_a_parameter_count() -> None:
 def test_idle_patterns_are_refused(only: tuple[str, ...], freeze: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         trained_names(TABLE, only, freeze)
+
+
+def test_experts_of_a_layer_go_together() -> None:
+    left = trained_names(SPARSE, None, (r"layers\.1\.mlp\.experts\..*fc1",))
+    gone = set(SPARSE.megatron_names) - left
+    assert gone == {f"decoder.layers.1.mlp.experts.local_experts.{i}.linear_fc1.weight" for i in range(4)}
+    for only, freeze in (((r"experts\.3\.",), None), (None, (r"layers\.0\.mlp\.experts\.0\.gate",))):
+        with pytest.raises(ConfigError, match=r"tells decoder\.layers\.0\.mlp\.experts.* all of them or none"):
+            trained_names(SPARSE, only, freeze)
