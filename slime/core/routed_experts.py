@@ -6,7 +6,7 @@ token that was sampled from it, under that version of the weights.
 
 Invariants
 1. Row i is of token `start + i`, and has one entry for each layer of the model; those of dense layers mean nothing.
-2. A row is whole or not recorded: then all its entries are `not_recorded(dtype)`, which is no expert's number.
+2. A row is whole or not recorded: then all its entries are `not_recorded(dtype)`, a number that no expert has.
 3. Arrays are not written to after they were made.
 """
 
@@ -154,10 +154,10 @@ def join(known: RoutedExperts | None, more: RoutedExperts | None, num_tokens: in
         )
     if more.end <= done:
         return known
-    gap = max(0, more.start - done)
+    missing = max(0, more.start - done)
     parts = [more.ids[max(0, done - more.start) :]]
-    if gap:
-        parts.insert(0, np.full((gap, *more.ids.shape[1:]), not_recorded(more.ids.dtype), more.ids.dtype))
+    if missing:
+        parts.insert(0, np.full((missing, *more.ids.shape[1:]), not_recorded(more.ids.dtype), more.ids.dtype))
     if known is not None:
         parts.insert(0, known.ids)
     return RoutedExperts(np.concatenate(parts))

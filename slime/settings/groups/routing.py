@@ -66,7 +66,7 @@ def something_was_sampled(args: Args) -> str | None:
 
 
 def engines_record(args: Args) -> str | None:
-    """Engines return what they chose, unless they are told not to, or lose it."""
+    """Engines return what they chose, unless that is switched off, or they lose it."""
     if args.use_rollout_routing_replay and args.sglang.get(RECORD) is False:
         return f"got --use-rollout-routing-replay with --no-sglang-{RECORD.replace('_', '-')}; drop one of them"
     lost = {

@@ -19,6 +19,8 @@ from slime.core.routed_experts import ExpertFormat
 from slime.core.sample import Sample
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.generation import Generation
+from slime.serving.plain_http import request
+from slime.serving.server import SGLangServer
 from tests.support.engine_state import relabel
 from tests.support.engines import fronting, serving, spec_of
 from tests.support.ranks import Ranks
@@ -38,12 +40,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The router before an engine that records, at version 1."""
-    folder = tmp_path_factory.mktemp("engine")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """An engine that records, at version 1."""
     spec = spec_of(checkpoint, extra={"enable_return_routed_experts": True})
-    with serving(spec, folder) as server, fronting(server.url, folder) as front:
-        relabel(server.url, 1)
+    with serving(spec, tmp_path_factory.mktemp("engine")) as made:
+        relabel(made.url, 1)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(server: SGLangServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The router before it."""
+    with fronting(server.url, tmp_path_factory.mktemp("router")) as front:
         yield front.url
 
 
@@ -77,23 +85,24 @@ def append(sample: Sample, made: Generation) -> None:
     )
 
 
-def prompts() -> list[list[int]]:
+def sampled(url: str, num: int, length: int) -> TrainBatch:
+    """`num` responses of `length` tokens, through router and client."""
     rng = np.random.default_rng(7)
-    return [rng.integers(3, 100, int(rng.integers(2, 30))).tolist() for _ in range(NUM)]
+    prompts = [rng.integers(3, 100, int(rng.integers(2, 30))).tolist() for _ in range(num)]
+    samples = [Sample(group_index=i // 2, index=i, tokens=ids) for i, ids in enumerate(prompts)]
+
+    async def work(client: EngineClient) -> None:
+        await asyncio.gather(*(extend(client, s, length) for s in samples))
+
+    asking(url, work)
+    made = tuple(TrainSample.from_sample(s, reward=float(rng.normal())) for s in samples)
+    return TrainBatch(rollout_id=0, samples=made)
 
 
 @pytest.fixture(scope="module")
 def batch(url: str) -> TrainBatch:
-    """Sampled through router and client."""
-    samples = [Sample(group_index=i // 2, index=i, tokens=ids) for i, ids in enumerate(prompts())]
-
-    async def work(client: EngineClient) -> None:
-        await asyncio.gather(*(extend(client, s, LENGTH) for s in samples))
-
-    asking(url, work)
-    rng = np.random.default_rng(3)
-    made = tuple(TrainSample.from_sample(s, reward=float(rng.normal())) for s in samples)
-    return TrainBatch(rollout_id=0, samples=made)
+    """Of more than 1,000 sampled tokens."""
+    return sampled(url, NUM, LENGTH)
 
 
 def test_every_token_but_the_last_has_its_experts(batch: TrainBatch) -> None:
@@ -105,8 +114,8 @@ def test_every_token_but_the_last_has_its_experts(batch: TrainBatch) -> None:
     assert (every.std(axis=0) > 0).all(), "all tokens went one way"
 
 
-def test_parts_of_a_sample_join(url: str) -> None:
-    """A turn, a tool's answer, an interrupted turn and the rest of it; the whole read once more says the same."""
+def test_parts_of_a_sample_join(server: SGLangServer, url: str) -> None:
+    """A turn, a tool's answer, an interrupted turn and the rest of it; the whole, read at once, goes the same way."""
 
     async def interrupted(client: EngineClient, sample: Sample) -> None:
         scope = RequestScope()
@@ -127,7 +136,9 @@ def test_parts_of_a_sample_join(url: str) -> None:
         assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.end == 23
         await interrupted(client, sample)
         await extend(client, sample, 10)
+        request("POST", f"{server.url}/flush_cache", timeout_s=60)
         again = await client.generate(sample.tokens, {**PARAMS, "max_new_tokens": 1})
+        assert again.cached_tokens == 0, "nothing is left of what was recorded"
         return sample, again
 
     sample, again = asking(url, work)
@@ -190,16 +201,32 @@ def test_the_trainer_uses_the_engines_experts(
     assert on["train/routing_changed"] == off["train/routing_changed"], "what it would have chosen"
     name = "train/train_rollout_logprob_abs_diff"
     assert on[name] < off[name]
-    compared = 0
+    check_choices(batch, seen)
+
+
+@pytest.mark.slow
+def test_the_trainer_uses_the_engines_experts_of_ten_thousand_tokens(
+    url: str, checkpoint: Path, make_backend: Callable[..., Any]
+) -> None:
+    batch = sampled(url, 128, 80)
+    settings = {"global_batch_size": 128, "micro_batch_size": 1, "megatron": {"lr": 0.0}}
+    backend = make_backend(checkpoint, **settings, use_rollout_routing_replay=True)
+    disturb(backend)
+    with watching(backend) as seen:
+        metrics = backend.train(batch)
+    assert metrics["train/routing_changed"] > 0 and sum(s.response_length for s in batch.samples) >= 10_000
+    check_choices(batch, seen)
+
+
+def check_choices(batch: TrainBatch, seen: dict[int, list[Any]]) -> None:
+    """Every token but the last of each sample went where the engine sent it, in every layer."""
     for layer, calls in seen.items():
-        assert len(calls) == NUM, "one row for each sample"
+        assert len(calls) == len(batch.samples), "one row for each sample"
         for sample, chosen in zip(batch.samples, calls, strict=True):
             wanted = np.zeros((sample.num_tokens - 1, EXPERTS), np.bool_)
             assert sample.routed_experts is not None
             np.put_along_axis(wanted, sample.routed_experts[:, layer].astype(np.int64), True, axis=1)
             assert np.array_equal(chosen.numpy()[:-1], wanted)
-            compared += len(wanted)
-    assert compared >= NUM * LENGTH * LAYERS
 
 
 def test_the_old_policys_experts_are_replayed(

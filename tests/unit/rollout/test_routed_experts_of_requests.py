@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from contextlib import aclosing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from slime.core.errors import EngineError
 from slime.core.ports import ROUTED_EXPERTS_MARK
 from slime.core.routed_experts import ExpertFormat, RoutedExperts
 from slime.rollout.client import EngineClient
+from slime.rollout.clients import engine_client
 from slime.rollout.generation import Generation, before_stop, parse_experts
+from slime.settings import parse_args
+from tests.support.command_line import QWEN3, complete
 from tests.support.fake_engine import FakeEngine, serve
 
 FORMAT = ExpertFormat(num_experts=200, topk=2, sparse=(True,))
@@ -74,6 +79,18 @@ async def test_an_engine_that_records_nothing_is_an_error() -> None:
 def test_a_request_that_waited_when_it_was_aborted_has_none() -> None:
     answer = {"meta_info": {"finish_reason": {"type": "abort"}}}
     assert parse_experts(answer, FORMAT, start=0, num_tokens=9) is None
+
+
+def test_the_format_is_the_checkpoints(tmp_path: Path) -> None:
+    """Asked for where engines record; of a model with a dense layer."""
+    flags = complete(tmp_path)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = {**QWEN3, "model_type": "qwen3_moe", "mlp_only_layers": [0], "tie_word_embeddings": False, **experts}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    for flag, expected in (("--use-rollout-routing-replay", ExpertFormat(4, 2, (False, True))), (None, None)):
+        args = parse_args([*flags, *([flag] if flag else [])])
+        client = engine_client(args, "http://127.0.0.1:1", num_engines=1, api_key=None)
+        assert client is not None and client._experts == expected
 
 
 def test_tokens_that_are_taken_back_take_their_rows_along() -> None:

@@ -23,6 +23,10 @@ RECORD = "--sglang-enable-return-routed-experts"
 OF_ROLLOUTS, OF_OLD_PASSES = "--use-rollout-routing-replay", "--use-routing-replay"
 
 
+TWO_STEPS = ["--num-steps-per-rollout", "2"]
+"""The second one is after a pass of the old policy."""
+
+
 @pytest.fixture
 def experts(base: list[str]) -> list[str]:
     (Path(base[1]) / "config.json").write_text(json.dumps(EXPERTS))
@@ -38,7 +42,7 @@ def test_engines_of_a_replaying_run_record(experts: list[str]) -> None:
 
 @pytest.mark.parametrize("flag", [OF_ROLLOUTS, OF_OLD_PASSES, RECORD])
 def test_a_dense_model_has_no_choice(flag: str, base: list[str]) -> None:
-    assert f"got {flag} for a checkpoint without experts" in refused([*base, flag])
+    assert f"got {flag} for a checkpoint without experts" in refused([*base, *TWO_STEPS, flag])
 
 
 @pytest.mark.parametrize("flag", [OF_ROLLOUTS, OF_OLD_PASSES])
@@ -50,7 +54,7 @@ def test_a_dense_model_has_no_choice(flag: str, base: list[str]) -> None:
     ],
 )
 def test_a_layer_that_runs_again_alone_is_refused(flags: str, because: str, flag: str, experts: list[str]) -> None:
-    assert because in refused([*experts, flag, *flags.split()])
+    assert because in refused([*experts, *TWO_STEPS, flag, *flags.split()])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_full_recompute_knows_its_row(experts: list[str]) -> None:
 
 def test_an_old_policys_choice_needs_its_pass(experts: list[str]) -> None:
     assert "use_routing_replay" in listed(parse_args([*experts, OF_OLD_PASSES]))
-    parse_args([*experts, OF_OLD_PASSES, "--num-steps-per-rollout", "2", "--strict"])
+    parse_args([*experts, OF_OLD_PASSES, *TWO_STEPS, "--strict"])
 
 
 def test_megatrons_own_flag_names_these(experts: list[str]) -> None:
