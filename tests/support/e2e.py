@@ -107,6 +107,8 @@ class Traces:
     """Others, by process and name: a look at the environment of each, once, is enough."""
     sockets: dict[str, int] = field(default_factory=dict)
     """Inode -> port of each listening socket of a member."""
+    shm: set[int] = field(default_factory=set)
+    """Inodes in /dev/shm that a member had mapped or open: other tests of this host have files there, too."""
     shm_before: dict[str, int] = field(default_factory=shared_memory)
 
     def look(self) -> None:
@@ -132,6 +134,7 @@ class Traces:
         open_now = listeners()
         for pid in mine:
             self.sockets.update({inode: open_now[inode] for inode in sockets_of(pid) & open_now.keys()})
+            self.shm |= shm_inodes_of(pid)
 
     def left(self) -> list[str]:
         """What there still is of the run; empty is what was promised."""
@@ -144,7 +147,9 @@ class Traces:
         new = {name: inode for name, inode in shared_memory().items() if self.shm_before.get(name) != inode}
         if new:  # what a living process of somebody else uses is not ours
             others = set().union(*(shm_inodes_of(pid) for pid in processes.keys() - {s.id.pid for s in alive}))
-            found += [f"/dev/shm/{name}" for name, inode in new.items() if inode not in others]
+            pids = {member.pid for member in self.members}
+            own = {n for n, inode in new.items() if inode in self.shm or pids & {int(d) for d in re.findall(r"\d+", n)}}
+            found += [f"/dev/shm/{name}" for name in sorted(own) if new[name] not in others]
         temporary = Path(tempfile.gettempdir())
         for pattern in (f"slime-ray-{self.run_id}", f"slime-{self.run_id}-*"):
             found += [str(path) for path in temporary.glob(pattern)]
