@@ -33,10 +33,9 @@ class GatedAttention(RotatingAttention):
         """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], gate [T, 1, heads, d]."""
         assert packed.rotary is not None, "the model makes cos and sin before its first layer"
         query, key, value, gate = self.get_query_key_value_tensors(hidden_states)
-        turned = (
-            rotate(x.squeeze(1), *packed.rotary, interleaved=self.config.rotary_interleaved) for x in (query, key)
-        )
-        return *turned, value.squeeze(1), gate
+        interleaved = self.config.rotary_interleaved
+        query, key = (rotate(x.squeeze(1), *packed.rotary, interleaved=interleaved) for x in (query, key))
+        return query, key, value.squeeze(1), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's own is compiled, which a CPU may lack."""
