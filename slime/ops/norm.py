@@ -58,6 +58,6 @@ class FusedNorm(torch.autograd.Function):
             scale,
             ctx.zero_centered,
             needs_weight=ctx.needs_input_grad[1],
-            num_programs=2 * num_processors(rows.device),
+            num_processors=num_processors(rows.device),
         )
         return of_rows.view(grad.shape), of_weight, None, None

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.core.errors import ConfigError
+from slime.models.common.norm import RMSNorm
 from slime.ops import attention as ops
 from slime.ops.qk_rotary import Heads, split_and_rotate
 from slime.ops.select import REFERENCE, name_of
@@ -168,8 +170,8 @@ class RotatingAttention(SelfAttention):
         """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], and a gate of the output, if any."""
         assert packed.rotary is not None, "the model makes cos and sin before its first layer"
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
-        weights = [None if norm is None else norm.weight for norm in (self.q_layernorm, self.k_layernorm)]
-        return *split_and_rotate(mixed, self._heads, *packed.rotary, *weights), None
+        q_weight, k_weight = (_weight_of(norm) for norm in (self.q_layernorm, self.k_layernorm))
+        return *split_and_rotate(mixed, self._heads, *packed.rotary, q_weight, k_weight), None
 
     @functools.cached_property
     def _heads(self) -> Heads:
@@ -181,3 +183,11 @@ class RotatingAttention(SelfAttention):
             eps=config.layernorm_epsilon,
             zero_centered=config.layernorm_zero_centered_gamma,
         )
+
+
+def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
+    """Of the norm of queries or keys; None without. Megatron's specification says so with an identity."""
+    if norm is None or isinstance(norm, IdentityOp):
+        return None
+    assert isinstance(norm, RMSNorm), f"a norm of heads of type {type(norm).__name__}: override `rotated` for it"
+    return norm.weight

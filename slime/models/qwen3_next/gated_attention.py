@@ -33,8 +33,8 @@ class GatedAttention(RotatingAttention):
         """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], gate [T, 1, heads, d]."""
         assert packed.rotary is not None, "the model makes cos and sin before its first layer"
         query, key, value, gate = self.get_query_key_value_tensors(hidden_states)
-        (cos, sin), interleaved = packed.rotary, self.config.rotary_interleaved
-        query, key = (rotate(x.squeeze(1), cos, sin, interleaved=interleaved) for x in (query, key))
+        interleaved = self.config.rotary_interleaved
+        query, key = (rotate(x.squeeze(1), *packed.rotary, interleaved=interleaved) for x in (query, key))
         return query, key, value.squeeze(1), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def backward(
     zero_centered: bool,
     *,
     needs_weight: bool,
-    num_programs: int,
+    num_processors: int,
 ) -> tuple[Tensor, Tensor | None]:
     """grad and x [T, H], weight [H], scale [T] -> gradients of x [T, H] and, if wanted, of the weight [H]."""
     num_rows, size = x.shape
@@ -60,7 +60,8 @@ def backward(
         return out, torch.zeros_like(weight) if needs_weight else None
     rows, columns, warps = _tile(size)
     tiles = triton.cdiv(num_rows, rows)
-    programs = min(tiles, num_programs) if needs_weight else tiles
+    # As many programs as a processor holds at one time: each goes through a share of the rows.
+    programs = min(tiles, num_processors * max(1, 24 // warps)) if needs_weight else tiles
     partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
     _backward[(programs,)](
         grad,

@@ -15,25 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slime.ops.kernels.heads import copy_heads, heads_backward, heads_forward, store_sums
+from slime.ops.kernels.heads import angles, copy_heads, heads_backward, heads_forward, places, store_sums, zero_sums
 from slime.ops.kernels.sums import column_sums
 
-_HEADS = 8
-"""Heads that a program works on at one time."""
 
-
-def _sizes(heads: Any, width: int, half: int) -> dict[str, Any]:
+def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]:
     """What the kernels know at compile time, of a projection of `width` entries with `half` rotated pairs per head."""
     rest = heads.size - 2 * half
     assert rest >= 0 and half > 0, f"{half} pairs in a head of {heads.size}"
     return {
         "GROUPS": heads.groups,
-        "PER_GROUP": width // (heads.groups * heads.size) - 2,
+        "PER": width // (heads.groups * heads.size) - 2,
         "SIZE": heads.size,
         "HALF": half,
         "INTERLEAVED": heads.interleaved,
-        "CENTERED": heads.zero_centered,
-        "HEADS": _HEADS,
+        "NORM": (2 if heads.zero_centered else 1) if normed else 0,
         "PAIRS": triton.next_power_of_2(half),
         "REST": max(16, triton.next_power_of_2(rest)),
         "num_warps": 4,
@@ -45,15 +41,15 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `qk_rotary.reference`. The values are a view of `mixed` [T, W], contiguous, where there are norms."""
     num_tokens, width = mixed.shape
-    sizes = _sizes(heads, width, cos.size(-1))
     normed = q_weight is not None
-    query = mixed.new_empty(num_tokens, heads.groups * sizes["PER_GROUP"], heads.size)
+    sizes = _sizes(heads, width, cos.size(-1), normed=normed)
+    query = mixed.new_empty(num_tokens, heads.groups * sizes["PER"], heads.size)
     key = mixed.new_empty(num_tokens, heads.groups, heads.size)
     value = mixed.unflatten(-1, (heads.groups, -1))[..., -heads.size :] if normed else torch.empty_like(key)
     if num_tokens:
         weights = (q_weight, k_weight) if normed else (mixed, mixed)  # not read without norms
         _forward[(num_tokens,)](
-            mixed, query, key, value, *weights, cos.contiguous(), sin.contiguous(), heads.eps, NORMED=normed, **sizes
+            mixed, query, key, value, *weights, cos.contiguous(), sin.contiguous(), heads.eps, **sizes
         )
     return query, key, value
 
@@ -80,7 +76,7 @@ def backward(
     if not num_tokens:
         none = tuple(torch.zeros_like(w) if w is not None and num_programs else None for w in (q_weight, k_weight))
         return out, (none[0], none[1])
-    sizes = _sizes(heads, width, cos.size(-1))
+    sizes = _sizes(heads, width, cos.size(-1), normed=normed)
     programs = min(num_programs, num_tokens) or num_tokens
     partial = torch.empty((programs if num_programs else 1, 2, heads.size), dtype=torch.float32, device=query.device)
     saved = (mixed, q_weight, k_weight) if normed else (query, query, query)  # not read without norms
@@ -93,7 +89,6 @@ def backward(
         partial,
         num_tokens,
         heads.eps,
-        NORMED=normed,
         NEEDS_WEIGHTS=num_programs > 0,
         **sizes,
     )
@@ -114,68 +109,27 @@ def _forward(  # type: ignore[no-untyped-def]
     cos,
     sin,
     eps,
-    NORMED: tl.constexpr,
+    NORM: tl.constexpr,
     GROUPS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
+    PER: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    CENTERED: tl.constexpr,
-    HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = PER_GROUP + 2
+    WIDTH: tl.constexpr = PER + 2
     token = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, PAIRS)
-    c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)
-    s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)
+    first, second, others = places(SIZE, HALF, INTERLEAVED, PAIRS, REST)
+    c, s = angles(cos, sin, token, HALF, PAIRS)
     row = mixed + token * (GROUPS * WIDTH * SIZE)
-    of_query = query + token * (GROUPS * PER_GROUP * SIZE)
-    of_key = key + token * (GROUPS * SIZE)
-    heads_forward(
-        row,
-        of_query,
-        q_weight,
-        c,
-        s,
-        eps,
-        GROUPS * PER_GROUP,
-        PER_GROUP,
-        0,
-        WIDTH,
-        SIZE,
-        HALF,
-        INTERLEAVED,
-        CENTERED,
-        NORMED,
-        HEADS,
-        PAIRS,
-        REST,
-    )
-    heads_forward(
-        row,
-        of_key,
-        k_weight,
-        c,
-        s,
-        eps,
-        GROUPS,
-        1,
-        PER_GROUP,
-        WIDTH,
-        SIZE,
-        HALF,
-        INTERLEAVED,
-        CENTERED,
-        NORMED,
-        HEADS,
-        PAIRS,
-        REST,
-    )
-    if not NORMED:
-        values = row + (PER_GROUP + 1) * SIZE
-        copy_heads(values, value + token * (GROUPS * SIZE), WIDTH * SIZE, SIZE, GROUPS, SIZE, HEADS, PAIRS)
+    out = query + token * (GROUPS * PER * SIZE)
+    heads_forward(row, out, q_weight, first, second, others, c, s, eps, GROUPS * PER, PER, WIDTH, SIZE, NORM)
+    row += PER * SIZE
+    out = key + token * (GROUPS * SIZE)
+    heads_forward(row, out, k_weight, first, second, others, c, s, eps, GROUPS, 1, WIDTH, SIZE, NORM)
+    if NORM == 0:
+        copy_heads(row + SIZE, value + token * (GROUPS * SIZE), WIDTH * SIZE, SIZE, GROUPS, SIZE, PAIRS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -192,83 +146,55 @@ def _backward(  # type: ignore[no-untyped-def]
     partial,
     num_tokens,
     eps,
-    NORMED: tl.constexpr,
     NEEDS_WEIGHTS: tl.constexpr,
+    NORM: tl.constexpr,
     GROUPS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
+    PER: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    CENTERED: tl.constexpr,
-    HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = PER_GROUP + 2
-    pair = tl.arange(0, PAIRS)
-    q1 = tl.zeros([HEADS, PAIRS], dtype=tl.float32)
-    q2 = tl.zeros([HEADS, PAIRS], dtype=tl.float32)
-    q3 = tl.zeros([HEADS, REST], dtype=tl.float32)
-    k1 = tl.zeros([HEADS, PAIRS], dtype=tl.float32)
-    k2 = tl.zeros([HEADS, PAIRS], dtype=tl.float32)
-    k3 = tl.zeros([HEADS, REST], dtype=tl.float32)
+    WIDTH: tl.constexpr = PER + 2
+    first, second, others = places(SIZE, HALF, INTERLEAVED, PAIRS, REST)
+    q1, q2, q3 = zero_sums(PAIRS, REST)
+    k1, k2, k3 = zero_sums(PAIRS, REST)
     for number in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         token = tl.cast(number, tl.int64)
-        c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)
-        s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)
-        row = mixed + token * (GROUPS * WIDTH * SIZE)
-        into = out + token * (GROUPS * WIDTH * SIZE)
+        c, s = angles(cos, sin, token, HALF, PAIRS)
+        at = token * (GROUPS * WIDTH * SIZE)
+        row = mixed + at
+        into = out + at
+        above = of_query + token * (GROUPS * PER * SIZE)
         q1, q2, q3 = heads_backward(
-            of_query + token * (GROUPS * PER_GROUP * SIZE),
+            above,
             row,
             q_weight,
             into,
+            first,
+            second,
+            others,
             c,
             s,
             eps,
             q1,
             q2,
             q3,
-            GROUPS * PER_GROUP,
-            PER_GROUP,
-            0,
+            GROUPS * PER,
+            PER,
             WIDTH,
             SIZE,
-            HALF,
-            INTERLEAVED,
-            CENTERED,
-            NORMED,
-            HEADS,
-            PAIRS,
-            REST,
+            NORM,
         )
+        row += PER * SIZE
+        into += PER * SIZE
+        above = of_key + token * (GROUPS * SIZE)
         k1, k2, k3 = heads_backward(
-            of_key + token * (GROUPS * SIZE),
-            row,
-            k_weight,
-            into,
-            c,
-            s,
-            eps,
-            k1,
-            k2,
-            k3,
-            GROUPS,
-            1,
-            PER_GROUP,
-            WIDTH,
-            SIZE,
-            HALF,
-            INTERLEAVED,
-            CENTERED,
-            NORMED,
-            HEADS,
-            PAIRS,
-            REST,
+            above, row, k_weight, into, first, second, others, c, s, eps, k1, k2, k3, GROUPS, 1, WIDTH, SIZE, NORM
         )
-        values = into + (PER_GROUP + 1) * SIZE
-        copy_heads(of_value + token * (GROUPS * SIZE), values, SIZE, WIDTH * SIZE, GROUPS, SIZE, HEADS, PAIRS)
+        copy_heads(of_value + token * (GROUPS * SIZE), into + SIZE, SIZE, WIDTH * SIZE, GROUPS, SIZE, PAIRS)
     if NEEDS_WEIGHTS:
         sums = partial + tl.program_id(0).to(tl.int64) * (2 * SIZE)
-        store_sums(sums, q1, q2, q3, SIZE, HALF, INTERLEAVED, PAIRS, REST)
-        store_sums(sums + SIZE, k1, k2, k3, SIZE, HALF, INTERLEAVED, PAIRS, REST)
+        store_sums(sums, q1, q2, q3, first, second, others, SIZE)
+        store_sums(sums + SIZE, k1, k2, k3, first, second, others, SIZE)

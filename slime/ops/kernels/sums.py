@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS, _ROWS = 64, 16
+_COLUMNS, _ROWS = 32, 128
 
 
 def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """partial [P, N] float32, contiguous -> its column sums [N] in `dtype`, added up in float32."""
     num_rows, size = partial.shape
     out = torch.empty(size, dtype=dtype, device=partial.device)
-    _column_sums[(triton.cdiv(size, _COLUMNS),)](partial, out, num_rows, size, _ROWS, _COLUMNS, num_warps=4)
+    _column_sums[(triton.cdiv(size, _COLUMNS),)](partial, out, num_rows, size, _ROWS, _COLUMNS, num_warps=8)
     return out
 
 

@@ -37,3 +37,4 @@ def test_the_engines_import_here() -> None:
     findings = {f.name: f for f in find_all("auto", engines=True)}
     assert findings["megatron import"].state == OK, findings["megatron import"].detail
     assert findings["sglang import"].state == OK, findings["sglang import"].detail
+    assert findings["kernels"].state == OK and "norm " in findings["kernels"].detail

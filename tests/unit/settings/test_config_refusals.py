@@ -20,6 +20,8 @@ REFUSALS = [
     ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "does not divide them"),
     ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size 2"),
     ("--fp16 --bf16", "one of them"),
+    ("--kernels fused", "runs on a CPU"),
+    ("--kernels fused --device cuda --no-bf16", "training dtype is float32"),
     ("--rollout-temperature 0", "value > 0"),
     ("--rollout-top-p 0.9 --use-rollout-logprobs", "truncated distribution"),
     ("--rollout-top-k 8 --use-kl-loss --kl-loss-coef 0.1", "use --kl-coef"),
