@@ -30,14 +30,6 @@ _MULTIPLE = 8
 """A row of bfloat16 has to begin at a multiple of 16 bytes: sizes are padded to this many numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which form is used, and why, for whoever starts a run."""
-
-    form: Form
-    reason: str
-
-
 @dataclass(frozen=True)
 class RowGroups:
     """Which rows belong to which group: they stand together, group after group."""
@@ -57,34 +49,45 @@ class RowGroups:
         return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-@functools.cache
-def choose(device_type: str, dtype: torch.dtype) -> Choice:
-    """The form for rows and weights of `dtype` on a kind of device; tried out, and logged, when first asked for."""
-    choice = _choose(device_type, dtype)
-    if device_type == "cuda":
-        level = logging.INFO if choice.form == "fused" else logging.WARNING
-        logger.log(level, "experts: %s products, because %s", choice.form, choice.reason)
-    return choice
+def form_of(x: Tensor) -> Form:
+    """The form for rows like `x` and weights of their dtype; tried out, and logged, when first asked for."""
+    return _form(x.device.type, x.dtype)
 
 
-def _choose(device_type: str, dtype: torch.dtype) -> Choice:
-    if device_type != "cuda":
-        return Choice("reference", "the device is a CPU")
-    if dtype is not torch.bfloat16:
-        return Choice("reference", f"PyTorch's grouped product takes bfloat16, not {dtype}")
-    if not hasattr(torch, "_grouped_mm"):
-        return Choice("reference", f"PyTorch {torch.__version__} has no grouped product")
-    if torch.cuda.get_device_capability() < (9, 0):
-        return Choice("reference", "PyTorch's grouped product needs a GPU of compute capability 9.0 or more")
+def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why the fused form cannot run; empty if it can, which is found out by trying it."""
+    reasons = (
+        ("its kernels need a GPU", device.type != "cuda"),
+        (f"PyTorch's grouped product takes bfloat16, not {dtype}", dtype is not torch.bfloat16),
+        (f"PyTorch {torch.__version__} has no grouped product", not hasattr(torch, "_grouped_mm")),
+    )
+    found = tuple(reason for reason, holds in reasons if holds)
+    if found:
+        return found
+    if torch.cuda.get_device_capability()[0] not in (9, 10):  # elsewhere it is a loop itself, which waits for sizes
+        return ("PyTorch's grouped product has kernels for compute capability 9 and 10",)
     try:
         _probe()
     except (RuntimeError, ImportError, AssertionError) as error:
-        return Choice("reference", f"the fused form failed when it was tried: {error}")
-    return Choice("fused", f"PyTorch {torch.__version__} has a grouped product of bfloat16")
+        return (f"it failed when it was tried: {error}",)
+    return ()
+
+
+@functools.cache
+def _form(device_type: str, dtype: torch.dtype) -> Form:
+    problems = grouped_problems(torch.device(device_type), dtype)
+    if device_type == "cuda":
+        if problems:
+            logger.warning("experts are multiplied one by one, because %s", " and ".join(problems))
+        else:
+            logger.info("experts are multiplied by one grouped product")
+    return "reference" if problems else "fused"
 
 
 def _probe() -> None:
-    """Runs the fused form on three groups, one of them empty. Raises what goes wrong."""
+    """Runs the fused form on three groups, one of them empty, and a kernel of Triton. Raises what goes wrong."""
+    from slime.ops.kernels.experts import sum_slots
+
     x = torch.ones(24, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight = torch.ones(3, 32, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     groups = RowGroups.of(torch.tensor([9, 0, 15]), x.device)
@@ -93,7 +96,9 @@ def _probe() -> None:
         gradients = torch.autograd.grad(out.sum(), (x, weight))
     want = torch.tensor([9.0, 0.0, 15.0], device="cuda")
     right = bool((out == 16).all()) and bool((gradients[0] == 32).all())
-    assert right and bool((gradients[1] == want[:, None, None]).all()), "its results are wrong"
+    right = right and bool((gradients[1] == want[:, None, None]).all())
+    sums = sum_slots(out.detach(), torch.tensor([[0, 23], [5, 5]], dtype=torch.int32, device="cuda"))
+    assert right and bool((sums == 32).all()), "its results are wrong"
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups, form: Form) -> Tensor:

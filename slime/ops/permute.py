@@ -92,7 +92,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from slime.ops.expert_kernels import sum_slots  # Triton, which a CPU may lack
+        from slime.ops.kernels.experts import sum_slots  # Triton, which a CPU may lack
 
         (slots,) = ctx.saved_tensors
         return sum_slots(grads[0].contiguous(), slots), None, None
@@ -101,7 +101,7 @@ class _Gather(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        from slime.ops.expert_kernels import sum_slots
+        from slime.ops.kernels.experts import sum_slots
 
         ctx.save_for_backward(tokens)
         return sum_slots(y.contiguous(), slots)

@@ -31,7 +31,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
-        from slime.ops.expert_kernels import swiglu_forward  # Triton, which a CPU may lack
+        from slime.ops.kernels.experts import swiglu_forward  # Triton, which a CPU may lack
 
         x, weights = x.contiguous(), weights.contiguous()
         ctx.save_for_backward(x, weights)
@@ -39,6 +39,6 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        from slime.ops.expert_kernels import swiglu_backward
+        from slime.ops.kernels.experts import swiglu_backward
 
         return swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)

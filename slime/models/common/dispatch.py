@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
-from slime.ops.grouped import RowGroups, choose
+from slime.ops.grouped import RowGroups, form_of
 from slime.ops.permute import RowPlan, gather_rows, plan_rows, row_weights, sum_rows
 
 
@@ -38,8 +38,7 @@ class LocalDispatcher(MoETokenDispatcher):
         """hidden [T, 1, H], routing_map and probs [T, experts] -> rows [T * topk, H], their weights [T * topk]."""
         self._shape = hidden_states.shape
         self._plan = plan_rows(routing_map, self.config.moe_router_topk)
-        form = choose(hidden_states.device.type, hidden_states.dtype).form
-        rows = gather_rows(hidden_states.view(-1, self._shape[-1]), self._plan, form)
+        rows = gather_rows(hidden_states.view(-1, self._shape[-1]), self._plan, form_of(hidden_states))
         return rows, row_weights(probs, self._plan)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,8 +59,7 @@ class LocalDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Rows [T * topk, H] -> [T, 1, H]."""
-        form = choose(hidden_states.device.type, hidden_states.dtype).form
-        return sum_rows(hidden_states, self._plan, form).view(self._shape)
+        return sum_rows(hidden_states, self._plan, form_of(hidden_states)).view(self._shape)
 
 
 class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
@@ -75,15 +73,13 @@ class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         sizes = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", sizes)
         self._plan = plan_rows(routing_map, self.config.moe_router_topk)
-        form = choose(hidden_states.device.type, hidden_states.dtype).form
-        rows = gather_rows(hidden_states.view(-1, self.hidden_shape[-1]), self._plan, form)
+        rows = gather_rows(hidden_states.view(-1, self.hidden_shape[-1]), self._plan, form_of(hidden_states))
         return rows, row_weights(probs, self._plan)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Rows [T * topk, H] -> [T, 1, H]."""
         rows = permutated_local_input_tokens
-        form = choose(rows.device.type, rows.dtype).form
-        return sum_rows(rows, self._plan, form).view(self.hidden_shape)
+        return sum_rows(rows, self._plan, form_of(rows)).view(self.hidden_shape)
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):

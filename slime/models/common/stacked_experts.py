@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, functional
 
 from slime.models.common.norm import current_device
-from slime.ops.grouped import RowGroups, choose, grouped_linear
+from slime.ops.grouped import RowGroups, form_of, grouped_linear
 from slime.ops.weighted_swiglu import weighted_swiglu
 
 
@@ -42,7 +42,7 @@ class StackedLinear(Module):
     @staticmethod
     def product(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """x [rows, in], weight [experts, out, in] -> [rows, out], in the form that the device has."""
-        return grouped_linear(x, weight, groups, choose(x.device.type, x.dtype).form)
+        return grouped_linear(x, weight, groups, form_of(x))
 
 
 class StackedExperts(Module):
@@ -58,7 +58,7 @@ class StackedExperts(Module):
         """weight [experts, 2F, H]: gates, then values."""
         self.linear_fc2 = StackedLinear(config, num_local_experts, size, hidden)
         """weight [experts, H, F]."""
-        choose(self.linear_fc1.weight.device.type, config.params_dtype)  # is logged before the first step
+        form_of(self.linear_fc1.weight)  # is logged before the first step
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and Megatron's bias: none.
@@ -66,5 +66,5 @@ class StackedExperts(Module):
         `sizes`: the rows of each expert [experts], if they are not known as groups yet.
         """
         groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
-        inner = weighted_swiglu(self.linear_fc1(x, groups), weights, choose(x.device.type, x.dtype).form)
+        inner = weighted_swiglu(self.linear_fc1(x, groups), weights, form_of(x))
         return self.linear_fc2(inner, groups), None

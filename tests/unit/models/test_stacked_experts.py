@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -18,14 +20,12 @@ from slime.models.common.stacked_experts import StackedExperts
 HIDDEN, FEATURES = 32, 24
 
 
-class Alone:
-    """A process group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    """Megatron's linear layers ask for a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def _both(num_experts: int, dtype: torch.dtype) -> tuple[StackedExperts, Any]:
@@ -48,11 +48,9 @@ def _both(num_experts: int, dtype: torch.dtype) -> tuple[StackedExperts, Any]:
         gradient_accumulation_fusion=False,
     )
     groups = ProcessGroupCollection()
-    groups.ep = groups.expt_tp = groups.expt_dp = Alone()
+    groups.ep = groups.expt_tp = groups.expt_dp = dist.group.WORLD
     parts = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False).submodules.experts
     theirs = SequentialMLP(num_experts, config, parts.submodules, pg_collection=groups)
-    for layer in (m for m in theirs.modules() if hasattr(m, "tp_group")):
-        layer.tp_group = Alone()
     ours = StackedExperts(num_experts, config, pg_collection=groups)
     generator = torch.Generator().manual_seed(4)
     for name in ("linear_fc1", "linear_fc2"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slime.ops.grouped import RowGroups, choose, grouped_linear
+from slime.ops.grouped import RowGroups, form_of, grouped_linear, grouped_problems
 from slime.ops.weighted_swiglu import weighted_swiglu
 
 SIZES = [(5, 3, 4), (0, 7, 0, 1), (1,), (0, 0, 9), (0, 0), (1, 1, 1), (300, 0, 2)]
@@ -56,7 +56,9 @@ def test_what_is_frozen_costs_no_product() -> None:
 
 
 def test_a_cpu_has_the_reference() -> None:
-    assert choose("cpu", torch.bfloat16).form == "reference"
+    assert form_of(torch.zeros(1, dtype=torch.bfloat16)) == "reference"
+    assert grouped_problems(torch.device("cpu"), torch.bfloat16) == ("its kernels need a GPU",)
+    assert len(grouped_problems(torch.device("cpu"), torch.float32)) == 2, "every reason is said"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
