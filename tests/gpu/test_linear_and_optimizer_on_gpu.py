@@ -246,10 +246,10 @@ def test_resume_equals_not_stopping_and_sleep_changes_no_bit(
     assert resumed.train(random_batch(seed=2))["train/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("piece", [1000, 1 << 24])
-def test_the_host_makes_the_steps_of_the_device(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces pass through two buffers while copies in both directions are under way."""
-    monkeypatch.setattr("slime.training.step.held_adam.PIECE", piece)
+@pytest.mark.parametrize("block", [1000, 1 << 24])
+def test_the_host_makes_the_steps_of_the_device(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks pass through two buffers while copies in both directions are under way."""
+    monkeypatch.setattr("slime.training.step.held_adam.BLOCK", block)
     torch.manual_seed(0)
     sizes = (100_003, 7, 50_000)
     weights = [torch.randn(size, device="cuda").to(torch.bfloat16) for size in sizes]
