@@ -38,7 +38,7 @@ class PlacementPlan:
     """Slot of each training rank; empty without training."""
     engines: tuple[EnginePlacement, ...]
     train_threads: int
-    """CPU threads per training rank (meaningful on a CPU only)."""
+    """CPU threads per training rank (meaningful on a CPU, and for an optimizer in host memory)."""
 
 
 def plan_placement(

@@ -34,7 +34,8 @@ class TrainActor:
         setup_logging(Path(log_dir) / f"train_{rank}.log")
         self._args, self._rank, self._slots = args, rank, tuple(slots)
         os.environ.update(args.train_env_vars)
-        if args.device == "cpu":  # read by OpenMP and MKL when torch is first imported
+        self._computes_on_cpu = args.device == "cpu" or bool(args.megatron.get("optimizer_cpu_offload"))
+        if self._computes_on_cpu:  # read by OpenMP and MKL when torch is first imported
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         self._listener: Any = None
         self._backend: Any = None
@@ -57,7 +58,7 @@ class TrainActor:
         from slime.training.backend import MegatronBackend
 
         imported_s = time.perf_counter()
-        if self._args.device == "cpu":
+        if self._computes_on_cpu:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._backend = MegatronBackend(
             self._args,

@@ -36,6 +36,7 @@ MEGATRON: dict[str, Any] = {
     "adam_beta2": 0.95,
     "clip_grad": 1.0,
     "bf16": False,
+    "gradient_accumulation_fusion": True,
     "tensor_model_parallel_size": 1,
     "distributed_timeout_minutes": 2,
 }

@@ -134,7 +134,7 @@ def state_dtypes_can_be_kept(args: Args) -> str | None:
 
 
 def adam_decouples(args: Args) -> str | None:
-    """The AdamW that holds its state itself is no Adam."""
+    """The optimizer that holds its state itself decouples weight decay."""
     m = args.megatron
     if m["decoupled_weight_decay"] or not (m["optimizer_cpu_offload"] or m["use_precision_aware_optimizer"]):
         return None

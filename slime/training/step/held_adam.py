@@ -30,8 +30,8 @@ from torch.optim.adamw import adamw
 
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 """Keys of the state of a parameter, and the roles of its tensors in a checkpoint."""
-PIECE = 1 << 24
-"""Elements that are worked on at a time: float32 copies of one piece are all the room that half precision costs."""
+BLOCK = 1 << 24
+"""Elements that are worked on at a time: float32 copies of one block are all the room that half precision costs."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What settings call them."""
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
@@ -69,7 +69,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Block:
     """Some elements of one parameter, all flat."""
 
     place: int
@@ -143,33 +143,33 @@ class HeldAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter with a gradient."""
-        here: list[_Piece] = []
-        there: list[_Piece] = []
+        here: list[_Block] = []
+        there: list[_Block] = []
         place = 0
         for group in self.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
             for parameter in group["params"]:
-                (there if place in self._on_host else here).extend(self._pieces(place, parameter, group))
+                (there if place in self._on_host else here).extend(self._blocks(place, parameter, group))
                 place += 1
-        for piece in here:
-            _update(piece, piece.grad, piece.parameter)
+        for block in here:
+            _update(block, block.grad, block.parameter)
         _update_on_host(there)
 
-    def _pieces(self, place: int, parameter: Tensor, group: Mapping[str, Any]) -> Iterator[_Piece]:
+    def _blocks(self, place: int, parameter: Tensor, group: Mapping[str, Any]) -> Iterator[_Block]:
         grad: Tensor | None = vars(parameter).get("decoupled_grad")
         if grad is None:
             return
         state = self._state_of(place, parameter)
-        for start in range(0, parameter.numel(), PIECE):
-            part = slice(start, start + PIECE)
+        for start in range(0, parameter.numel(), BLOCK):
+            part = slice(start, start + BLOCK)
             own = {key: tensor[part] for key, tensor in state.items()}
-            yield _Piece(place, start, parameter[part], grad[part], own, group)
+            yield _Block(place, start, parameter[part], grad[part], own, group)
 
 
-def _update(piece: _Piece, grad: Tensor, target: Tensor) -> None:
-    """Updates the state of a piece with its gradient and writes the new weights to `target`, all on one device."""
-    group, step = piece.group, int(piece.group["step"])
-    stored = {MASTER: target, **piece.state} if MASTER not in piece.state else dict(piece.state)
+def _update(block: _Block, grad: Tensor, target: Tensor) -> None:
+    """Updates the state of a block with its gradient and writes the new weights to `target`, all on one device."""
+    group, step = block.group, int(block.group["step"])
+    stored = {MASTER: target, **block.state} if MASTER not in block.state else dict(block.state)
     wide = {key: tensor.float() for key, tensor in stored.items()}  # the tensor itself where it is float32
     adamw(
         [wide[MASTER]],
@@ -188,12 +188,12 @@ def _update(piece: _Piece, grad: Tensor, target: Tensor) -> None:
         maximize=False,
     )
     draws = torch.Generator(target.device)
-    draws.manual_seed((step * 1_000_003 + piece.place) * 4099 + piece.start // PIECE)
+    draws.manual_seed((step * 1_000_003 + block.place) * 4099 + block.start // BLOCK)
     for key, tensor in stored.items():
         if tensor.dtype != torch.float32:
             tensor.copy_(round_at_random(wide[key], tensor.dtype, draws))
-    if MASTER in piece.state:
-        target.copy_(piece.state[MASTER])
+    if MASTER in block.state:
+        target.copy_(block.state[MASTER])
 
 
 def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Tensor:
@@ -207,7 +207,7 @@ def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Te
 
 
 class _Lane:
-    """Host buffers between a device and the processor, for one piece at a time."""
+    """Host buffers between a device and the processor, for one block at a time."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -216,49 +216,49 @@ class _Lane:
         self._arrived = torch.cuda.Event() if pinned else None
         self._left = torch.cuda.Event() if pinned else None
 
-    def fetch(self, piece: _Piece) -> None:
+    def fetch(self, block: _Block) -> None:
         """Starts to bring its gradient; called in the stream for it."""
-        self._grad[: piece.grad.numel()].copy_(piece.grad, non_blocking=True)
+        self._grad[: block.grad.numel()].copy_(block.grad, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
-    def work(self, piece: _Piece) -> Tensor:
+    def work(self, block: _Block) -> Tensor:
         """Waits for the gradient and for the room, and returns the new weights."""
         for event in (self._arrived, self._left):
             if event is not None:
                 event.synchronize()
-        out = self._out.view(piece.parameter.dtype)[: piece.parameter.numel()]
-        _update(piece, self._grad[: out.numel()], out)
+        out = self._out.view(block.parameter.dtype)[: block.parameter.numel()]
+        _update(block, self._grad[: out.numel()], out)
         return out
 
-    def send(self, piece: _Piece, out: Tensor) -> None:
+    def send(self, block: _Block, out: Tensor) -> None:
         """Starts to send the new weights; called in the stream for it."""
-        piece.parameter.copy_(out, non_blocking=True)
+        block.parameter.copy_(out, non_blocking=True)
         if self._left is not None:
             self._left.record()
 
 
-def _update_on_host(pieces: Sequence[_Piece]) -> None:
-    """`_update` in host memory. While a piece is worked on, the next gradient comes and the last weights go."""
-    if not pieces:
+def _update_on_host(blocks: Sequence[_Block]) -> None:
+    """`_update` in host memory. While a block is worked on, the next gradient comes and the last weights go."""
+    if not blocks:
         return
-    device, size = pieces[0].parameter.device, max(piece.parameter.numel() for piece in pieces)
+    device, size = blocks[0].parameter.device, max(block.parameter.numel() for block in blocks)
     lanes = [_Lane(size, device) for _ in range(2)]
     if device.type != "cuda":
-        for piece in pieces:
-            lanes[0].fetch(piece)
-            lanes[0].send(piece, lanes[0].work(piece))
+        for block in blocks:
+            lanes[0].fetch(block)
+            lanes[0].send(block, lanes[0].work(block))
         return
     current, down, up = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     down.wait_stream(current)
     up.wait_stream(current)
-    for number in range(len(pieces) + 1):
-        if number < len(pieces):
+    for number in range(len(blocks) + 1):
+        if number < len(blocks):
             with torch.cuda.stream(down):
-                lanes[number % 2].fetch(pieces[number])
+                lanes[number % 2].fetch(blocks[number])
         if number > 0:
-            lane, piece = lanes[(number - 1) % 2], pieces[number - 1]
-            out = lane.work(piece)
+            lane, block = lanes[(number - 1) % 2], blocks[number - 1]
+            out = lane.work(block)
             with torch.cuda.stream(up):
-                lane.send(piece, out)
+                lane.send(block, out)
     current.wait_stream(up)

@@ -61,6 +61,5 @@ def test_rows_of_a_larger_sum_can_be_added_to() -> None:
     assert total[:5].abs().min() > 0 and torch.equal(total[5:], torch.zeros(3, 4))
 
 
-def test_a_device_that_cannot_says_why() -> None:
+def test_the_trial_product_finds_nothing_wrong_here() -> None:
     assert fused_problem(torch.device("cpu")) is None
-    assert "torch" in str(fused_problem(torch.device("meta")))

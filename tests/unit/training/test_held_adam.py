@@ -50,12 +50,12 @@ def _torch_steps(parameters: list[Tensor], count: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("piece", [16, held_adam.PIECE])
-def test_in_float32_every_bit_is_that_of_torch(fraction: float, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_adam, "PIECE", piece)
+@pytest.mark.parametrize("block", [16, held_adam.BLOCK])
+def test_in_float32_every_bit_is_that_of_torch(fraction: float, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_adam, "BLOCK", block)
     got = _steps(HeldAdamW(_groups(_weights()), Holding(host_fraction=fraction)), 5)
     want = _torch_steps(_weights(), 5)
-    limit = 0.0 if piece > max(SIZES) else 1e-6  # a vector unit may round the ends of pieces in another way
+    limit = 0.0 if block > max(SIZES) else 1e-6  # a vector unit may round the ends of blocks in another way
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=limit, atol=limit)
 
