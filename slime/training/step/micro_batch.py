@@ -34,7 +34,7 @@ from slime.data.schedule import Schedule, build_schedule
 from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
-from slime.training.model.context import RowPlan
+from slime.training.model.context import PREDICTING, RowPlan
 from slime.training.step.staging import Put, put_each
 
 
@@ -176,12 +176,12 @@ def to_device(
     """
     samples = [prepared.batch.samples[p] for p in positions]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to)
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen)
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=row.response_positions)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
-        "predicting": row.response_positions,
+        PREDICTING: row.response_positions,
         "target_tokens": row.target_tokens[row.response_positions],
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
@@ -195,7 +195,7 @@ def to_device(
         tokens=tensors["tokens"],
         position_ids=tensors["position_ids"],
         packed=plan.packed(tensors),
-        predicting=tensors["predicting"],
+        predicting=tensors[PREDICTING],
         target_tokens=tensors["target_tokens"],
         sequences=Sequences(tensors["sequences"], len(samples)),
         mask=tensors["mask"],
