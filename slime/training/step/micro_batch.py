@@ -226,7 +226,6 @@ def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, n
     sampled = (mask > 0) & (versions != NOT_SAMPLED) & _join(has_log_prob, np.bool_)
     log_probs, aims = prepared.log_probs, prepared.aims
     known: dict[str, Arrays | None] = {
-        "weights": prepared.weights,
         "advantages": aims.advantages if aims is not None else None,
         "old_log_probs": log_probs.old,
         "old_full_log_probs": log_probs.old_full,
@@ -234,9 +233,9 @@ def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, n
         "old_values": prepared.values,
         "returns": aims.returns if aims is not None else None,
     }
-    assert aims is None or aims.advantages is not None, "advantages were made"
     return {
         "mask": mask,
+        "weights": _join([prepared.weights[p] for p in positions], np.float32),
         "rollout_log_probs": _join(rollout, np.float32),
         "sampled": sampled.astype(np.float32),
         "versions": versions,
