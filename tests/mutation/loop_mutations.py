@@ -17,8 +17,8 @@ STEPS: dict[str, Mutation] = {
     "a critic of advantages": Mutation(
         "critic",
         "training/step/micro_batch.py",
-        "returns=of(aims.returns)",
-        "returns=of(aims.advantages)",
+        '"returns": aims.returns',
+        '"returns": aims.advantages',
     ),
     "a critic felt by every tensor-parallel rank": Mutation(
         "critic",

@@ -11,7 +11,7 @@ from slime.observability.sinks import AXES
 
 STEP_PARTS: Mapping[str, Sequence[str]] = {
     "rollout": ("perf/rollout_wait_time", "perf/generation_wait_time"),
-    "memory hand-over": ("perf/offload_rollout_time", "perf/wake_up_time", "perf/sleep_time"),
+    "memory hand-over": ("perf/offload_rollout_time", "perf/wake_up_time", "perf/keep_weights_time", "perf/sleep_time"),
     "train": ("perf/train_time",),
     "weight sync": ("perf/update_weights_time",),
     "log-prob check": ("perf/check_log_probs_time",),

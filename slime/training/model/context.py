@@ -26,6 +26,9 @@ from torch import Tensor
 from slime.data.context_split import split_context
 from slime.models.common.attention import PackedSequences
 
+PREDICTING = "predicting"
+"""Among the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
@@ -43,6 +46,9 @@ class ContextShard:
     """[2 N]"""
     key_lengths: tuple[int, ...]
     """[2 N]"""
+    responses: tuple[Tensor, Tensor, Tensor] | None = None
+    """Row positions [R] that are asked for in each pass, and what `owned` answers: counted on the host, for the device
+    would have to be waited for."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those of each local chunk end to end, [K, g, d].
@@ -57,6 +63,8 @@ class ContextShard:
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of row positions [R]: which are held here [R_own], and their index among this rank's tokens [R_own]."""
+        if self.responses is not None and positions is self.responses[0]:
+            return self.responses[1:]
         local = self.local_index.index_select(0, positions)
         which = (local >= 0).nonzero().squeeze(1)
         return which, local.index_select(0, which)
@@ -97,8 +105,10 @@ class RowPlan:
     """The context-parallel group; None without context parallelism."""
 
     @classmethod
-    def of(cls, cu_seqlens: npt.NDArray[np.int32], *, max_seqlen: int) -> RowPlan:
-        """The plan of this rank."""
+    def of(
+        cls, cu_seqlens: npt.NDArray[np.int32], *, max_seqlen: int, predicting: npt.NDArray[np.int64] | None = None
+    ) -> RowPlan:
+        """The plan of this rank. `predicting`: positions [R] that results are for, `PREDICTING` on the device."""
         lengths = np.diff(cu_seqlens)
         positions = np.arange(int(cu_seqlens[-1])) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
         query = key = tuple(lengths.tolist())
@@ -108,6 +118,9 @@ class RowPlan:
             split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size())
             query, key, positions = split.query_lengths, split.key_lengths, positions[split.positions]
             shard = {"positions": split.positions, "local_index": split.local_index, "key_rows": split.key_rows}
+            if predicting is not None:
+                local = split.local_index[predicting]
+                shard |= {"which": np.flatnonzero(local >= 0), "owned": local[local >= 0]}
         arrays = {"row/cu_query": _cumulative(query), "row/cu_key": _cumulative(key), "row/positions": positions}
         arrays |= {f"shard/{name}": array for name, array in shard.items()}
         return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
@@ -117,7 +130,12 @@ class RowPlan:
         cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
         if self.group is not None:
             positions, local_index, key_rows = (tensors[f"shard/{x}"] for x in ("positions", "local_index", "key_rows"))
-            shard = ContextShard(self.group, positions, local_index, key_rows, self.query_lengths, self.key_lengths)
+            responses = None
+            if "shard/which" in tensors:
+                responses = tensors[PREDICTING], tensors["shard/which"], tensors["shard/owned"]
+            shard = ContextShard(
+                self.group, positions, local_index, key_rows, self.query_lengths, self.key_lengths, responses
+            )
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 import torch
@@ -96,7 +96,8 @@ class HostArena:
         Waits for the thread that pins, if it is not done.
         """
         while self._room < len(self._rooms):
-            room = self._wait(self._rooms[self._room])
+            self._wait(self._rooms[self._room])
+            room = self._rooms[self._room].result()
             if self._used + num_bytes <= room.numel():
                 taken = room[self._used : self._used + num_bytes]
                 self._used += room_of(num_bytes)
@@ -115,7 +116,7 @@ class HostArena:
     def close(self) -> None:
         """Gives the memory back. Ranges must not be used any more."""
         for room in self._rooms:
-            room.exception(timeout=self._limit_s)
+            self._wait(room)
         self._end()
 
     def _add_room(self, num_bytes: int) -> None:
@@ -135,17 +136,13 @@ class HostArena:
         room.set_result(memory)
         logger.info("pinned %.1f GB of host memory in %.1f s", num_bytes / 1e9, time.monotonic() - began_s)
 
-    def _wait(self, room: Future[Tensor]) -> Tensor:
-        try:
-            return room.result(timeout=self._limit_s)
-        except TimeoutError as error:
-            if room.done():  # the thread's own error
-                raise
+    def _wait(self, room: Future[Tensor]) -> None:
+        if not wait([room], timeout=self._limit_s).done:
             raise DeadlineExceeded.waiting(
                 owner="training rank",
                 for_what=f"{self.num_bytes} bytes of host memory to be pinned",
                 limit_s=self._limit_s,
-            ) from error
+            )
 
 
 def _give_back(rooms: list[Future[Tensor]], undo: list[Undo]) -> None:

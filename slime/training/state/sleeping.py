@@ -67,7 +67,7 @@ class Parts:
                 masters = [p for group in optimizer.param_groups for p in group["params"]]
                 others += [p.data for p in masters]
                 others += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-                later += [p for p in masters if not optimizer.state.get(p)]
+                later += [p for p in masters if "exp_avg" not in optimizer.state.get(p, {})]
             buffers = [b for ddp in trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
             gradients += [buffer.grad_data for buffer in buffers]
         weights = [p.data for p in parameters_of(policy.chunks).values()]
@@ -103,7 +103,7 @@ class Sleeper:
         """
         self._parts, self._device, self._active = parts, device, active
         self.plan: MemoryPlan | None = None
-        """What the phases take; peaks that are seen are told beside it."""
+        """What the phases take; peaks that are seen are reported beside it."""
         self._held = Held.ALL
         self._arena: HostArena | None = None
         self._stash: HostStash | None = None

@@ -34,7 +34,7 @@ from slime.data.schedule import Schedule, build_schedule
 from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
-from slime.training.model.context import RowPlan
+from slime.training.model.context import PREDICTING, RowPlan
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Put, put_each
 
@@ -179,12 +179,12 @@ def to_device(
     """
     samples = [prepared.batch.samples[p] for p in positions]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to)
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen)
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=row.response_positions)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
-        "predicting": row.response_positions,
+        PREDICTING: row.response_positions,
         "target_tokens": row.target_tokens[row.response_positions],
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
@@ -201,7 +201,7 @@ def to_device(
         tokens=tensors["tokens"],
         position_ids=tensors["position_ids"],
         packed=packed,
-        predicting=tensors["predicting"],
+        predicting=tensors[PREDICTING],
         target_tokens=tensors["target_tokens"],
         sequences=Sequences(tensors["sequences"], len(samples)),
         mask=tensors["mask"],
@@ -232,7 +232,6 @@ def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, n
     sampled = (mask > 0) & (versions != NOT_SAMPLED) & _join(has_log_prob, np.bool_)
     log_probs, aims = prepared.log_probs, prepared.aims
     known: dict[str, Arrays | None] = {
-        "weights": prepared.weights,
         "advantages": aims.advantages if aims is not None else None,
         "old_log_probs": log_probs.old,
         "old_full_log_probs": log_probs.old_full,
@@ -240,9 +239,9 @@ def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, n
         "old_values": prepared.values,
         "returns": aims.returns if aims is not None else None,
     }
-    assert aims is None or aims.advantages is not None, "advantages were made"
     return {
         "mask": mask,
+        "weights": _join([prepared.weights[p] for p in positions], np.float32),
         "rollout_log_probs": _join(rollout, np.float32),
         "sampled": sampled.astype(np.float32),
         "versions": versions,

@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -74,21 +75,6 @@ class _Buffer:
         return self.memory[:num_bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Device memory that a copy is under way to."""
-
-    whole: Tensor
-    copied: torch.cuda.Event | None
-
-    def hand_over(self) -> None:
-        """The current stream may use it from here on."""
-        if self.copied is not None:
-            stream = torch.cuda.current_stream(self.whole.device)
-            stream.wait_event(self.copied)
-            self.whole.record_stream(stream)
-
-
 class Staging:
     """The pinned buffers of one rank; one iterator at a time."""
 
@@ -101,27 +87,31 @@ class Staging:
     def one_ahead(self, builds: Sequence[Callable[[Put], T]]) -> Generator[T]:
         """What each build makes with the `put` that it is given, in order; the next one is under way meanwhile."""
         with ThreadPoolExecutor(1, thread_name_prefix="micro-batches") as pool:
-            following: Future[tuple[T, list[_Copy]]] | None = None
+            following: Future[tuple[T, torch.cuda.Event | None]] | None = None
             for build in builds:
                 current, following = following, pool.submit(self._build, build)
                 if current is not None:
-                    yield _taken(current)
+                    yield self._taken(current)
             if following is not None:
-                yield _taken(following)
+                yield self._taken(following)
 
-    def _build(self, build: Callable[[Put], T]) -> tuple[T, list[_Copy]]:
-        """On the thread."""
-        copies: list[_Copy] = []
-
-        def put(arrays: HostArrays) -> dict[str, Tensor]:
-            tensors, copy = self._put(arrays)
-            copies.append(copy)
-            return tensors
-
+    def _build(self, build: Callable[[Put], T]) -> tuple[T, torch.cuda.Event | None]:
+        """On the thread. What was made, and when the device has it."""
         with self._on_stream():
-            return build(put), copies
+            value = build(self._put)
+            return value, self._mark()
 
-    def _put(self, arrays: HostArrays) -> tuple[dict[str, Tensor], _Copy]:
+    def _taken(self, built: Future[tuple[T, torch.cuda.Event | None]]) -> T:
+        """On the thread that computes: its stream may use from here on whatever was made on the other one."""
+        value, made = built.result()
+        if made is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(made)
+            for tensor in _storages(value):
+                tensor.record_stream(stream)
+        return value
+
+    def _put(self, arrays: HostArrays) -> dict[str, Tensor]:
         starts, num_bytes = layout(arrays)
         buffer = self._buffers[self._num_puts % NUM_BUFFERS]
         self._num_puts += 1
@@ -132,11 +122,16 @@ class Staging:
             own.reshape(array.shape)[...] = array
         whole = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         whole.copy_(room, non_blocking=True)
-        if self._stream is not None:
-            buffer.copied = torch.cuda.Event()
-            buffer.copied.record(self._stream)
-        tensors = {name: _view(whole, starts[name], array) for name, array in arrays.items()}
-        return tensors, _Copy(whole, buffer.copied)
+        buffer.copied = self._mark()
+        return {name: _view(whole, starts[name], array) for name, array in arrays.items()}
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Of what is under way now."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
@@ -146,12 +141,22 @@ class Staging:
         return stack
 
 
-def _taken(built: Future[tuple[T, list[_Copy]]]) -> T:
-    """On the thread that computes."""
-    value, copies = built.result()
-    for copy in copies:
-        copy.hand_over()
-    return value
+def _storages(value: Any) -> list[Tensor]:
+    """Of all tensors on a GPU in nested records, lists and mappings: one for each storage."""
+    found: dict[int, Tensor] = {}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            if one.is_cuda:
+                found[one.untyped_storage().data_ptr()] = one
+        elif dataclasses.is_dataclass(one):
+            waiting += [getattr(one, field.name) for field in dataclasses.fields(one)]
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+    return list(found.values())
 
 
 def _view(whole: Tensor, start: int, array: npt.NDArray[Any]) -> Tensor:

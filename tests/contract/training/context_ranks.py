@@ -35,7 +35,7 @@ def problem() -> dict[str, torch.Tensor]:
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
     from slime.models.common.attention import PackedAttention
-    from slime.training.model.context import packed_sequences
+    from slime.training.model.context import RowPlan, packed_sequences
     from slime.training.model.log_probs import VocabShard, token_log_probs
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
@@ -52,6 +52,12 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     out = attention(leaves["query"], leaves["key"], leaves["value"], packed_seq_params=packed)
     wanted, targets = torch.tensor(positions), p["targets"][: len(positions)]
     which, own = (torch.arange(len(positions)), wanted) if cut is None else cut.owned(wanted)
+    if cut is not None:
+        plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS), predicting=np.array(positions))
+        tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()} | {"predicting": wanted}
+        counted = plan.packed(tensors).shard
+        assert counted is not None and counted.owned(wanted)[0] is tensors["shard/which"]
+        assert all(map(torch.equal, counted.owned(wanted), (which, own))), "counted on the host, the same"
     part, _ = token_log_probs(out[own], leaves["weight"], targets[which], VocabShard(0, VOCAB, None))
     log_probs = part if cut is None else cut.whole(part, which, len(wanted))
     (log_probs.exp() * p["loss_weights"][: len(positions)]).sum().backward()

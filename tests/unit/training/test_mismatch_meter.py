@@ -27,7 +27,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
     """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
