@@ -12,8 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, assert_never
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-logger = logging.getLogger(__name__)
+from slime.ops.select import FUSED, name_of
 
 Form = Literal["reference", "fused"]
 
@@ -50,8 +48,8 @@ class RowGroups:
 
 
 def form_of(x: Tensor) -> Form:
-    """The form for rows like `x` and weights of their dtype; tried out, and logged, when first asked for."""
-    return _form(x.device.type, x.dtype)
+    """The form for rows like `x` and weights of their dtype: the chosen one (`select`)."""
+    return "fused" if name_of("experts", x) == FUSED and x.dtype is torch.bfloat16 else "reference"
 
 
 def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
@@ -64,24 +62,13 @@ def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
     found = tuple(reason for reason, holds in reasons if holds)
     if found:
         return found
-    if torch.cuda.get_device_capability()[0] not in (9, 10):  # elsewhere it is a loop itself, which waits for sizes
-        return ("PyTorch's grouped product has kernels for compute capability 9 and 10",)
     try:
+        if torch.cuda.get_device_capability()[0] not in (9, 10):  # elsewhere it is a loop itself, which waits for sizes
+            return ("PyTorch's grouped product has kernels for compute capability 9 and 10",)
         _probe()
     except (RuntimeError, ImportError, AssertionError) as error:
         return (f"it failed when it was tried: {error}",)
     return ()
-
-
-@functools.cache
-def _form(device_type: str, dtype: torch.dtype) -> Form:
-    problems = grouped_problems(torch.device(device_type), dtype)
-    if device_type == "cuda":
-        if problems:
-            logger.warning("experts are multiplied one by one, because %s", " and ".join(problems))
-        else:
-            logger.info("experts are multiplied by one grouped product")
-    return "reference" if problems else "fused"
 
 
 def _probe() -> None:

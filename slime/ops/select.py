@@ -56,6 +56,13 @@ def triton_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
     return tuple(reason for reason, holds in reasons if holds)
 
 
+def expert_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why experts are multiplied one by one; on a GPU that is tried out."""
+    from slime.ops.grouped import grouped_problems
+
+    return triton_problems(device, dtype) or grouped_problems(device, dtype)
+
+
 OPS: Mapping[str, tuple[Fused, ...]] = {
     "norm": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
     "qk_rotary": (Fused(FUSED, "one Triton kernel splits, norms and rotates queries and keys", triton_problems),),
@@ -64,6 +71,7 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
         Fused(FUSED, "aten::_flash_attention_forward, KV heads as they are", flash_problems),
         Fused("varlen", "torch.nn.attention.varlen", varlen_problems),
     ),
+    "experts": (Fused(FUSED, "one grouped product of PyTorch, rows in Triton kernels", expert_problems),),
 }
 """Op -> its fused forms, the best first."""
 

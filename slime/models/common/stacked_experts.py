@@ -58,7 +58,6 @@ class StackedExperts(Module):
         """weight [experts, 2F, H]: gates, then values."""
         self.linear_fc2 = StackedLinear(config, num_local_experts, size, hidden)
         """weight [experts, H, F]."""
-        form_of(self.linear_fc1.weight)  # is logged before the first step
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and Megatron's bias: none.
