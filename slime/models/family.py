@@ -76,10 +76,10 @@ class Family(ABC):
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
         """The MLP of a layer, or its experts: a module spec or a class. `standard`: Megatron's own."""
-        from slime.models.common.layers import gated_mlp
+        from slime.models.common.mlp import DenseMLP
         from slime.models.common.moe import ExpertLayer
 
-        return ExpertLayer if is_sparse(hf_config, layer) else gated_mlp(standard)
+        return ExpertLayer if is_sparse(hf_config, layer) else DenseMLP
 
     # --- its cost -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Megatron's attention and MLP with what they lack without Transformer Engine: packed rows, our norms, our ops."""
+"""Megatron's attention with what it lacks without Transformer Engine: packed rows, and our norm of q and k."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.models.common.attention import PackedAttention, RotatingAttention
-from slime.models.common.mlp import GatedMLP
 from slime.models.common.norm import RMSNorm
 
 
@@ -23,11 +22,6 @@ def packed_attention(config: TransformerConfig, standard: ModuleSpec, module: ty
     if config.qk_layernorm:
         parts.q_layernorm = parts.k_layernorm = RMSNorm
     return ModuleSpec(module=module or RotatingAttention, params=standard.params, submodules=parts)
-
-
-def gated_mlp(standard: ModuleSpec) -> ModuleSpec:
-    """`standard`, Megatron's local MLP, with the activation of this device."""
-    return dataclasses.replace(standard, module=GatedMLP)
 
 
 def rotates_by_megatron(attention: object) -> bool:

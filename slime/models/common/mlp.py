@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.mlp import MLP
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.ops.swiglu import swiglu
@@ -28,6 +30,14 @@ class GatedMLP(MLP):
         output, output_bias = self.linear_fc2(out)
         assert output_bias is None or per_token_scale is None, "experts have no biases"
         return output, output_bias
+
+
+class DenseMLP(GatedMLP):
+    """That of a dense layer."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(config, parts, ffn_hidden_size=config.ffn_hidden_size)
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):

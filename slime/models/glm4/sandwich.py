@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.models.common.attention import RotatingAttention
-from slime.models.common.mlp import GatedMLP
+from slime.models.common.mlp import DenseMLP
 from slime.models.common.norm import RMSNorm
 
 
@@ -31,12 +29,11 @@ class NormedAttention(RotatingAttention):
         return self.output_norm(output), None
 
 
-class NormedMLP(GatedMLP):
-    """A gated MLP with a norm on its output."""
+class NormedMLP(DenseMLP):
+    """The MLP of a dense layer with a norm on its output."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        super().__init__(config, parts, ffn_hidden_size=config.ffn_hidden_size)
+        super().__init__(config)
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, None]:

@@ -157,6 +157,7 @@ def _backward(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,
 ):
     WIDTH: tl.constexpr = PER + 2
+    HEADS: tl.constexpr = GROUPS * PER
     first, second, others = places(SIZE, HALF, INTERLEAVED, PAIRS, REST)
     q1, q2, q3 = zero_sums(PAIRS, REST)
     k1, k2, k3 = zero_sums(PAIRS, REST)
@@ -166,26 +167,9 @@ def _backward(  # type: ignore[no-untyped-def]
         at = token * (GROUPS * WIDTH * SIZE)
         row = mixed + at
         into = out + at
-        above = of_query + token * (GROUPS * PER * SIZE)
+        above = of_query + token * (HEADS * SIZE)
         q1, q2, q3 = heads_backward(
-            above,
-            row,
-            q_weight,
-            into,
-            first,
-            second,
-            others,
-            c,
-            s,
-            eps,
-            q1,
-            q2,
-            q3,
-            GROUPS * PER,
-            PER,
-            WIDTH,
-            SIZE,
-            NORM,
+            above, row, q_weight, into, first, second, others, c, s, eps, q1, q2, q3, HEADS, PER, WIDTH, SIZE, NORM
         )
         row += PER * SIZE
         into += PER * SIZE
