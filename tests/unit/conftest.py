@@ -10,25 +10,31 @@ from pathlib import Path
 import pytest
 
 
+def packages() -> set[str]:
+    """What was imported so far, by the name of its package."""
+    return {name.partition(".")[0] for name in sys.modules}
+
+
 @pytest.fixture(autouse=True)
 def no_trace() -> Iterator[None]:
     """Law: environment, working folder and import path are after a test what they were before it.
 
-    The other fixtures of a test, and so `monkeypatch`, are undone before this one looks.
+    The other fixtures of a test, and so `monkeypatch`, are undone before this one looks. A package may set a variable
+    when it is first imported, and stays.
     """
-    environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
+    environment, folder, path, imported = dict(os.environ), Path.cwd(), list(sys.path), packages()
     yield
-    changed = sorted(
-        name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)
-    )
-    changed = [name for name in changed if name != "PYTEST_CURRENT_TEST"]
-    left = Path.cwd()
+    names = (environment.keys() | os.environ.keys()) - {"PYTEST_CURRENT_TEST"}
+    changed = {name for name in names if environment.get(name) != os.environ.get(name)}
+    if packages() - imported:
+        changed &= environment.keys() | {"PYTHONPATH"}
     for name in changed:
         os.environ.pop(name, None)
         if name in environment:
             os.environ[name] = environment[name]
+    left, added = Path.cwd(), [entry for entry in sys.path if entry not in path]
     os.chdir(folder)
-    added, sys.path[:] = [entry for entry in sys.path if entry not in path], path
-    assert not changed, f"left changed in the environment: {changed}"
+    sys.path[:] = path
+    assert not changed, f"left changed in the environment: {sorted(changed)}"
     assert left == folder, f"left in {left}"
     assert not added, f"left on sys.path: {added}"
