@@ -198,7 +198,7 @@ def test_the_trainer_uses_the_engines_experts(
     disturb(backend)
     with watching(backend) as seen:
         on = backend.train(batch)
-    assert on["train/routing_changed"] == off["train/routing_changed"], "what it would have chosen"
+    assert 0.0 < on["train/routing_changed"] < 0.5, "what it would have chosen, behind layers that replayed"
     name = "train/train_rollout_logprob_abs_diff"
     assert on[name] < off[name]
     check_choices(batch, seen)
