@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.advantages import Arrays, CriticEstimator
+from slime.algorithms.advantages import Arrays
 from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
@@ -131,7 +131,7 @@ class MegatronBackend:
         self._trainable = build_trainable(chunks, megatron)
         self._parameters: dict[str, Tensor] = parameters_of(chunks)
         self._others = OtherPolicies(args, self._trainable.ddps, self._parameters, self.table, self._holders)
-        self._critic = self._build_critic()
+        self._critic = Critic.of(args, self._algorithm, self.device)
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._sleeper = build_sleeper(args, self.table, self._parts, self.device)
 
@@ -338,10 +338,7 @@ class MegatronBackend:
         """Leaves the process group and lets go of the model."""
         self._sleeper.close()
         for trainable in self._trainables.values():
-            for ddp in trainable.ddps:
-                # Its hooks hang on autograd nodes that hold it where no collector looks. Emptied, it no longer holds
-                # the model, the buffers and the groups, whose threads would go on for the life of the process.
-                vars(ddp).clear()
+            trainable.let_go()
         destroy_process_groups()
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -362,13 +359,6 @@ class MegatronBackend:
             run_dir=args.run_dir,
             staging=self._staging,
         )
-
-    def _build_critic(self) -> Critic | None:
-        """A critic if the estimator needs one."""
-        estimator = self._algorithm.estimator
-        if fine_tunes(self.args) or not isinstance(estimator, CriticEstimator):
-            return None
-        return Critic(self.args, estimator, self.device)
 
     def _choose_trained(self, chunks: list[PolicyModel]) -> None:
         """Adds adapters, freezes, and finds out which rank holds what. Collective."""

@@ -16,16 +16,16 @@ from slime.core.ids import new_run_id
 from tests.support.e2e import Flags, RealRun, Traces
 
 ORPHAN = """
-import os, pathlib, socket, sys, time
+import os, socket, sys, time
 if os.fork():
     time.sleep(600)
 os.setsid()
 server = socket.create_server(("127.0.0.1", 0))
-pathlib.Path("/dev/shm", sys.argv[1]).write_text("left")
+file = open("/dev/shm/" + sys.argv[1], "w")
 print(os.getpid(), server.getsockname()[1], flush=True)
 time.sleep(600)
 """
-"""A driver whose child leaves its session, listens, and writes a shared-memory file."""
+"""A driver whose child leaves its session, listens, and has a shared-memory file."""
 
 
 def test_the_watcher_sees_what_is_left() -> None:

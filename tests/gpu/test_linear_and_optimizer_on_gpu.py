@@ -87,7 +87,7 @@ def test_the_sum_of_products_is_nearer_to_the_exact_one_than_that_of_the_plain_f
             add_reference(plain, grad, inputs)
         exact += grad.double().t() @ inputs.double()
     errors = [float((x - exact).norm() / exact.norm()) for x in (fused, plain)]
-    assert errors[0] <= 1.1 * errors[1] + 1e-6, errors
+    assert errors[0] <= 1.1 * errors[1] + 2**-11, errors  # of one token, what is rounded twice may be lucky
     if dtype != torch.float32:
         assert errors[0] < 1e-4, f"{errors[0]:.1e}: the product was rounded to half precision"
 
@@ -130,7 +130,7 @@ def test_the_output_layer_adds_its_gradient_as_precisely(num_tokens: int, chunk_
         assert trained.grad_added_to_main_grad == into_main_grad
         found = trained.main_grad if into_main_grad else trained.grad
         errors.append(float((found.double() - exact).norm() / exact.norm().clamp_min(1e-9)))
-    assert errors[0] <= 1.1 * errors[1] + 1e-6, errors
+    assert errors[0] <= 1.1 * errors[1] + 2**-11, errors  # of one token, what is rounded twice may be lucky
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -309,8 +309,8 @@ LOG_PROBS: dict[str, Mutation] = {
     "padded vocabulary in the softmax": Mutation(
         "log_probs",
         "training/model/log_probs.py",
-        "weight.size(0), weight[: settings.shard.num_valid]",
-        "weight.size(0), weight",
+        "weight.size(0), weight, weight[: settings.shard.num_valid]",
+        "weight.size(0), weight, weight",
     ),
     "entropy of logits": Mutation(
         "log_probs",

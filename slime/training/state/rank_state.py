@@ -23,10 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
@@ -35,6 +33,7 @@ from slime.models.common.table import FamilyTable
 from slime.training.model.names import EMBEDDING, Held, held_by, is_expert
 from slime.training.parallel import ParallelInfo, seed_everything
 from slime.training.state.checkpoint import Seal
+from slime.training.state.generators import generator_state, set_generator_state
 from slime.training.state.hf_files import copy_assets
 from slime.training.state.optimizer_parts import Owned, owned_part
 from slime.training.state.shards import (
@@ -57,9 +56,6 @@ from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
 logger = logging.getLogger(__name__)
-
-RNG = "rng/"
-"""Prefix of the states of generators among a rank's tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,7 +181,7 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
     if with_optimizer:
         meta["optimizer"] = _computed(kept.trainable)
         meta["scheduler"] = kept.trainable.scheduler.state_dict()
-        rng_tensors, meta["rng"] = _rng_state()
+        rng_tensors, meta["rng"] = generator_state()
         tensors |= rng_tensors
     return RankState(kept.info.rank, tensors, meta, kept.hf_checkpoint if kept.info.rank == 0 else None)
 
@@ -225,7 +221,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     version = int(meta["weight_version"])
     if with_rng and meta["with_optimizer"]:
         if meta["layout"] == _layout(kept.info):
-            _set_rng_state(reader, kept.info.rank, meta["rng"])
+            set_generator_state(reader, kept.info.rank, meta["rng"])
         else:
             if kept.info.rank == 0:
                 logger.info(
@@ -384,24 +380,3 @@ def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> N
         scaler._scale.fill_(meta["grad_scaler"]["scale"][0])
         scaler._growth_tracker = meta["grad_scaler"]["growth_tracker"]
         scaler._hysteresis_tracker = meta["grad_scaler"]["hysteresis_tracker"]
-
-
-def _rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    kind, keys, pos, has_gauss, cached = np.random.get_state()
-    tensors = {RNG + "torch": torch.get_rng_state(), RNG + "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
-    if torch.cuda.is_available():
-        tensors[RNG + "cuda"] = torch.cuda.get_rng_state()
-    tracked = get_cuda_rng_tracker().get_states()
-    tensors.update({f"{RNG}megatron.{name}": state for name, state in tracked.items()})
-    return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)], "names": sorted(tensors)}
-
-
-def _set_rng_state(reader: ShardReader, rank: int, meta: Mapping[str, Any]) -> None:
-    tensors = {name: reader.tensor(rank, name) for name in meta["names"]}
-    kind, pos, has_gauss, cached = meta["numpy"]
-    np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
-    torch.set_rng_state(tensors[RNG + "torch"])
-    if torch.cuda.is_available() and RNG + "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[RNG + "cuda"])
-    prefix = RNG + "megatron."
-    get_cuda_rng_tracker().set_states({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from slime.algorithms.advantages import Arrays, CriticEstimator
+from slime.algorithms.algorithm import Algorithm
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import FamilyTable, Row
 from slime.settings import Args
+from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
 from slime.training.model.names import parameters_of
 from slime.training.model.policy import ValueModel
@@ -59,6 +61,13 @@ class Critic:
         lowest = min(float(args.megatron["min_lr"]), rate)
         self.trainable = build_trainable(chunks, {**args.megatron, "lr": rate, "min_lr": lowest})
         self._objective = ValueObjective(estimator)
+
+    @classmethod
+    def of(cls, args: Args, algorithm: Algorithm, device: torch.device) -> Critic | None:
+        """A critic if the estimator needs one."""
+        if fine_tunes(args) or not isinstance(algorithm.estimator, CriticEstimator):
+            return None
+        return cls(args, algorithm.estimator, device)
 
     def values(self, context: StepContext, prepared: PreparedBatch) -> Arrays:
         """Values [R] under the current weights of all samples, on every rank."""

@@ -48,6 +48,15 @@ class Trainable:
         """The `DistributedOptimizer`s: of all but experts, and of experts where there are any."""
         return list(self.optimizer.chained_optimizers)
 
+    def let_go(self) -> None:
+        """The end: its wrappers hold nothing any more.
+
+        Their hooks hang on autograd nodes that hold them where no collector looks: with them the model, the buffers and
+        the groups, whose threads would go on for the life of the process.
+        """
+        for ddp in self.ddps:
+            vars(ddp).clear()
+
 
 def build_trainable(chunks: Sequence[PolicyModel], megatron: Mapping[str, Any]) -> Trainable:
     """Wraps chunks whose weights are loaded already: the optimizer copies its master weights now.
