@@ -12,7 +12,7 @@ STEPS: dict[str, Mutation] = {
         "        metrics = ",
     ),
     "a clip for each optimizer": Mutation(
-        "steps", "training/step/optimizer.py", "total_norm=norm)", "total_norm=float(inner.get_grad_norm()))"
+        "steps", "training/step/optimizer.py", "total_norm=norm,", "total_norm=float(inner.get_grad_norm()),"
     ),
     "a critic of advantages": Mutation(
         "critic",
