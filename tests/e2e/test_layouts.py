@@ -11,7 +11,6 @@ from tests.e2e.test_loops import LOUDNESS, MAX_MISMATCH
 from tests.support.e2e import NUM_STEPS, Flags, started_and_finished
 from tests.support.tiny import write_tiny_model
 
-"""Nats, on the worst token of a step, float32."""
 TWO_RANKS = ["--actor-num-gpus-per-node", "2"]
 CASES: dict[str, tuple[str, list[str]]] = {
     "stages": (
