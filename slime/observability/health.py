@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.observability.sinks import AXES, StepRecord, read_jsonl
@@ -156,6 +156,11 @@ class HealthWatch:
         changes = (self._judge(kind, rule, step) for kind, rule in self._rules.items() if rule.metric in metrics)
         return [change for change in changes if change is not None]
 
+    @property
+    def still(self) -> list[Finding]:
+        """What is not over, with the figures of the last step."""
+        return list(self._open.values())
+
     def _judge(self, kind: str, rule: Rule, step: int) -> Finding | None:
         text = rule.detect(self._seen)
         self._unwell[kind] = 0 if text is None else self._unwell[kind] + 1
@@ -163,6 +168,8 @@ class HealthWatch:
         if text is not None and kind not in self._open and self._unwell[kind] >= rule.steps:
             self._open[kind] = Finding(kind, step, text)
             return self._open[kind]
+        if text is not None and kind in self._open:
+            self._open[kind] = replace(self._open[kind], text=text)
         if kind in self._open and self._well[kind] >= rule.steps:
             begun = self._open.pop(kind)
             return Finding(kind, begun.step, begun.text, last_step=step)
@@ -180,6 +187,7 @@ def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool =
     for row in rows:
         for finding in watch.see(_step(row), row):
             found[finding.kind, finding.step] = finding
+    found |= {(finding.kind, finding.step): finding for finding in watch.still}
     return sorted(found.values(), key=lambda f: (f.step, f.kind))
 
 

@@ -90,9 +90,9 @@ def _tiles(summary: RunSummary) -> Markup:
         tiles.append(("steps", f"{summary.num_rollouts:,}", ""))
     if summary.step_s is not None:
         tiles.append(("time per step", f"{short(summary.step_s)} s", "mean"))
-    for key, value in summary.mismatches.items():
-        of_probe = ", probe" if key.startswith("probe/") else ""
-        tiles.append((f"largest mismatch of a token{of_probe}", f"{short(value)}", "nats"))
+    fresh = {key: value for key, value in summary.mismatches.items() if key.startswith("probe/")}
+    for value in (fresh or summary.mismatches).values():  # of an asynchronous run's batches only the first is compared
+        tiles.append(("largest mismatch of a token", f"{short(value)}", "nats"))
     made = [
         element("div", element("dt", name), element("dd", value, " ", element("small", more)), class_="tile")
         for name, value, more in tiles

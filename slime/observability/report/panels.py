@@ -26,6 +26,8 @@ class Line:
     label: str = ""
     """`*` becomes the dataset. Empty: the panel's title says it."""
     dashed: bool = False
+    unless_alone: bool = False
+    """Left out where it has one step and another line has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,15 @@ SAMPLED = frozenset(RunKind) - SFT
 WITH_STALENESS = frozenset({RunKind.ASYNC})
 
 MISMATCH = (
-    Line("train/train_rollout_logprob_abs_diff_max", "worst token"),
-    Line("train/train_rollout_logprob_abs_diff_p99", "99 % of tokens"),
-    Line("train/train_rollout_logprob_abs_diff_current", "mean"),
+    Line("train/train_rollout_logprob_abs_diff_max", "worst token", unless_alone=True),
+    Line("train/train_rollout_logprob_abs_diff_p99", "99 % of tokens", unless_alone=True),
+    Line("train/train_rollout_logprob_abs_diff_current", "mean", unless_alone=True),
 )
-STALE = Line("train/train_rollout_logprob_abs_diff_stale", "older weights", dashed=True)
 PROBE = (
-    Line("probe/train_rollout_logprob_abs_diff_max", "probe, worst"),
-    Line("probe/train_rollout_logprob_abs_diff_mean", "probe, mean", dashed=True),
+    Line("probe/train_rollout_logprob_abs_diff_max", "fresh answers, worst token"),
+    Line("probe/train_rollout_logprob_abs_diff_mean", "fresh answers, mean", dashed=True),
 )
-"""Fresh answers that an asynchronous run compares, whose batches are older than the trainer."""
+"""An asynchronous run compares fresh answers, because its batches are older than the trainer."""
 
 PANELS: Sequence[Panel] = (
     Panel(
@@ -148,7 +149,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Truncated",
-        "Share of the samples that a length limit ended: they never came to an answer.",
+        "Share of the samples that a length limit ended.",
         SAMPLES,
         (Line("rollout/truncated_ratio", "trained"), Line("eval/*-truncated_ratio", "held out: *", dashed=True)),
         scale="share",
@@ -228,9 +229,18 @@ PANELS: Sequence[Panel] = (
         "Train-inference mismatch",
         "Difference of the trainer's and the engine's log-prob of a sampled token under the same weights.",
         AGREEMENT,
-        (*MISMATCH, STALE, *PROBE),
+        (*MISMATCH, *PROBE),
         unit="nats",
         scale="log",
+    ),
+    Panel(
+        "Mismatch of older weights",
+        "Mean difference on tokens that older weights sampled: how far training has moved on since.",
+        AGREEMENT,
+        (Line("train/train_rollout_logprob_abs_diff_stale"),),
+        unit="nats",
+        if_any=True,
+        in_picture=False,
     ),
     Panel(
         "Staleness",
@@ -268,7 +278,9 @@ def drawn_panels(record: RunRecord) -> list[Drawn]:
 
 
 def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | None:
-    series = [one for line in panel.lines for one in _series(line, keys, rows)]
+    found = [(line, one) for line in panel.lines for one in _series(line, keys, rows)]
+    longest = max((len(one.curve.steps) for _, one in found), default=0)
+    series = [one for line, one in found if not line.unless_alone or len(one.curve.steps) > 1 or longest == 1]
     if not series or (panel.if_any and not any(any(one.curve.values) for one in series)):
         return None
     scale = panel.scale
