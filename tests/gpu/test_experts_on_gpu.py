@@ -47,7 +47,8 @@ def _compare(fused: Callable[..., Tensor], plain: Callable[..., Tensor], leaves:
     rough, got = _results(plain, leaves, torch.bfloat16), _results(fused, leaves, torch.bfloat16)
     for number, (true, near, ours) in enumerate(zip(want, rough, got, strict=True)):
         assert ours.shape == true.shape and bool(torch.isfinite(ours).all()), number
-        allowed = TIMES * float((near - true).norm()) + FLOOR * float(true.norm())
+        times = TIMES if true.numel() > 16 else 4 * TIMES  # of few numbers the plain form is near by chance
+        allowed = times * float((near - true).norm()) + FLOOR * float(true.norm())
         error = float((ours - true).norm())
         assert error <= allowed, f"result {number} is off by {error:.2e}, allowed {allowed:.2e}"
 

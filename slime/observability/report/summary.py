@@ -141,9 +141,9 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding with the steps that it is about."""
-    until = "" if finding.last_step is None else f" (over at step {finding.last_step})"
-    return f"{finding.kind}, from step {finding.step}{until}: {finding.text}"
+    """A finding with the steps that it is about, and the figures of the last of them."""
+    until = ", in the end: " if finding.last_step is None else f" (over at step {finding.last_step}), before that: "
+    return f"{finding.kind}, from step {finding.step} on{until}{finding.text}"
 
 
 def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:
