@@ -10,8 +10,8 @@ from typing import Any, assert_never
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from slime.ops import swiglu
 from slime.ops.grouped import Form
 
 
@@ -19,8 +19,7 @@ def weighted_swiglu(x: Tensor, weights: Tensor, form: Form) -> Tensor:
     """x [rows, 2F], gates before values, weights [rows] -> silu(gate) * value * weight [rows, F], dtype of x."""
     match form:
         case "reference":
-            gate, value = x.chunk(2, dim=-1)
-            return (functional.silu(gate) * value * weights.unsqueeze(-1)).to(x.dtype)
+            return (swiglu.reference(x) * weights.unsqueeze(-1)).to(x.dtype)
         case "fused":
             return _WeightedSwiGLU.apply(x, weights)
     assert_never(form)
