@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from slime.core.durable import sync_to_disk
 from slime.core.errors import CheckpointError
 
 
@@ -22,11 +23,7 @@ def write_json(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_to_disk(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -28,6 +28,10 @@ class EngineActor:
         self._server.start()
         self._spec, self._timeout_s = spec, control_timeout_s
 
+    def open_gate(self, *_lent: object) -> None:
+        """Lets the server take its memory. `_lent`: answers of who lends it; Ray calls this when they are there."""
+        self._server.open_gate()
+
     def wait_ready(self, timeout_s: float) -> str:
         """The server's URL once it answers."""
         self._server.wait_ready(timeout_s)

@@ -7,6 +7,9 @@
 Whoever has to give gives first: nowhere is there room for the gradients, optimizer states and caches of the trainer
 beside an engine.
 
+At the start of a run an engine measures how much memory there is, and the trainer is built. So it lends all it has as
+soon as it is built, and only then engines take theirs (`slime.compat.sglang_memory_gate`).
+
 Consumes nothing, produces free memory, and the peaks that were seen. The driver calls and waits for every actor
 concerned, with a limit; nobody wakes it. Without `--offload-rollout` and `--offload-train` nothing happens.
 """
@@ -17,15 +20,19 @@ from slime.cluster.actors import Actors
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
+from slime.settings.conditions import lends_at_start
 
 
 class MemoryHandOver:
-    """Who has the memory of the GPUs that trainer and engines share. In the beginning both have theirs."""
+    """Who has the memory of the GPUs that trainer and engines share. In the beginning engines have theirs, and so has a
+    trainer that did not lend its own at the start.
+    """
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
         self._engines_lend, self._trainer_lends = args.offload_rollout, args.offload_train
         self._actors, self._tracker = actors, tracker
         self._engines_lent = False
+        self._trainer_lent = lends_at_start(args)
 
     def to_trainer(self) -> None:
         """The trainer can train; engines are idle. Nothing if that is so already."""
@@ -35,9 +42,12 @@ class MemoryHandOver:
             self._engines_lent = True
         if self._trainer_lends:
             self._on_trainers("wake", "wake_up")
+            self._trainer_lent = False
 
     def room_for_weights(self) -> None:
         """Engines can take weights; the trainer holds its own and nothing else."""
+        if self._trainer_lent:  # only at the start: beside all that engines took there may be no room for weights
+            self.to_trainer()
         if self._trainer_lends:
             self._on_trainers("keep_weights", "keep_weights")
         if self._engines_lent:
@@ -47,6 +57,7 @@ class MemoryHandOver:
         """Engines can generate; the trainer sleeps."""
         if self._trainer_lends:
             self._on_trainers("sleep", "sleep")
+            self._trainer_lent = True
         if self._engines_lent:
             self._actors.on_engines("resume_memory", ["kv_cache", "cuda_graph"])
             self._engines_lent = False

@@ -10,6 +10,7 @@ verified weight sync).
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import ray
@@ -65,8 +66,10 @@ class RolloutActor:
             self._router.require_alive()
 
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, StepNews]:
+        begin_s = time.time()
         batch, metrics = await self._manager.generate(rollout_id)
-        return batch, StepNews(metrics, self._manager.showcase.take("rollout", rollout_id))
+        news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
+        return batch, news
 
     async def evaluate(self, rollout_id: int) -> StepNews:
         metrics = await self._manager.evaluate(rollout_id)

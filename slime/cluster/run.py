@@ -24,7 +24,7 @@ from slime.cluster.memory import MemoryHandOver
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
-from slime.observability.spans import collect, span
+from slime.observability.spans import collect, note_span, span
 from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.rollout.types import StepNews
@@ -92,6 +92,8 @@ class Run:
                 limit_s=self._rollout_limit_s,
                 on_poll=on_poll,
             )[0]
+        if news.span_s is not None:
+            note_span("generation", *news.span_s, rollout_id=generation.rollout_id)
         self._tracker.log("rollout", generation.rollout_id, news.metrics)
         self._tracker.log_samples("rollout", generation.rollout_id, news.samples)
         return generation.batch
@@ -184,6 +186,8 @@ class Run:
 
         `--finetune` takes the weights alone and starts at `--start-rollout-id` or 0.
         """
+        if self.args.load:
+            self._memory.to_trainer()
         with self._startup.phase("load", "the checkpoint is loaded") if self.args.load else nullcontext():
             step = self._saver.restore()
         return int(self.args.start_rollout_id or 0) if step is None or self.args.finetune else step + 1

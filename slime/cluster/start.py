@@ -1,4 +1,7 @@
-"""Starts the processes of a run on the slots of its plan, side by side: engines, training ranks, router, data."""
+"""Starts the processes of a run on the slots of its plan, side by side: engines, training ranks, router, data.
+
+Engines that share GPUs with the trainer import beside it, and take memory when it has lent its own.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.serving.server import ServerSpec
 from slime.settings import Args
+from slime.settings.conditions import lends_at_start
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
         trainers = _create_trainers(args, plan, folder, on_slot)
         rollout = _create_rollout(args, len(engines), folder, api_key)
         building = _build_trainers(args, trainers)
+        lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
+        opened = [engine.open_gate.remote(*lent) for engine in engines] if lent else []
         ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
         digests = _warm_digests(args, engines, trainers)
         data = [rollout.ready.remote()]
@@ -56,23 +62,23 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
             [
                 Waiting("engines", ready, f"engines are up ({len(engines)})"),
                 Waiting("data", data, "data and router are ready"),
-                Waiting("trainers", building, f"training ranks hold the model ({len(trainers)})"),
+                Waiting("trainers", [*building, *lent], f"training ranks hold the model ({len(trainers)})"),
             ],
             began_s=began_s,
             note=note,
             engine_logs=[folder.logs / f"engine_{placed.index}.log" for placed in plan.engines],
         )
         results = wait_for(
-            [*ready, *data, *building],
+            [*building, *ready, *data, *lent, *opened],  # a failed build is named, not the lending that it fails
             for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
-            limit_s=args.engine_start_timeout_s + 60,
+            limit_s=args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
             on_poll=progress.tell,
         )
-    for name, seconds in (results[-1] if building else {}).items():
+    for name, seconds in (results[len(building) - 1] if building else {}).items():
         startup.part(f"trainer_{name}", seconds)
     infos = [
         EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots, api_key)
-        for placed, url in zip(plan.engines, results[: len(engines)], strict=True)
+        for placed, url in zip(plan.engines, results[len(building) : len(building) + len(engines)], strict=True)
     ]
     if infos and trainers:
         with startup.phase("connect", "the weight sync is connected"):
@@ -99,7 +105,7 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
     if not plans:
         return
     plan = max(plans, key=lambda p: p.peaks["train"].trainer)
-    logger.info("memory of a GPU, activations apart: %s (of %.1f GB)", plan, plan.gpu_bytes / 1e9)
+    logger.info("memory of a GPU: %s (of %.1f GB)", plan, plan.gpu_bytes / 1e9)
     for phase in plan.too_large():
         logger.warning("the phase %s is expected not to fit: use more GPUs, or split the model further", phase)
     folder.note("memory", plan.facts())

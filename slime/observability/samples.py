@@ -146,16 +146,22 @@ def number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
 
 
-def samples_markdown(path: Path, limit: int = 8) -> str:
+def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -> str:
     """A section with a table of at most `limit` samples; empty if the run kept none.
 
-    Half of them are of the first step and evaluation, half of the last, best and worst before random ones.
+    Half of them are of the first step and evaluation, half of the last, best and worst before random ones. With
+    `fine_tuning` responses are the data's.
     """
     samples = read_samples(path)
     if not samples:
         return ""
-    head = "| of | step | picked | reward | label | prompt | response |\n|---|---|---|---|---|---|---|"
-    rows = [head, *(_markdown_row(sample) for sample in first_and_last(samples, limit))]
+    names = (
+        ("step", "prompt", "target")
+        if fine_tuning
+        else ("of", "step", "picked", "reward", "label", "prompt", "response")
+    )
+    head = f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+    rows = [head, *(_markdown_row(sample, names) for sample in first_and_last(samples, limit))]
     return "## Samples\n\n" + "\n".join(rows) + f"\n\nAll {len(samples)} are in `{path.name}`.\n"
 
 
@@ -175,10 +181,18 @@ def _of(samples: Sequence[ShownSample], key: tuple[str, str | None, int]) -> lis
     return [s for s in samples if (s.kind, s.dataset, s.step) == key]
 
 
-def _markdown_row(sample: ShownSample) -> str:
-    texts = (sample.label or "", sample.prompt, sample.response)
-    cells = [_code(where(sample)), str(sample.step), sample.picked, number(sample.reward), *map(_code, texts)]
-    return "| " + " | ".join(cells) + " |"
+def _markdown_row(sample: ShownSample, names: Sequence[str]) -> str:
+    cells = {
+        "of": _code(where(sample)),
+        "step": str(sample.step),
+        "picked": sample.picked,
+        "reward": number(sample.reward),
+        "label": _code(sample.label or ""),
+        "prompt": _code(sample.prompt),
+        "response": _code(sample.response),
+        "target": _code(sample.response),
+    }
+    return f"| {' | '.join(cells[name] for name in names)} |"
 
 
 def _code(text: str) -> str:

@@ -52,22 +52,23 @@ class Spans:
         finally:
             self._record(name, start_s, time.perf_counter(), timed, facts)
 
+    def note(self, name: str, begin_s: float, end_s: float, **facts: Any) -> None:
+        """Writes down what another process did, from its own clock (Unix time), for the trace only. A name is a row."""
+        with self._lock:
+            self._event(name, begin_s, end_s, ("noted", name), facts)
+
     def _record(self, name: str, start_s: float, end_s: float, timed: bool, facts: dict[str, Any]) -> None:
         with self._lock:
             if timed:
                 self._seconds[name] += end_s - start_s
-            if self._file is not None:
-                event = {"ph": "X", "name": name, "pid": os.getpid(), "tid": self._row()}
-                stamp = {"ts": round((self._epoch_s + start_s) * 1e6), "dur": round((end_s - start_s) * 1e6)}
-                self._write({**event, **stamp, "args": facts})
+            self._event(name, self._epoch_s + start_s, self._epoch_s + end_s, _doer(), facts)
 
-    def _row(self) -> int:
-        try:
-            task = asyncio.current_task()
-        except RuntimeError:
-            task = None
-        key: object = threading.get_ident() if task is None else task.get_name()
-        return self._rows.setdefault(key, len(self._rows))
+    def _event(self, name: str, begin_s: float, end_s: float, doer: object, facts: dict[str, Any]) -> None:
+        if self._file is not None:
+            row = self._rows.setdefault(doer, len(self._rows))
+            event = {"ph": "X", "name": name, "pid": os.getpid(), "tid": row}
+            stamp = {"ts": round(begin_s * 1e6), "dur": round((end_s - begin_s) * 1e6)}
+            self._write({**event, **stamp, "args": facts})
 
     def _write(self, event: dict[str, Any]) -> None:
         assert self._file is not None, "a trace event without a trace file"
@@ -93,6 +94,15 @@ class Spans:
                 self._file = None
 
 
+def _doer() -> object:
+    """Who has a row of its own in a trace: the asyncio task, else the thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return threading.get_ident() if task is None else task.get_name()
+
+
 _recorder = Spans()
 
 
@@ -110,6 +120,11 @@ def span(name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
     """Times the block in this process's recorder (see `Spans.__call__`)."""
     with _recorder(name, timed=timed, **facts):
         yield
+
+
+def note_span(name: str, begin_s: float, end_s: float, **facts: Any) -> None:
+    """Notes what another process did in this process's trace (see `Spans.note`)."""
+    _recorder.note(name, begin_s, end_s, **facts)
 
 
 def collect() -> dict[str, float]:

@@ -37,6 +37,8 @@ class StepNews:
     metrics: dict[str, float]
     samples: list[ShownSample]
     """The few that people see."""
+    span_s: tuple[float, float] | None = None
+    """Begin and end of its generation, Unix time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 With `--token-versions` first the server tells the weight version of each token (`slime.compat.sglang_token_versions`);
 with SGLang's `--enable-return-routed-experts` it reads from a request's id that they are wanted
-(`slime.compat.sglang_routed_experts`).
+(`slime.compat.sglang_routed_experts`). A server that has to wait for its memory does so with everything imported
+(`slime.compat.sglang_memory_gate`).
 
 SGLang makes its schedulers and its detokenizer with multiprocessing's "spawn", which imports the main module again,
 under the name `__mp_main__`, before it looks at what the child is to run. That is the hook: the same few lines run in
@@ -43,13 +44,14 @@ def device_of(arguments: list[str]) -> str:
 
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
-    from slime.compat import sglang_fresh_router, sglang_routed_experts, sglang_token_versions
+    from slime.compat import sglang_fresh_router, sglang_memory_gate, sglang_routed_experts, sglang_token_versions
     from slime.compat.sglang_cpu import activate, forked_children
 
     die_with_parent(expected_parent)
     if activate(device_of(arguments)):
         forked_children.register()
     sglang_fresh_router.register()
+    sglang_memory_gate.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
         sglang_token_versions.register()
     if sglang_routed_experts.FLAG in arguments:

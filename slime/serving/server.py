@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
+from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
@@ -28,6 +29,7 @@ from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
 from slime.serving.process import ChildProcess, python_module
 from slime.settings import Args
+from slime.settings.conditions import lends_at_start
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_DEFAULTS: Mapping[str, Any] = {
@@ -72,6 +74,8 @@ class ServerSpec:
     """[tp_size] cores of each rank; None: rank r gets core r. CPU with more than one rank only."""
     api_key: str | None = None
     """Bearer token that every route but the health checks asks for; None: no token."""
+    gated: bool = False
+    """True: it takes no device memory before `SGLangServer.open_gate`."""
     token_versions: bool = False
     """True: answers tell the weight version of each token."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -122,6 +126,7 @@ class ServerSpec:
             gpu_ids=gpu_ids,
             random_seed=int(args.rollout_seed) + index,
             memory_saver=bool(args.offload_rollout),
+            gated=lends_at_start(args),
             num_threads=num_threads,
             api_key=extra.pop("api_key", None) or api_key,
             token_versions=args.pause_generation_mode != "abort",
@@ -204,6 +209,7 @@ class SGLangServer(LeasedServer):
     def __init__(self, spec: ServerSpec, *, host: str = "127.0.0.1", log_path: str | Path) -> None:
         super().__init__(host=host, log_path=log_path)
         self.spec = spec
+        self._gate, self._opened = Path(log_path).with_suffix(".gate").absolute(), False
 
     @property
     def model_path(self) -> str:
@@ -219,13 +225,20 @@ class SGLangServer(LeasedServer):
         flags = command_line_flags(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
         # A server of this host alone meets nobody outside it: gloo must not listen elsewhere.
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self.host == "127.0.0.1" else {}
+        gate = {GATE_ENV: str(self._gate)} if self.spec.gated else {}
+        self._set_gate()
         self._process = ChildProcess(
             f"SGLang server {self.url}",
             python_module("slime.serving.launch", [TOKEN_VERSIONS_FLAG] * self.spec.token_versions + flags),
             log_path=self.log_path,
-            env={**self.spec.environment(), **loopback},
+            env={**self.spec.environment(), **loopback, **gate},
         )
         self._process.start()
+
+    def open_gate(self) -> None:
+        """Lets a gated server take its memory. It waits with everything imported; before this it is never ready."""
+        self._opened = True
+        self._set_gate()
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Waits until the server answers `/health`; starts it again on other ports if something took its port.
@@ -261,9 +274,18 @@ class SGLangServer(LeasedServer):
         if self._process is not None:
             self._process.stop(timeout_s)
             self._process = None
+            self._gate.unlink(missing_ok=True)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+
+    def _set_gate(self) -> None:
+        """The gate as it is to be: also for a server that is started again, and after one that was killed."""
+        if not self._opened:
+            self._gate.unlink(missing_ok=True)
+        elif self.spec.gated:
+            self._gate.parent.mkdir(parents=True, exist_ok=True)
+            self._gate.touch()
 
     def log_tail(self) -> str:
         """The end of the server's log."""

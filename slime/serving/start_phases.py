@@ -5,11 +5,14 @@ Without these lines the phase stays the last one that was seen.
 
 from __future__ import annotations
 
+from slime.compat.sglang_memory_gate import WAITING
+
 IMPORTING = "importing SGLang"
 PHASES = (
     ("Load weight end", "taking memory for its cache"),
     ("Load weight begin", "loading weights"),
     ("Init torch distributed begin", "building the model"),
+    (WAITING, "waiting for the trainer to lend the GPU"),
     ("server_args=", IMPORTING + " in its scheduler"),
 )
 """(sign in the log, what follows it), the last one first."""

@@ -51,6 +51,13 @@ def has_reference(s: Any) -> bool:
     return bool(s.kl_coef) or (s.use_kl_loss and not fine_tunes(s))
 
 
+def lends_at_start(s: Any) -> bool:
+    """Whether training ranks lend their GPUs to engines before these have ever taken memory. On a CPU nothing is lent:
+    both have their own.
+    """
+    return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
+
+
 _POLICY_TERM_TEXT = "the policy loss: loss_type policy_loss, without --disable-compute-advantages-and-returns"
 
 ADVANTAGES = Need(

@@ -9,7 +9,6 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import shutil
 import socket
@@ -46,10 +45,12 @@ from slime.training.parallel import (
     init_process_groups,
     seed_everything,
 )
+from slime.training.rehearsal import training_peak
 from slime.training.state import hf_weights
 from slime.training.state.adapter_files import adapters_alone, peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
-from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, begin_export, commit_export, require_replaceable, write_hf
+from slime.training.state.hf_export import export
+from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers
 from slime.training.state.memory_plan import MemoryPlan
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.state.sleeping import Held, Parts, build_sleeper
@@ -256,24 +257,25 @@ class MegatronBackend:
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format, named only when complete. Collective.
 
-        Adapters are merged, and alone in the folder `adapter` of the export. Replaces an earlier export. Raises
-        `CheckpointError`, and touches nothing, if anything else is there.
+        Ranks write files in turn, in a folder that all of them see. Adapters are merged, and alone in the folder
+        `adapter` of the export. Replaces an earlier export. Raises `CheckpointError`, and touches nothing, if anything
+        else is there.
         """
-        require_replaceable(directory)  # on every rank: the others would wait for a sender that has given up
-        tensors, adapters = self.iter_hf_tensors(dtype), self._iter_adapters(dtype)
-        if self.parallel_info.rank == 0:
-            source = Path(self.args.hf_checkpoint)
-            partial = begin_export(directory)
-            write_hf(partial, tensors, assets_from=source, carried=self.table.carries)
-            if self._adapters is not None and peft_knows(self.full_table):
+        info, source = self.parallel_info, Path(self.args.hf_checkpoint)
+
+        def rest(folder: Path) -> None:
+            adapters = self._iter_adapters(dtype)
+            if info.rank == 0 and self._adapters is not None and peft_knows(self.full_table):
                 scale, base = self._adapters.scale, str(source.resolve())
-                write_peft(partial / "adapter", self.full_table, adapters, scale=scale, base=base)
-            if self.args.chat_template is not None:
-                shutil.copyfile(self.args.chat_template, partial / CHAT_TEMPLATE_FILE)
-            commit_export(partial, directory)
-        for _ in itertools.chain(tensors, adapters):  # collectives that this rank has not taken part in
-            pass
-        dist.barrier()
+                write_peft(folder / "adapter", self.full_table, adapters, scale=scale, base=base)
+            if info.rank == 0 and self.args.chat_template is not None:
+                shutil.copyfile(self.args.chat_template, folder / CHAT_TEMPLATE_FILE)
+            for _ in adapters:  # collectives that this rank has not taken part in
+                pass
+
+        writers = Writers(info.rank, info.world_size, dist.barrier)
+        tensors, carried = self.iter_hf_tensors(dtype), self.table.carries
+        export(directory, tensors, source=source, carried=carried, writers=writers, rest=rest)
 
     def _iter_adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of the adapters. Collective: exhaust it on all ranks."""
@@ -317,6 +319,16 @@ class MegatronBackend:
 
     # --- memory and life ----------------------------------------------------------------------------------------------
 
+    def rehearse(self) -> None:
+        """Learns what the largest micro-batch takes of the GPU, for `memory_plan`; see `slime.training.rehearsal`.
+
+        Collective; nothing on a CPU. Raises `ConfigError`, with the number that fits, if it cannot.
+        """
+        if self.device.type == "cuda":
+            objective, later = objective_of(self.args, self._algorithm), self._parts().num_later_bytes
+            peak = training_peak(self.args, self._context, objective, self._trainable, self.parallel_info, later)
+            self._sleeper.expect_in_training(peak)
+
     def keep_weights(self) -> dict[str, float]:
         """Leaves the policy's weights alone on the GPU; peaks of the phase that ends. Nothing on a CPU."""
         return self._sleeper.keep_weights()
@@ -345,20 +357,8 @@ class MegatronBackend:
 
     @property
     def _context(self) -> StepContext:
-        args, sizes = self.args, self.parallel_info.sizes
         sequence_parallel = self._trainable.chunks[0].config.sequence_parallel
-        return StepContext(
-            device=self.device,
-            dtype=training_dtype(args.megatron),
-            dp_rank=self.parallel_info.dp_rank,
-            reports=self.parallel_info.reports,
-            pad_to_multiple=sizes.cp * (sizes.tp if sequence_parallel else 1),
-            pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
-            mismatch_limit=args.mismatch_limit,
-            keeps_old_keys=args.pause_generation_mode == "in_place",
-            run_dir=args.run_dir,
-            staging=self._staging,
-        )
+        return StepContext.of(self.args, self.device, self.parallel_info, sequence_parallel, self._staging)
 
     def _choose_trained(self, chunks: list[PolicyModel]) -> None:
         """Adds adapters, freezes, and finds out which rank holds what. Collective."""

@@ -36,7 +36,7 @@ def made_run(folder: Path, kind: str = "sync", *, num_steps: int = 30, resumed_a
     (folder / "args.json").write_text(json.dumps(_settings(kind)))
     if kind != "sft":
         SamplesFile(folder / FILE_NAME).append(_samples(num_steps))
-    _trace(folder / "traces" / "driver-100.json", rows)
+    _trace(folder / "traces" / "driver-100.json", rows, overlap=kind == "async")
     return folder
 
 
@@ -201,8 +201,8 @@ def _samples(num_steps: int) -> Iterator[ShownSample]:
             )
 
 
-def _trace(path: Path, rows: Rows) -> None:
-    """A driver's trace that fits the times of the rows."""
+def _trace(path: Path, rows: Rows, *, overlap: bool) -> None:
+    """A driver's trace that fits the times of the rows. `overlap`: a step's samples were made while another trained."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 100, "args": {"name": "driver"}}]
     order = ("rollout_wait", "train", "update_weights", "eval")
     for row in rows:
@@ -213,4 +213,8 @@ def _trace(path: Path, rows: Rows) -> None:
                 stamp = {"ts": round(begin_s * 1e6), "dur": round(seconds * 1e6)}
                 events.append({"ph": "X", "name": name, "pid": 100, "tid": 0, **stamp, "args": {}})
                 begin_s += seconds
+                if name == "rollout_wait":
+                    long_s = seconds + (8.0 if overlap else 0.0)
+                    stamp = {"ts": round((begin_s - long_s) * 1e6), "dur": round(long_s * 1e6)}
+                    events.append({"ph": "X", "name": "generation", "pid": 100, "tid": 1, **stamp, "args": {}})
     path.write_text("[\n" + "".join(json.dumps(event) + ",\n" for event in events))

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 
 from slime.observability.report.curves import Curve, running_mean, thinned
 from slime.observability.report.markup import Markup, element, joined
-from slime.observability.report.numbers import log_ticks, short, ticks, whole_ticks
+from slime.observability.report.numbers import log_ticks, seconds_text, short, ticks, whole_ticks
 from slime.observability.report.panels import Drawn
 from slime.observability.report.parts import OTHER, STEP_PARTS, StepTimes
-from slime.observability.report.scales import MARKERS_UP_TO, Frame, headline, seconds_limit, value_limits, written
+from slime.observability.report.scales import (
+    MARKERS_UP_TO,
+    Frame,
+    headline,
+    seconds_limit,
+    unit_of,
+    value_limits,
+    written,
+)
 
 WIDTH, HEIGHT = 460.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 48.0, 12.0, 10.0, 24.0
@@ -64,7 +72,7 @@ def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
         _series(one.curve, one.label, axes, color=i, dashed=one.dashed, drawn=drawn)
         for i, one in enumerate(drawn.series)
     ]
-    names = [one.label for one in drawn.series] if len(drawn.series) > 1 or band else []
+    names = [one.label for one in drawn.series] if drawn.is_named else []
     lasts = [written(one.curve.last, drawn) for one in drawn.series]
     entries = [
         (f"c{i % NUM_COLORS}", name, last, one.dashed)
@@ -72,7 +80,7 @@ def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
     ]
     said = "; ".join(_said(one.label or panel.title, one.curve, drawn) for one in drawn.series)
     picture = _picture(panel.title, said, axes, joined(grid, band, *lines))
-    return _card(panel.title, panel.unit, panel.about, headline(drawn), entries, picture)
+    return _card(panel.title, unit_of(drawn), panel.about, headline(drawn), entries, picture)
 
 
 def parts_figure(times: StepTimes, frame: Frame) -> Markup:
@@ -92,7 +100,7 @@ def parts_figure(times: StepTimes, frame: Frame) -> Markup:
         data = {"data_name": part, "data_x": _numbers(times.steps), "data_y": " ".join(map(short, seconds))}
         bars.append(element("g", element("path", d=path), class_=f"bar series {color}", **data))
         bottom = [low_s + own_s for low_s, own_s in zip(bottom, seconds, strict=True)]
-        entries.append((color, part, f"{short(sum(seconds) / len(seconds))} s", False))
+        entries.append((color, part, seconds_text(sum(seconds) / len(seconds)), False))
     about = "What the driver waited for; parts do not contain each other. The legend has the means."
     if times.steps_per_bar > 1:
         about += f" One bar is the mean of {times.steps_per_bar} steps."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,22 @@ from slime.observability.report.scales import (
     Frame,
     frame_of,
     headline,
+    in_words,
     seconds_limit,
+    unit_of,
     value_limits,
     written,
 )
 from slime.observability.report.summary import RunSummary, summary_of
 
 COLORS = ("#2563c9", "#d9730d", "#23935a", "#c93a3a", "#7d4fc2", "#12858f", "#a0527c", "#6b7280")
-PART_COLORS = dict(zip((*STEP_PARTS, OTHER), ([COLORS[i] for i in (0, 6, 1, 2, 5, 4, 3)] + ["#b6bcc6"]), strict=True))
+PART_COLORS = dict(zip(STEP_PARTS, (COLORS[i] for i in (0, 6, 1, 7, 2, 5, 4, 3)), strict=True)) | {OTHER: "#b6bcc6"}
 INK, MUTED, GRID, MARK = "#1f2430", "#6b7280", "#e4e7ec", "#8b93a1"
 LEGEND_CHARS = 57
 """Characters of a legend that fit on one line above a panel."""
 PANEL_INCHES = (4.7, 2.75)
-HEADER_INCHES, FOOTER_INCHES = 0.78, 0.36
+HEADER_INCHES, FOOTER_INCHES = 0.78, 0.46
+FOOTER_CHARS_PER_INCH = 13
 SETTINGS: Any = {
     "font.size": 10,
     "axes.labelcolor": MUTED,
@@ -44,10 +48,11 @@ def write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: 
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):
-        _write_picture(record, [one for one in panels if one.panel.in_picture], out, title)
+        drawn = [one for one in panels if one.panel.in_picture and not one.in_words]
+        _write_picture(record, drawn, in_words(panels), out, title)
 
 
-def _write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: str) -> None:
+def _write_picture(record: RunRecord, panels: Sequence[Drawn], constant: str, out: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -61,7 +66,8 @@ def _write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title:
     engine = ConstrainedLayoutEngine(rect=room, w_pad=0.12, h_pad=0.1, hspace=0.03, wspace=0.02)
     figure = Figure(figsize=(width, height), dpi=120, layout=engine)
     FigureCanvasAgg(figure)  # no pyplot: its global state is not ours to change
-    _header(figure, record, summary_of(record), title, frame)
+    _header(figure, record, summary_of(record), title)
+    _footer(figure, frame, constant)
     cells = figure.add_gridspec(rows, columns)
     spans = [(i // columns, slice(i % columns, i % columns + 1)) for i in range(count)]
     spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last one takes what is left
@@ -78,25 +84,32 @@ def _write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title:
     partial.replace(out)
 
 
-def _header(figure: Any, record: RunRecord, summary: RunSummary, title: str, frame: Frame) -> None:
+def _header(figure: Any, record: RunRecord, summary: RunSummary, title: str) -> None:
     width, height = figure.get_size_inches()
     facts = [record.kind.value]
     if record.kind is not RunKind.EVALUATION:
         facts.append(f"{summary.num_rollouts:,} steps")
     if summary.step_s is not None:
-        facts.append(f"{short(summary.step_s)} s per step")
+        facts.append(f"{short(summary.step_s)} s per step without evaluation")
     if summary.findings:
         facts.append("warnings: " + ", ".join(dict.fromkeys(one.kind for one in summary.findings)))
     left, top = 0.14 / width, 1 - 0.1 / height
     shown = title if len(title) < 90 else f"{title[:88]}…"
     figure.text(left, top, shown, fontsize=15, fontweight="bold", va="top", parse_math=False)
     figure.text(left, top - 0.34 / height, "  ·  ".join(facts), fontsize=10, color=MUTED, va="top", parse_math=False)
+
+
+def _footer(figure: Any, frame: Frame, constant: str) -> None:
+    width, height = figure.get_size_inches()
     notes = ["x: steps as in metrics.jsonl, from 0" + (" (-1: before the first)" if frame.limits[0] < 0 else "")]
     if frame.marks:
         notes.append("dotted line: the run was resumed")
     if frame.limits[1] >= 100:
         notes.append("pale: every step, strong: running mean")
-    figure.text(left, 0.1 / height, "  ·  ".join(notes), fontsize=9, color=MUTED, va="bottom")
+    notes += [constant] if constant else []
+    left, bottom = 0.14 / width, 0.1 / height
+    said = textwrap.fill("  ·  ".join(notes), int(FOOTER_CHARS_PER_INCH * width))
+    figure.text(left, bottom, said, fontsize=9, color=MUTED, va="bottom", parse_math=False)
 
 
 def _style(axes: Any, title: str, unit: str, value: str, frame: Frame, legend_lines: int) -> None:
@@ -137,14 +150,17 @@ def legend_lines(labels: Sequence[str]) -> int:
 
 def _labels(drawn: Drawn) -> list[str]:
     """What a legend says; a single curve is named by its title."""
-    return [one.label for one in drawn.series] if len(drawn.series) > 1 or drawn.band else []
+    labels = [one.label for one in drawn.series]
+    if drawn.band:
+        return [f"{labels[0]} (band: least to greatest)", *labels[1:]]
+    return labels if drawn.is_named else []
 
 
 def _draw(axes: Any, drawn: Drawn, frame: Frame, room_above: int) -> None:
     """`room_above`: lines of legend above the panels of this row."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    _style(axes, drawn.panel.title, drawn.panel.unit, headline(drawn), frame, room_above)
+    _style(axes, drawn.panel.title, unit_of(drawn), headline(drawn), frame, room_above)
     limits = value_limits(drawn)
     if drawn.scale == "log":
         axes.set_yscale("log")
@@ -155,8 +171,9 @@ def _draw(axes: Any, drawn: Drawn, frame: Frame, room_above: int) -> None:
     if drawn.band is not None:
         least, greatest = (thinned(one) for one in drawn.band)
         axes.fill_between(greatest.steps, _at(least, greatest), greatest.values, color=COLORS[0], alpha=0.12, lw=0)
-    for color, one in zip(COLORS * len(drawn.series), drawn.series, strict=False):
-        _draw_curve(axes, one.curve, color, one.label, one.dashed)
+    labels = _labels(drawn) or [one.label for one in drawn.series]
+    for color, label, one in zip(COLORS * len(drawn.series), labels, drawn.series, strict=False):
+        _draw_curve(axes, one.curve, color, label, one.dashed)
     _legend(axes, _labels(drawn))
 
 

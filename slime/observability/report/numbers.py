@@ -25,6 +25,11 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def seconds_text(seconds: float) -> str:
+    """A time of any size, in milliseconds where it is short."""
+    return f"{short(1000 * seconds)} ms" if 0 < seconds < 0.1 else f"{short(seconds)} s"
+
+
 def percent(value: float) -> str:
     """A share; small ones with a digit more."""
     if value and abs(value) < 0.1:
@@ -64,6 +69,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten from `low` to `high`; with 2 and 5 between where there are few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, -(-(last - first) // 5))
-    factors: Sequence[float] = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    ratio = high / low
+    factors: Sequence[float] = (1.0, 2.0, 5.0) if ratio <= 100 else (1.0, 3.0) if ratio <= 3000 else (1.0,)
     made = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
     return [one for one in made if low * (1 - 1e-9) <= one <= high * (1 + 1e-9)]

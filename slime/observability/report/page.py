@@ -19,10 +19,10 @@ from slime.observability.report.numbers import short, when
 from slime.observability.report.panels import TIME, Drawn
 from slime.observability.report.parts import step_times
 from slime.observability.report.record import RunKind, RunRecord
-from slime.observability.report.scales import frame_of
+from slime.observability.report.scales import frame_of, in_words
 from slime.observability.report.summary import RunSummary, before_and_after, finding_text
 from slime.observability.report.tables import samples_section, settings_section, starts_section
-from slime.observability.report.timeline import timeline_figure, timelines
+from slime.observability.report.timeline import GENERATION, timeline_figure, timelines
 
 STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "page.js"))
 DURATIONS = ((3600.0, "h"), (60.0, "min"), (0.0, "s"))
@@ -89,10 +89,10 @@ def _tiles(summary: RunSummary) -> Markup:
     if changes:
         tiles.append(("steps", f"{summary.num_rollouts:,}", ""))
     if summary.step_s is not None:
-        tiles.append(("time per step", f"{short(summary.step_s)} s", "mean"))
-    fresh = {key: value for key, value in summary.mismatches.items() if key.startswith("probe/")}
-    for value in (fresh or summary.mismatches).values():  # of an asynchronous run's batches only the first is compared
-        tiles.append(("largest mismatch of a token", f"{short(value)}", "nats"))
+        tiles.append(("time per step", f"{short(summary.step_s)} s", "mean, without evaluation"))
+    for key, value in summary.telling_mismatches.items():
+        fresh = "fresh " if key.startswith("probe/") else ""
+        tiles.append((f"largest mismatch of a {fresh}token", f"{short(value)}", "nats"))
     made = [
         element("div", element("dt", name), element("dd", value, " ", element("small", more)), class_="tile")
         for name, value, more in tiles
@@ -109,9 +109,10 @@ def _warnings(summary: RunSummary) -> Markup | None:
 
 def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
     frame, times = frame_of(record), step_times(record.rows)
-    cards = [panel_figure(drawn, frame) for drawn in panels if drawn.panel.section != TIME]
+    shown = [drawn for drawn in panels if not drawn.in_words]
+    cards = [panel_figure(drawn, frame) for drawn in shown if drawn.panel.section != TIME]
     cards += [parts_figure(times, frame)] if times is not None else []
-    cards += [panel_figure(drawn, frame) for drawn in panels if drawn.panel.section == TIME]
+    cards += [panel_figure(drawn, frame) for drawn in shown if drawn.panel.section == TIME]
     if not cards:
         return None
     notes = ["Steps are counted from 0, as in metrics.jsonl."]
@@ -121,6 +122,8 @@ def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
         notes.append("Dotted lines: the run was resumed; of a step that was done again the last time is drawn.")
     if frame.limits[1] - frame.limits[0] >= 100:
         notes.append("Pale: every step; strong: the running mean.")
+    if constant := in_words(panels):
+        notes.append(f"{constant[0].upper()}{constant[1:]}.")
     return element(
         "section",
         element("h2", "Curves"),
@@ -142,6 +145,8 @@ def _timeline(record: RunRecord) -> Markup | None:
         for i, one in enumerate(found)
     ]
     about = "What the driver did between the end of the step before and the end of the step, from traces/."
+    if any(bar.name == GENERATION for one in found for bar in one.bars):
+        about += " The row “generation” is what the rollout did meanwhile, for this step or for the next one."
     return element(
         "section", element("h2", "Timeline of a step"), element("p", about, class_="about"), *figures, id="timeline"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from slime.observability.report.curves import Curve, curve
@@ -45,6 +45,10 @@ class Panel:
     """Metrics of the least and the greatest value around the first line."""
     if_any: bool = False
     """Left out where every value is zero."""
+    flat_in_words: bool = False
+    """Said in a few words instead of drawn where it never changes."""
+    rounding: float = 0.0
+    """Where all values are below it they are rounding, and the panel is left out."""
     in_picture: bool = True
     """Drawn in `report.png` as well; the page has every panel."""
     kinds: frozenset[RunKind] = field(default_factory=lambda: frozenset(RunKind))
@@ -68,7 +72,24 @@ class Drawn:
     scale: Scale
     band: tuple[Curve, Curve] | None = None
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the title alone does not say what the lines are."""
+        return len(self.series) > 1 or self.band is not None or JOINED in self.series[0].label
 
+    @property
+    def in_words(self) -> bool:
+        """Whether a few words say as much: no line ever changes."""
+        flat = all(len(one.curve.steps) > 1 and len(set(one.curve.values)) == 1 for one in self.series)
+        even = self.band is None or all(len(set(edge.values)) == 1 for edge in self.band)
+        return self.panel.flat_in_words and flat and even
+
+
+JOINED = " and "
+"""Between the names of lines that lie on each other."""
+TERA = "TFLOP/s"
+SMALL_TERA = 0.5
+"""Below it a thousandth is the better unit."""
 LEARNING, SAMPLES, OPTIMIZER = "Learning", "Samples", "Optimizer"
 AGREEMENT, TIME = "Trainer and engine", "Time"
 SFT = frozenset({RunKind.SFT})
@@ -78,7 +99,7 @@ WITH_STALENESS = frozenset({RunKind.ASYNC})
 
 MISMATCH = (
     Line("train/train_rollout_logprob_abs_diff_max", "worst token", unless_alone=True),
-    Line("train/train_rollout_logprob_abs_diff_p99", "99 % of tokens", unless_alone=True),
+    Line("train/train_rollout_logprob_abs_diff_p99", "99 % are below", unless_alone=True),
     Line("train/train_rollout_logprob_abs_diff_current", "mean", unless_alone=True),
 )
 PROBE = (
@@ -90,7 +111,8 @@ PROBE = (
 PANELS: Sequence[Panel] = (
     Panel(
         "Loss",
-        "What is minimised, on the conversations of the step and on held-out ones. Held-out rising again: overfitting.",
+        "What is minimised: of the step's conversations before its update, of held-out ones after it. Held-out rising "
+        "again: overfitting.",
         LEARNING,
         (Line("train/loss", "trained"), Line("eval/*-loss", "held out: *")),
         unit="nats",
@@ -139,6 +161,7 @@ PANELS: Sequence[Panel] = (
         (Line("rollout/response_len/mean", "mean"), Line("rollout/response_len/median", "median", dashed=True)),
         unit="tokens",
         band=("rollout/response_len/min", "rollout/response_len/max"),
+        flat_in_words=True,
     ),
     Panel(
         "Conversation length",
@@ -146,6 +169,7 @@ PANELS: Sequence[Panel] = (
         SAMPLES,
         (Line("rollout/total_len/mean"),),
         unit="tokens",
+        flat_in_words=True,
     ),
     Panel(
         "Truncated",
@@ -192,6 +216,7 @@ PANELS: Sequence[Panel] = (
         OPTIMIZER,
         (Line("train/loss", "whole"), Line("train/pg_loss", "policy part", dashed=True)),
         scale="auto",
+        rounding=1e-6,
         in_picture=False,
         kinds=SAMPLED,
     ),
@@ -212,6 +237,7 @@ PANELS: Sequence[Panel] = (
         "Of the first parameter group.",
         OPTIMIZER,
         (Line("train/lr-pg_0", "policy"), Line("train/critic-lr-pg_0", "critic")),
+        flat_in_words=True,
     ),
     Panel(
         "Clipped tokens",
@@ -224,6 +250,7 @@ PANELS: Sequence[Panel] = (
             Line("train/opsm_clipfrac", "masked sequences"),
         ),
         scale="percent",
+        if_any=True,
     ),
     Panel(
         "Train-inference mismatch",
@@ -240,7 +267,6 @@ PANELS: Sequence[Panel] = (
         (Line("train/train_rollout_logprob_abs_diff_stale"),),
         unit="nats",
         if_any=True,
-        in_picture=False,
     ),
     Panel(
         "Staleness",
@@ -264,7 +290,7 @@ PANELS: Sequence[Panel] = (
         "Floating-point operations per second and rank, over the whole training call.",
         TIME,
         (Line("perf/actor_train_tflops"),),
-        unit="TFLOP/s",
+        unit=TERA,
         in_picture=False,
     ),
 )
@@ -283,6 +309,12 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
     series = [one for line, one in found if not line.unless_alone or len(one.curve.steps) > 1 or longest == 1]
     if not series or (panel.if_any and not any(any(one.curve.values) for one in series)):
         return None
+    if all(abs(value) < panel.rounding for one in series for value in one.curve.values):
+        return None
+    series = _merged(series)
+    if panel.unit == TERA and max(max(one.curve.values) for one in series) < SMALL_TERA:
+        panel = replace(panel, unit="GFLOP/s")
+        series = [replace(one, curve=Curve(one.curve.steps, [1e3 * v for v in one.curve.values])) for one in series]
     scale = panel.scale
     if scale == "log":  # it has no place for a zero
         positive = [Series(one.label, _positive(one.curve), one.dashed) for one in series]
@@ -293,6 +325,18 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
         least, greatest = (curve(rows, key) for key in panel.band)
         band = (least, greatest) if least and greatest else None
     return Drawn(panel, series, scale, band)
+
+
+def _merged(series: Sequence[Series]) -> list[Series]:
+    """Lines that lie on each other as one, with both names."""
+    out: list[Series] = []
+    for one in series:
+        same = next((i for i, other in enumerate(out) if other.curve == one.curve), None)
+        if same is None:
+            out.append(one)
+        else:
+            out[same] = replace(out[same], label=f"{out[same].label}{JOINED}{one.label}")
+    return out
 
 
 def _series(line: Line, keys: Sequence[str], rows: Sequence[Row]) -> Iterator[Series]:

@@ -10,15 +10,18 @@ from slime.observability.report.record import Row
 from slime.observability.sinks import AXES
 
 STEP_PARTS: Mapping[str, Sequence[str]] = {
-    "rollout": ("perf/rollout_wait_time", "perf/generation_wait_time"),
+    "wait for batch": ("perf/rollout_wait_time",),
     "memory hand-over": ("perf/offload_rollout_time", "perf/wake_up_time", "perf/keep_weights_time", "perf/sleep_time"),
     "train": ("perf/train_time",),
+    "wait for generation": ("perf/generation_wait_time",),
     "weight sync": ("perf/update_weights_time",),
     "log-prob check": ("perf/check_log_probs_time",),
     "save": ("perf/save_model_time",),
     "evaluation": ("perf/eval_time",),
 }
 """In the order of the loop, with the metrics that sum to each: how long the driver waited for it."""
+NAMES = {key.removeprefix("perf/").removesuffix("_time"): part for part, keys in STEP_PARTS.items() for key in keys}
+"""Span of the driver -> its part."""
 OTHER = "other"
 """What no part explains of `perf/step_time`."""
 OTHER_FROM = 0.02
@@ -35,6 +38,13 @@ class StepTimes:
     steps_per_bar: int
     parts: Mapping[str, Sequence[float]]
     """Part -> seconds, one for each bar; zero where a step had none."""
+
+
+def seconds_without_evaluation(rows: Sequence[Row]) -> list[float]:
+    """Seconds of each step that took time, an evaluation in it left out."""
+    evaluations = part_seconds(rows).get("evaluation", {})
+    seconds = (value - evaluations.get(step, 0.0) for step, value in step_seconds(rows).items())
+    return [value for value in seconds if value > 0]
 
 
 def step_seconds(rows: Sequence[Row]) -> dict[int, float]:

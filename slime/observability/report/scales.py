@@ -12,6 +12,8 @@ from slime.observability.report.record import RunRecord, step_of
 
 ROOM = 0.08
 """Part of the span that stays free above and below a curve."""
+ROOM_ABOVE_ONE = 0.05
+"""So that the line of 100 % does not touch the title."""
 MARKERS_UP_TO = 40
 """A curve of at most so many steps shows each of them."""
 
@@ -44,10 +46,8 @@ def value_limits(drawn: Drawn) -> tuple[float, float]:
     if drawn.scale == "log":
         low = min(value for value in values if value > 0)
         return min(low / 1.5, high / 20), high * 1.5
-    if drawn.scale == "share":
-        return 0.0, 1.0
-    if drawn.scale == "unit" and low >= 0 and high <= 1:
-        return 0.0, 1.0
+    if drawn.scale == "share" or (drawn.scale == "unit" and low >= 0 and high <= 1):
+        return 0.0, 1.0 + ROOM_ABOVE_ONE
     if drawn.scale in ("zero", "percent") and low >= 0:
         return 0.0, high * (1 + ROOM) or (0.01 if drawn.scale == "percent" else 1.0)
     room = ROOM * (high - low) or 0.1 * abs(high) or 1.0
@@ -57,12 +57,28 @@ def value_limits(drawn: Drawn) -> tuple[float, float]:
 def seconds_limit(times: StepTimes) -> float:
     """The height of the picture of the parts."""
     sums = [sum(part[i] for part in times.parts.values()) for i in range(len(times.steps))]
-    return 1.04 * max(sums, default=0.0) or 1.0
+    return (1 + ROOM) * max(sums, default=0.0) or 1.0
 
 
 def written(value: float, drawn: Drawn) -> str:
     """A value of the panel."""
     return percent(value) if drawn.scale in ("share", "percent") else short(value)
+
+
+def unit_of(drawn: Drawn) -> str:
+    """Unit and kind of the vertical axis, as the title has them."""
+    return ", ".join(part for part in (drawn.panel.unit, "log scale" if drawn.scale == "log" else "") if part)
+
+
+def in_words(panels: Iterable[Drawn]) -> str:
+    """What is said of the panels that never change; empty if there is none."""
+    said = []
+    for drawn in (one for one in panels if one.in_words):
+        values = [f"{one.label} {written(one.curve.last, drawn)}" for one in drawn.series]
+        values = values if len(values) > 1 else [written(drawn.series[0].curve.last, drawn)]
+        unit = f" {drawn.panel.unit}" if drawn.panel.unit else ""
+        said.append(f"{drawn.panel.title.lower()} {', '.join(values)}{unit}")
+    return f"the same in every step: {'; '.join(said)}" if said else ""
 
 
 def headline(drawn: Drawn) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from slime.observability.health import Finding, findings, learns_from_rewards
 from slime.observability.report.curves import curve
 from slime.observability.report.numbers import short
-from slime.observability.report.parts import step_seconds
+from slime.observability.report.parts import seconds_without_evaluation
 from slime.observability.report.record import Row, RunKind, RunRecord, read_run
 from slime.observability.samples import FILE_NAME, samples_markdown
 from slime.observability.sinks import HELD_OUT_LOSS, eval_name
@@ -38,13 +38,18 @@ class RunSummary:
     mismatches: Mapping[str, float]
     """Metric -> the largest |log-prob of the trainer - of the engine| of a token that it ever held, nats."""
     step_s: float | None
-    """Mean seconds per step, all parts together."""
+    """Mean seconds per step, evaluations left out."""
     wall_s: float
     """From the first logged step to the last, pauses between starts included."""
     resumed_at: Sequence[int]
     """First step of each start but the first."""
     findings: Sequence[Finding]
     """What was wrong on the way."""
+
+    @property
+    def telling_mismatches(self) -> Mapping[str, float]:
+        """Those of fresh answers where there are any: of an asynchronous run's batches only the first is compared."""
+        return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 
     @property
     def worst_mismatch(self) -> float | None:
@@ -62,7 +67,7 @@ def summary_of(record: RunRecord) -> RunSummary:
     rows, is_sft = record.rows, record.kind is RunKind.SFT
     losses = {match[1]: key for row in rows for key in row if (match := HELD_OUT_LOSS.fullmatch(key))}
     evals = {name: key for row in rows for key in row if (name := eval_name(key)) is not None}
-    seconds = [value for value in step_seconds(rows).values() if value > 0]
+    seconds = seconds_without_evaluation(rows)
     times = [row["time"] for row in rows if "time" in row]
     return RunSummary(
         kind=record.kind,
@@ -130,10 +135,12 @@ def facts(summary: RunSummary) -> dict[str, str]:
     if summary.kind is not RunKind.EVALUATION:
         out["steps" if summary.kind is RunKind.SFT else "rollouts"] = f"{summary.num_rollouts:,}"
     if summary.step_s is not None:
-        out["time per step"] = f"{short(summary.step_s)} s"
+        out["time per step, without evaluation"] = f"{short(summary.step_s)} s"
     for key, value in summary.mismatches.items():
-        of_probe = ", of the probe" if key.startswith("probe/") else ""
-        out[f"largest train-inference mismatch{of_probe}"] = f"{value:.2e} nats (`{key}`)"
+        whose = ", of fresh answers" if key.startswith("probe/") else ""
+        if not whose and len(summary.mismatches) > 1:
+            whose = ", of batches that the newest weights sampled"
+        out[f"largest train-inference mismatch{whose}"] = f"{value:.2e} nats (`{key}`)"
     out["from the first logged step to the last"] = f"{summary.wall_s:,.0f} s"
     if summary.resumed_at:
         out["resumed with step"] = ", ".join(map(str, summary.resumed_at))
@@ -142,12 +149,12 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 def finding_text(finding: Finding) -> str:
     """A finding with the steps that it is about, and the figures of the last of them."""
-    until = ", in the end: " if finding.last_step is None else f" (over at step {finding.last_step}), before that: "
-    return f"{finding.kind}, from step {finding.step} on{until}{finding.text}"
+    until = "; in the end " if finding.last_step is None else f", over at step {finding.last_step}; before that "
+    return f"{finding.kind}, noticed at step {finding.step}{until}{finding.text}"
 
 
 def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:
     """The whole of `report.md`."""
     text = summary_text(summary, title)
-    table = samples_markdown(record.path / FILE_NAME, max_samples)
+    table = samples_markdown(record.path / FILE_NAME, max_samples, fine_tuning=record.kind is RunKind.SFT)
     return f"{text}\n{table}" if table else text

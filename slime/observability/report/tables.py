@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from slime.core.text import shorten
 from slime.observability.report.markup import Markup, element
 from slime.observability.report.numbers import when
-from slime.observability.report.record import RunRecord, given_settings, was_given
+from slime.observability.report.record import RunKind, RunRecord, given_settings, was_given
 from slime.observability.samples import PICKS, ShownSample, number, where
 
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
@@ -16,6 +16,9 @@ SHOWN_SAMPLES = 12
 """Those of the latest steps stand open, the others in a drawer."""
 VALUE_CHARS = 400
 NUM_COMMIT_CHARS = 12
+COLUMNS = ("of", "reward", "label", "prompt", "response")
+TARGET = "target"
+"""The column of a response that the data gave."""
 
 
 def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> list[ShownSample]:
@@ -39,50 +42,58 @@ def samples_section(record: RunRecord) -> Markup | None:
         return None
     chosen = chosen_samples(record.samples)
     shown, rest = chosen[:SHOWN_SAMPLES], chosen[SHOWN_SAMPLES:]
-    about = (
-        f"{len(chosen)} of the {len(record.samples):,} in samples.jsonl, the latest step first: the best, the worst "
-        "and some at random of each step and evaluation."
-    )
-    drawer = (
-        element("details", element("summary", f"{len(rest)} of earlier steps"), _samples_table(rest)) if rest else None
-    )
+    about = f"{len(chosen)} of the {len(record.samples):,} in samples.jsonl, the latest step first: "
+    if record.kind is RunKind.SFT:
+        about += "some at random of what was trained. The target is what the data says, not the model."
+    else:
+        about += "the best, the worst and some at random of each step and evaluation."
+    columns = _columns(record)
+    table = _samples_table(rest, columns) if rest else None
+    drawer = element("details", element("summary", f"{len(rest)} of earlier steps"), table) if rest else None
     return element(
         "section",
         element("h2", "Samples"),
         element("p", about, class_="about"),
-        _samples_table(shown),
+        _samples_table(shown, columns),
         drawer,
         id="samples",
     )
 
 
-def _samples_table(samples: Sequence[ShownSample]) -> Markup:
-    names = ("of", "reward", "label", "prompt", "response")
+def _columns(record: RunRecord) -> Sequence[str]:
+    """Fine-tuning gives no reward and shows targets; not every dataset has labels."""
+    columns = ("of", "label", "prompt", TARGET) if record.kind is RunKind.SFT else COLUMNS
+    has_labels = any(one.label for one in record.samples)
+    return [name for name in columns if name != "label" or has_labels]
+
+
+def _samples_table(samples: Sequence[ShownSample], names: Sequence[str]) -> Markup:
     head = element(
         "tr", *(element("th", name, scope="col", class_="number" if name == "reward" else None) for name in names)
     )
     widths = element("colgroup", *(element("col", class_=name) for name in names))
-    table = element(
-        "table", widths, element("thead", head), element("tbody", *map(_sample_row, samples)), class_="samples"
-    )
+    body = element("tbody", *(_sample_row(one, names) for one in samples))
+    table = element("table", widths, element("thead", head), body, class_="samples")
     return element("div", table, class_="table", tabindex="0", role="region", aria_label="samples")
 
 
-def _sample_row(one: ShownSample) -> Markup:
+def _sample_row(one: ShownSample, names: Sequence[str]) -> Markup:
     tokens = f"{one.response_length:,} tokens, {one.status}"
     facts = [one.picked, tokens]
     if one.weight_version is not None:
         facts.append(f"weights {one.weight_version}")
     facts += [f"{name.replace('_', ' ')} {value}" for name, value in list(one.more.items())[:6]]
+    of = "trained" if TARGET in names else where(one)
     detail = shorten(" · ".join(facts), 300)
-    return element(
-        "tr",
-        element("td", f"{where(one)}, step {one.step}", element("br"), element("span", detail, class_="muted")),
-        element("td", number(one.reward), class_="number"),
-        element("td", element("code", shorten(one.label or "", 200))),
-        element("td", _text(one.prompt)),
-        element("td", _text(one.response)),
-    )
+    cells = {
+        "of": element("td", f"{of}, step {one.step}", element("br"), element("span", detail, class_="muted")),
+        "reward": element("td", number(one.reward), class_="number"),
+        "label": element("td", element("code", shorten(one.label or "", 200))),
+        "prompt": element("td", _text(one.prompt)),
+        "response": element("td", _text(one.response)),
+        TARGET: element("td", _text(one.response)),
+    }
+    return element("tr", *(cells[name] for name in names))
 
 
 def _text(value: str) -> Markup:

@@ -1,7 +1,8 @@
 """The timeline of a step: the spans between the end of the step before and its own end, of the driver.
 
-It alone writes traces. A step ends where its times were logged. A row is a process and a name; spans of one row are
-merged where they touch, so that a thousand requests side by side are one bar.
+It alone writes traces, and notes in them when a batch was generated. A step ends where its times were logged. A row is
+a process and a name; spans of one row are merged where they touch, so that a thousand requests side by side are one
+bar.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from pathlib import Path
 
 from slime.core.errors import DataError
 from slime.observability.report.markup import Markup, element, joined
-from slime.observability.report.numbers import short, ticks
+from slime.observability.report.numbers import seconds_text, short, ticks
+from slime.observability.report.parts import NAMES, STEP_PARTS
 from slime.observability.report.record import Row, RunRecord
 from slime.observability.spans import read_trace
 
 MAX_ROWS, MAX_BARS_OF_ROW = 40, 200
+EDGE = 0.003
+"""Less of a step is not shown of a span that belongs to the step beside it."""
 MAX_TRACE_BYTES = 200 << 20
 """A longer trace is for `slime trace`."""
 WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
 
-
-COLORS = {"rollout_wait": 0, "generation_wait": 0, "train": 1, "update_weights": 2, "eval": 3, "save_model": 4}
+GENERATION = "generation"
+"""What the rollout did meanwhile, as the driver noted it."""
+COLORS = {part: number for number, part in enumerate((*STEP_PARTS, GENERATION))}
 """As in the picture of the parts of a step."""
 
 
@@ -107,7 +112,8 @@ def _spans(path: Path) -> Iterator[Span]:
         if event.get("ph") == "X":
             process = names.get(event.get("pid"), path.stem)
             begin_s = event["ts"] / 1e6
-            yield Span(process, str(event["name"]), begin_s, begin_s + event["dur"] / 1e6)
+            name = str(event["name"])
+            yield Span(process, NAMES.get(name, name), begin_s, begin_s + event["dur"] / 1e6)
 
 
 def _inside(span: Span, begin_s: float, end_s: float) -> bool:
@@ -119,8 +125,10 @@ def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if _inside(span, begin_s, end_s):
-            stretch = (max(span.begin_s, begin_s) - begin_s, min(span.end_s, end_s) - begin_s)
-            rows.setdefault((span.process, span.name), []).append(stretch)
+            begin, end = max(span.begin_s, begin_s) - begin_s, min(span.end_s, end_s) - begin_s
+            is_whole = end - begin >= span.end_s - span.begin_s
+            if is_whole or end - begin >= EDGE * (end_s - begin_s):
+                rows.setdefault((span.process, span.name), []).append((begin, end))
     processes = list(dict.fromkeys(process for process, _ in rows))
     ordered = sorted(rows.items(), key=lambda item: (processes.index(item[0][0]), item[1][0]))
     return [Bar(process, name, _merged(stretches)) for (process, name), stretches in ordered[:MAX_ROWS]]
@@ -157,11 +165,11 @@ def timeline_figure(timeline: Timeline) -> Markup:
         y = TOP + ROW * number
         label = f"{bar.process}: {bar.name}" if several else bar.name
         boxes = "".join(_box(begin, end, y, scale) for begin, end in bar.stretches)
-        told = element("title", f"{label}: {short(bar.seconds)} s")
+        told = element("title", f"{label}: {seconds_text(bar.seconds)}")
         made.append(element("text", _fitting(label), x=LABEL - 10, y=y + 16, text_anchor="end", class_="name"))
-        made.append(element("path", told, d=boxes, class_=f"bar c{COLORS.get(bar.name, 5)}"))
-        made.append(element("text", f"{short(bar.seconds)} s", x=right + 10, y=y + 16, class_="name"))
-    said = "; ".join(f"{bar.name} {short(bar.seconds)} s" for bar in timeline.bars)
+        made.append(element("path", told, d=boxes, class_=f"bar p{COLORS.get(bar.name, len(COLORS))}"))
+        made.append(element("text", seconds_text(bar.seconds), x=right + 10, y=y + 16, class_="name"))
+    said = "; ".join(f"{bar.name} {seconds_text(bar.seconds)}" for bar in timeline.bars)
     return element(
         "svg",
         joined(*made),

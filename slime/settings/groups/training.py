@@ -39,7 +39,7 @@ def _fills_by_tokens(s: Any) -> bool | None:
     return True
 
 
-def _longest(s: Any) -> int:
+def longest_sample(s: Any) -> int:
     """Most tokens of one sample, as far as limits say it: a micro-batch of one sample may have as many."""
     limits = (s.rollout_max_prompt_len or 0) + s.rollout_max_response_len
     return int(s.rollout_max_context_len or limits)
@@ -49,7 +49,7 @@ def _room(s: Any) -> int | None:
     if not s.use_dynamic_batch_size:
         return None
     ranks = s.megatron["context_parallel_size"] or 1
-    return max(math.ceil(_longest(s) / ranks), LEAST_ROOM)
+    return max(math.ceil(longest_sample(s) / ranks), LEAST_ROOM)
 
 
 _DYNAMIC = Need(lambda s: s.use_dynamic_batch_size, "--use-dynamic-batch-size")
@@ -78,7 +78,7 @@ class TrainingSettings:
     pipeline stages. The gradient is the same."""
     max_tokens_per_gpu: int | None = derived(
         _room,
-        lambda s: f"the longest sample that the limits allow, {_longest(s)} tokens, and at least {LEAST_ROOM}",
+        lambda s: f"the longest sample that the limits allow, {longest_sample(s)} tokens, and at least {LEAST_ROOM}",
         ge=1,
         needs=_DYNAMIC,
     )

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from slime.core.durable import sync_to_disk
 from slime.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -109,14 +110,14 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     for name, file in files.items():
         if name not in entries:
             entries[name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
-            _sync(file)
+            sync_to_disk(file)
     odd = sorted(n for n, seal in entries.items() if n not in files or files[n].stat().st_size != seal["bytes"])
     if odd:
         raise CheckpointError(f"got {odd} in {parts} missing or of another size than written; is the disk full?")
     manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries}
     _write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)})
     for folder in (*(f for f in parts.rglob("*") if f.is_dir()), parts):
-        _sync(folder)
+        sync_to_disk(folder)
     root = parts.parent
     final = root / f"step_{rollout_id:06d}"
     stale = root / f"{_REPLACED}{final.name}"
@@ -124,9 +125,9 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
         shutil.rmtree(stale, ignore_errors=True)
         final.rename(stale)
     parts.rename(final)
-    _sync(root)
+    sync_to_disk(root)
     _write_json(root / LATEST, {"path": final.name, "rollout_id": rollout_id})
-    _sync(root)
+    sync_to_disk(root)
     shutil.rmtree(stale, ignore_errors=True)
     return final
 
@@ -252,18 +253,10 @@ def _json_sha256(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_json(path: Path, data: object) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    _sync(temporary)
+    sync_to_disk(temporary)
     temporary.replace(path)
 
 

@@ -12,8 +12,6 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from slime.training.state.shards import ShardReader
-
 RNG = "rng/"
 """Begins the names of their tensors in a file."""
 
@@ -29,9 +27,8 @@ def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {"numpy": [kind, int(pos), int(has_gauss), float(cached)], "names": sorted(tensors)}
 
 
-def set_generator_state(reader: ShardReader, rank: int, meta: Mapping[str, Any]) -> None:
-    """As they were on a rank of the checkpoint; `meta`: what was JSON."""
-    tensors = {name: reader.tensor(rank, name) for name in meta["names"]}
+def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """As they were when `generator_state` gave both."""
     kind, pos, has_gauss, cached = meta["numpy"]
     np.random.set_state((kind, tensors[RNG + "numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
     torch.set_rng_state(tensors[RNG + "torch"])

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime.core.durable import sync_to_disk
 from slime.core.errors import CheckpointError
 from slime.core.file_mode import open_to_readers
 from slime.training.state.tensor_file import TensorFile
@@ -145,6 +147,17 @@ class HfReader:
         return {name: file.name for file in files for name in self._open(file.name).names}
 
 
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """Who writes one export: every file is written by one of them, in turn."""
+
+    rank: int = 0
+    """The first one also writes what there is once: index, config, assets."""
+    size: int = 1
+    meet: Callable[[], None] = lambda: None
+    """Returns when all of them have called it."""
+
+
 def write_hf(
     directory: Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -152,39 +165,47 @@ def write_hf(
     assets_from: Path,
     carried: Callable[[str], bool] | None = None,
     quantization: Mapping[str, Any] | None = None,
+    writers: Writers = Writers(),
 ) -> None:
     """Writes safetensors of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
     `tensors`: (HF name, tensor) in any order, written as they are; consumes the iterable once, and holds at most one
     file. `carried`: which tensors of `assets_from` are copied behind them. `config.json` gets the dtype of most bytes
-    and `quantization`, or loses what it said about it.
+    and `quantization`, or loses what it said about it. With several `writers` each calls it with the same tensors, for
+    a folder that exists and that all of them see; weights are on disk when it returns.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    copy_assets(assets_from, directory)
-    files: list[list[str]] = []
+    if writers.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        copy_assets(assets_from, directory)
+    files: list[list[str]] = [[]]
     pending: dict[str, Tensor] = {}
     pending_bytes = 0
     written_bytes: Counter[torch.dtype] = Counter()
 
     def flush() -> None:
-        nonlocal pending_bytes
         if pending:
-            part = directory / f"part-{len(files):05d}.safetensors"
+            part = directory / f"part-{len(files) - 1:05d}.safetensors"
             save_file(pending, part, metadata={"format": "pt"})
             open_to_readers(part)
-            files.append(list(pending))
+            sync_to_disk(part)
             pending.clear()
-            pending_bytes = 0
 
     for name, tensor in _chained(tensors, assets_from, carried):
-        if pending_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+        if files[-1] and pending_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             flush()
-        # A copy: what is sent may be a view of a parameter or of a file, and shares memory with others.
-        pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            files.append([])
+            pending_bytes = 0
+        files[-1].append(name)
+        if (len(files) - 1) % writers.size == writers.rank:
+            # A copy: what is sent may be a view of a parameter or of a file, and shares memory with others.
+            pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         pending_bytes += tensor.nbytes
         written_bytes[tensor.dtype] += tensor.nbytes
     flush()
-    _name_files(directory, files, sum(written_bytes.values()))
+    writers.meet()  # every file is there
+    if writers.rank != 0:
+        return
+    _name_files(directory, [names for names in files if names], sum(written_bytes.values()))
     plain = Counter({dtype: num for dtype, num in written_bytes.items() if dtype not in _CODES})
     _write_config(directory / "config.json", max(plain, key=lambda d: plain[d], default=None), quantization)
 
@@ -221,9 +242,8 @@ def begin_export(directory: Path) -> Path:
 
     Raises `CheckpointError` if `directory` or the folder beside it holds anything but an export.
     """
-    partial = directory.with_name(directory.name + ".writing")
-    for folder in (directory, partial, _replaced(directory)):
-        require_replaceable(folder)
+    require_room(directory)
+    partial = being_written(directory)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -231,18 +251,34 @@ def begin_export(directory: Path) -> Path:
     return partial
 
 
+def require_room(directory: Path) -> None:
+    """Raises `CheckpointError` unless an export may be written: to `directory`, and to the folders beside it that it
+    needs on the way.
+    """
+    for folder in (directory, being_written(directory), _replaced(directory)):
+        require_replaceable(folder)
+
+
+def being_written(directory: Path) -> Path:
+    """The folder beside `directory` that holds its next content until that is whole."""
+    return directory.with_name(directory.name + ".writing")
+
+
 def commit_export(partial: Path, directory: Path) -> None:
     """Gives the written folder its name; an earlier export there is removed. Raises `CheckpointError` like `begin`.
 
-    An earlier one loses its name before its first file: what has the name is whole.
+    An earlier one loses its name before its first file: what has the name is whole, and on disk.
     """
     old = _replaced(directory)
     for folder in (directory, old):
         require_replaceable(folder)
+    for path in (*partial.rglob("*"), partial):
+        sync_to_disk(path)
     if directory.exists():
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
     partial.rename(directory)
+    sync_to_disk(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """The peak of GPU memory in each phase of a colocated step, from sizes that are known when everything is built.
 
-    train        the trainer alone: weights, gradients, optimizer; what activations take comes on top
+    train        the trainer alone: weights, gradients, optimizer, and the activations of the largest micro-batch, which
+                 a rehearsal measures (`slime.training.rehearsal`)
     sync         the trainer's weights and two buckets, beside the weights of the engine
     generate     the engine alone: its pool, which holds weights and cache
 
@@ -63,8 +64,12 @@ class MemoryPlan:
     peaks: Mapping[str, Peak]
     """By phase."""
 
+    def with_training(self, num_bytes: int) -> MemoryPlan:
+        """The same plan with what training takes, activations included."""
+        return MemoryPlan(self.gpu_bytes, {**self.peaks, "train": Peak(num_bytes, 0)})
+
     def too_large(self) -> list[str]:
-        """Phases that do not fit, whatever activations take."""
+        """Phases that do not fit."""
         return [phase for phase, peak in self.peaks.items() if peak.trainer + (peak.engine or 0) > self.gpu_bytes]
 
     def facts(self) -> dict[str, Any]:
@@ -76,7 +81,10 @@ class MemoryPlan:
 
 
 def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
-    """Phase -> its peak without activations. At most two buckets of a weight sync are alive, and no larger than all."""
+    """Phase -> its peak; of training without activations, until they are known.
+
+    At most two buckets of a weight sync are alive, and no larger than all.
+    """
     return {
         "train": Peak(rank.weights + rank.gradients + rank.others, 0),
         "sync": Peak(rank.weights + 2 * min(bucket_bytes, engine.weights), engine.weights),

@@ -221,7 +221,8 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     version = int(meta["weight_version"])
     if with_rng and meta["with_optimizer"]:
         if meta["layout"] == _layout(kept.info):
-            set_generator_state(reader, kept.info.rank, meta["rng"])
+            states = {name: reader.tensor(kept.info.rank, name) for name in meta["rng"]["names"]}
+            set_generator_state(states, meta["rng"])
         else:
             if kept.info.rank == 0:
                 logger.info(

@@ -27,6 +27,7 @@ from slime.training.model.names import parameters_of
 from slime.training.state.host_arena import ALIGNMENT, HostArena, pin_for, room_of
 from slime.training.state.memory import HostStash, num_bytes_of, storages_of
 from slime.training.state.memory_plan import MemoryPlan, RankBytes, engine_bytes, predicted_peaks
+from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
 
@@ -57,7 +58,7 @@ class Parts:
         """As they are now."""
         others: list[Tensor] = []
         gradients: list[Tensor] = []
-        later: list[Tensor] = []
+        later_bytes, num_later = 0, 0
         for trainable in (policy, critic):
             if trainable is None:
                 continue
@@ -67,12 +68,17 @@ class Parts:
                 masters = [p for group in optimizer.param_groups for p in group["params"]]
                 others += [p.data for p in masters]
                 others += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-                later += [p for p in masters if "exp_avg" not in optimizer.state.get(p, {})]
+                missing = [p for p in masters if "exp_avg" not in optimizer.state.get(p, {})]
+                later_bytes += (
+                    optimizer.first_step_bytes()
+                    if isinstance(optimizer, HeldAdamW)
+                    else sum(2 * p.numel() * p.element_size() for p in missing)
+                )
+                num_later += len(missing)
             buffers = [b for ddp in trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
             gradients += [buffer.grad_data for buffer in buffers]
         weights = [p.data for p in parameters_of(policy.chunks).values()]
-        moments = sum(2 * p.numel() * p.element_size() for p in later)
-        return cls(weights, others, gradients, moments, 3 * len(later))  # two moments and a count
+        return cls(weights, others, gradients, later_bytes, 3 * num_later)  # two moments and a count
 
     def apart(self) -> list[Tensor]:
         """Of `others`, those that view no weight."""
@@ -144,6 +150,11 @@ class Sleeper:
         self._reset_peak()
         return slept
 
+    def expect_in_training(self, num_bytes: int) -> None:
+        """What training was found to take, activations included, enters the plan."""
+        if self.plan is not None:
+            self.plan = self.plan.with_training(num_bytes)
+
     def close(self) -> None:
         """Gives the host memory back."""
         if self._arena is not None:
@@ -157,7 +168,7 @@ class Sleeper:
         return self._stash
 
     def _seen(self, phase: str) -> dict[str, float]:
-        """The peak of the phase that ends, and beside it what was predicted without activations."""
+        """The peak of the phase that ends, and beside it what was predicted."""
         on_gpu = self._device.type == "cuda"
         peaks = {"bytes": float(torch.cuda.max_memory_allocated(self._device))} if on_gpu else {}
         if self.plan is not None:

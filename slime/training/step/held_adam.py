@@ -140,6 +140,15 @@ class HeldAdamW:
                 held[key] = self._empty(place, parameter, key).zero_()
         return held
 
+    def first_step_bytes(self) -> int:
+        """What the first step will make on the parameters' device: moments that are not there and not on the host."""
+        return sum(
+            parameter.numel() * self.holding.dtype_of(key, parameter).itemsize
+            for place, parameter in enumerate(self._parameters())
+            for key in (EXP_AVG, EXP_AVG_SQ)
+            if place not in self._on_host and key not in self.state[parameter]
+        )
+
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter with a gradient."""

@@ -32,6 +32,9 @@ from slime.algorithms.advantages import Arrays
 from slime.core.batch import TrainBatch
 from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
+from slime.settings import Args
+from slime.training.model.config import training_dtype
+from slime.training.parallel import ParallelInfo
 from slime.training.step.loss import Evaluation, LossParts, Objective, Sums
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
@@ -64,6 +67,25 @@ class StepContext:
     """Where samples with a non-finite loss are kept."""
     staging: Staging | None = None
     """Takes micro-batches to a GPU, one ahead; None on a CPU, where nothing is taken anywhere."""
+
+    @classmethod
+    def of(
+        cls, args: Args, device: torch.device, info: ParallelInfo, sequence_parallel: bool, staging: Staging | None
+    ) -> StepContext:
+        """Of one rank of a run."""
+        sizes = info.sizes
+        return cls(
+            device=device,
+            dtype=training_dtype(args.megatron),
+            dp_rank=info.dp_rank,
+            reports=info.reports,
+            pad_to_multiple=sizes.cp * (sizes.tp if sequence_parallel else 1),
+            pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
+            mismatch_limit=args.mismatch_limit,
+            keeps_old_keys=args.pause_generation_mode == "in_place",
+            run_dir=args.run_dir,
+            staging=staging,
+        )
 
 
 def micro_batch_multiple(chunks: Sequence[Any]) -> int:
@@ -160,6 +182,24 @@ def train_on(
         results.append(metrics)
     zero_grad(trainable)
     return {**_average(results), **first_mismatch, "train/num_updates": float(len(results))}
+
+
+def rehearse_step(context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch) -> None:
+    """The passes of the first step of a batch, with a loss that is zero whatever the model answers. Collective.
+
+    Gradients are zeros before and after.
+    """
+    (step, *_) = prepared.schedule.steps
+    zero_grad(trainable)
+    _run_micro_batches(
+        trainable.ddps,
+        _batches(context, prepared, step),
+        step.num_micro_batches,
+        evaluate=lambda chunk, batch: objective.evaluate(chunk, batch, trains=True),
+        finish=lambda _, output: torch.stack([result.sum() for result in objective.results(output)]).sum() * 0.0,
+    )
+    reduce_grads(trainable)
+    zero_grad(trainable)
 
 
 @dataclass(slots=True)

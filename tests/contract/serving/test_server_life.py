@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.compat.sglang_memory_gate import WAITING
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.serving import server as server_module
 from slime.serving.control import HttpEngineControl
@@ -20,7 +21,7 @@ from slime.serving.ports import PortLease, is_bindable, lease_ports
 from slime.serving.process import FAMILY_ENV
 from slime.serving.proctree import all_processes, has_mark, read_stat
 from slime.serving.server import ServerSpec, SGLangServer
-from tests.support.engines import fronting, serving, spec_of
+from tests.support.engines import READY_LIMIT_S, fronting, serving, spec_of
 
 OWNER = """
 import sys, time
@@ -216,3 +217,24 @@ def test_a_server_with_a_token_serves_its_router_and_refuses_others(tiny_model_p
     assert (tmp_path / "engine.log").stat().st_mode & 0o077 == 0, (
         "SGLang writes its arguments, the token too, to its log"
     )
+
+
+@pytest.mark.slow
+def test_a_gated_server_waits_with_everything_imported_and_then_serves(tiny_model_path: Path, tmp_path: Path) -> None:
+    """What a colocated start on a GPU needs: memory is measured when the trainer has lent its own."""
+    server = SGLangServer(spec_of(tiny_model_path, gated=True), log_path=tmp_path / "engine.log")
+    try:
+        server.start()
+        deadline = time.monotonic() + READY_LIMIT_S
+        while WAITING not in server.log_tail():
+            assert server.alive, server.log_tail()
+            assert time.monotonic() < deadline, "it never came to the gate"
+            time.sleep(0.1)
+        assert "Load weight begin" not in server.log_tail() and not server.healthy()
+        server.open_gate()
+        server.wait_ready(READY_LIMIT_S)
+        status, _ = request("POST", f"{server.url}/generate", GENERATE, timeout_s=60)
+        assert status == 200
+    finally:
+        server.stop()
+    assert not list(tmp_path.glob("*.gate"))

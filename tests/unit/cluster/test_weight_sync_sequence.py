@@ -26,6 +26,8 @@ def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence,
         "engine_start_timeout_s": 60.0,
         "offload_rollout": False,
         "offload_train": False,
+        "device": "cpu",
+        "debug_train_only": False,
     }
     args: Any = SimpleNamespace(**{**usual, **given})
     told: dict[str, float] = {}
@@ -61,6 +63,27 @@ def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:
         "trainers sleep",
         "engines resume_memory ['kv_cache', 'cuda_graph']",
     ]
+
+
+def test_a_trainer_that_lent_its_gpu_at_the_start_gets_it_back_before_the_first_weight_sync() -> None:
+    """Beside what an engine takes of a whole GPU there is no room: it gives all of it back first."""
+    actors = RecordingActors()
+    weight_sync, memory, _ = sequence(actors, offload_rollout=True, offload_train=True, device="cuda")
+    weight_sync.run(for_save=False)
+    handed_over = [
+        "engines release_memory",
+        "trainers wake",
+        "trainers keep_weights",
+        "engines resume_memory ['weights']",
+        SYNC,
+        "trainers sleep",
+        "engines resume_memory ['kv_cache', 'cuda_graph']",
+    ]
+    assert actors.log == [*handed_over, ADMIT]
+    actors.log.clear()
+    memory.to_trainer()
+    weight_sync.run(for_save=False)
+    assert actors.log == handed_over, "as in every later step"
 
 
 def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:

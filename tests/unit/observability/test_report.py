@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from slime.observability.report.parts import step_times
 from slime.observability.report.record import RunKind, Start, kind_of, read_run
 from slime.observability.report.tables import MAX_SAMPLES, chosen_samples
 from slime.observability.report.timeline import Span, _covered, _inside, timelines
+from slime.observability.samples import FILE_NAME, SamplesFile, read_samples
 from tests.support.made_runs import HOSTILE, made_run
 
 TITLES = {
@@ -149,9 +151,77 @@ def test_parts_of_a_step_fill_it(tmp_path: Path) -> None:
 
 def test_the_timeline_shows_a_typical_step(tmp_path: Path) -> None:
     found = timelines(read_run(made_run(tmp_path / "run", num_steps=20)))
-    assert [bar.name for bar in found[0].bars][:3] == ["rollout_wait", "train", "update_weights"]
-    assert sum(bar.seconds for bar in found[0].bars) <= found[0].seconds
-    assert found[1].seconds > 1.5 * found[0].seconds and "eval" in [bar.name for bar in found[1].bars]
+    assert {bar.name for bar in found[0].bars} == {"wait for batch", "generation", "train", "weight sync"}
+    driver = [bar.seconds for bar in found[0].bars if bar.name != "generation"]
+    assert sum(driver) <= found[0].seconds
+    assert found[1].seconds > 1.5 * found[0].seconds and "evaluation" in [bar.name for bar in found[1].bars]
+
+
+def test_the_timeline_shows_what_is_generated_while_a_step_trains(tmp_path: Path) -> None:
+    bars = {bar.name: bar for bar in timelines(read_run(made_run(tmp_path / "run", "async", num_steps=20)))[0].bars}
+    (train,) = bars["train"].stretches
+    assert any(begin < train[1] and end > train[0] for begin, end in bars["generation"].stretches)
+    assert bars["generation"].seconds > bars["wait for batch"].seconds
+
+
+def test_the_time_of_a_step_is_that_without_its_evaluation(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", num_steps=10)
+    rows = read_run(run).rows
+    whole, evaluated = curve(rows, "perf/step_time"), curve(rows, "perf/eval_time")
+    assert evaluated, "this run evaluates, or nothing is tested"
+    expected = (sum(whole.values) - sum(evaluated.values)) / 10
+    assert summarize(run).step_s == pytest.approx(expected)
+
+
+def test_a_wait_for_requests_to_end_is_told_from_a_wait_for_a_batch() -> None:
+    rows = [{"rollout/step": 0.0, "perf/rollout_wait_time": 1.0, "perf/generation_wait_time": 2.0}]
+    times = step_times(rows)
+    assert times is not None and times.parts == {"wait for batch": [1.0], "wait for generation": [2.0]}
+
+
+def test_what_never_changes_is_said_and_not_drawn(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", num_steps=6)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in lines:
+        row |= {key: 2e-5 for key in ("train/lr-pg_0",) if key in row}
+        row |= {key: 0.0 for key in ("train/pg_clipfrac",) if key in row}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    page = write_report(run, tmp_path / "out").page.read_text()
+    assert "The same in every step: learning rate 2e-5." in page
+    assert "Clipped tokens" not in page, "where nothing was clipped there is nothing to see"
+    assert "<h3>Learning rate" not in page and "<h3>Gradient norm" in page
+
+
+def test_a_table_of_samples_has_no_column_that_fine_tuning_cannot_fill(tmp_path: Path) -> None:
+    heads = {}
+    samples = read_samples(made_run(tmp_path / "run", num_steps=3) / FILE_NAME)
+    for kind in ("sync", "sft"):
+        run = made_run(tmp_path / kind, kind, num_steps=3)
+        if kind == "sft":
+            SamplesFile(run / FILE_NAME).append([replace(one, reward=0.0, label=None) for one in samples[:2]])
+        heads[kind] = re.findall('<th scope="col"[^>]*>([^<]*)</th>', write_report(run).page.read_text())
+    assert {"reward", "label", "response"} <= set(heads["sync"])
+    assert not {"reward", "label", "response"} & set(heads["sft"]) and "target" in heads["sft"]
+
+
+def test_what_is_rounding_is_not_drawn_and_equal_lines_are_one(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", num_steps=6)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    def titles(**values: float) -> dict[str, list[str]]:
+        changed = [row | {k: v for k, v in values.items() if "train/loss" in row} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+        return {one.panel.title: [series.label for series in one.series] for one in drawn_panels(read_run(run))}
+
+    assert titles()["Policy loss"] == ["whole", "policy part"]
+    assert titles(**{"train/loss": 0.5, "train/pg_loss": 0.5})["Policy loss"] == ["whole and policy part"]
+    assert "Policy loss" not in titles(**{"train/loss": 1e-8, "train/pg_loss": -2e-9})
+
+
+def test_a_small_speed_has_a_small_unit(tmp_path: Path) -> None:
+    drawn = {one.panel.title: one for one in drawn_panels(read_run(made_run(tmp_path / "run", num_steps=3)))}
+    speed = drawn["Training speed"]
+    assert speed.panel.unit == "GFLOP/s" and 50 < speed.series[0].curve.first < 200
 
 
 @given(

@@ -36,6 +36,16 @@ def test_a_failed_span_is_recorded(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.json")[-1]["args"] == {"error": "ValueError"}, "the trace is read before its end"
 
 
+def test_what_another_process_did_is_noted_beside_the_own_spans_and_counts_no_time(tmp_path: Path) -> None:
+    recorder = Spans("test", tmp_path / "t.json")
+    with recorder("train"):
+        recorder.note("generation", 100.0, 102.5, rollout_id=3)
+    assert set(recorder.collect()) == {"perf/train_time", "perf/step_time"}
+    noted, own = (e for e in read_trace(tmp_path / "t.json") if e["ph"] == "X")
+    assert (noted["ts"], noted["dur"], noted["args"]) == (100_000_000, 2_500_000, {"rollout_id": 3})
+    assert noted["tid"] != own["tid"], "rows do not overlap"
+
+
 async def test_concurrent_tasks_get_rows_of_their_own(tmp_path: Path) -> None:
     recorder = Spans("test", tmp_path / "t.json")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,3 +154,19 @@ def test_settings_say_how_state_is_held() -> None:
     assert Holding.of({**plain, **dtypes, "optimizer_cpu_offload": True}) == Holding(host_fraction=0.7)
     both = Holding.of({**plain, **dtypes, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True})
     assert both == Holding(torch.float16, torch.bfloat16, torch.float32, 0.7)
+
+
+@pytest.mark.parametrize(("holding", "itemsize"), [(Holding(), 4), (HALF, 2)])
+def test_the_first_step_makes_on_the_device_what_was_said(holding: Holding, itemsize: int) -> None:
+    optimizer = HeldAdamW(_groups(_weights()), holding)
+    assert optimizer.first_step_bytes() == 2 * itemsize * sum(SIZES)
+    before = _num_state_bytes(optimizer)
+    _steps(optimizer, 1)
+    assert _num_state_bytes(optimizer) - before == 2 * itemsize * sum(SIZES)
+    assert optimizer.first_step_bytes() == 0
+    on_host = HeldAdamW(_groups(_weights()), replace(holding, host_fraction=1.0))
+    assert on_host.first_step_bytes() == 0, "what is kept on the host takes nothing of the device"
+
+
+def _num_state_bytes(optimizer: HeldAdamW) -> int:
+    return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.ndim)

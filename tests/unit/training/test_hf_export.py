@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from slime.core.errors import CheckpointError, ConfigError
+from slime.training.state import hf_files
 from slime.training.state.hf_files import (
     EXPORT_MARKER,
     HfReader,
+    Writers,
     begin_export,
     commit_export,
     require_replaceable,
@@ -163,3 +170,41 @@ def test_codes_without_scales_are_no_weights(source: Path) -> None:
     config.write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ConfigError, match="gptq"):
         HfReader(source)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=12), num_writers=st.integers(1, 4))
+def test_who_writes_a_file_cannot_be_seen(sizes: list[int], num_writers: int) -> None:
+    """Law: several writers, each of which writes some files, leave what one writer leaves, byte for byte."""
+    tensors = [(f"w{i}", torch.full((size,), i, dtype=torch.float32)) for i, size in enumerate(sizes)]
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(num_writers) as pool,
+    ):
+        patch.setattr(hf_files, "MAX_SHARD_BYTES", 100)
+        source, alone, together = (Path(temporary, name) for name in ("source", "alone", "together"))
+        source.mkdir()
+        (source / "config.json").write_text("{}")
+        write_hf(alone, tensors, assets_from=source)
+        together.mkdir()
+        barrier = threading.Barrier(num_writers)
+
+        def meet() -> None:
+            barrier.wait(60)
+
+        written = [
+            pool.submit(
+                write_hf,
+                together,
+                iter(tensors),
+                assets_from=source,
+                writers=Writers(rank, num_writers, meet),
+            )
+            for rank in range(num_writers)
+        ]
+        assert all(one.result(60) is None for one in written)
+        files = [{f.name: f.read_bytes() for f in folder.iterdir()} for folder in (alone, together)]
+        assert files[0] == files[1]
+        if sum(sizes) * 4 > 100 and len(sizes) > 1:
+            assert len(files[0]) > 3, "several files, or nothing is tested"

@@ -1,0 +1,247 @@
+"""A rehearsal before the run: small micro-batches, forward and backward, tell what the largest will take of the GPU.
+
+What passes take grows with their tokens in a straight line, once a chunk of the log-probs is full. Two sizes give the
+line of a model under its settings (layout, recompute, kernels). So a micro-batch that cannot fit is refused with the
+number that can, before a run has sampled anything, and kernels are compiled.
+
+Not known to it: attention without a kernel, whose masks grow with the square of a sequence; experts that get more
+tokens than others, under expert parallelism; the passes of a critic; samples longer than the settings say.
+
+Invariants
+1. Weights, optimizer, buffers and random numbers are as before; gradients are zeros.
+2. All ranks rehearse the same sizes; each has a line of its own, and all refuse if one does not fit. Collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.errors import ConfigError
+from slime.core.hf_config import read_hf_config
+from slime.data.schedule import Schedule, StepSchedule
+from slime.settings import Args
+from slime.settings.groups.training import longest_sample
+from slime.training.parallel import ParallelInfo
+from slime.training.state.generators import generator_state, set_generator_state
+from slime.training.step.loss import Objective
+from slime.training.step.micro_batch import PreparedBatch
+from slime.training.step.optimizer import Trainable
+from slime.training.step.train import StepContext, micro_batch_multiple, rehearse_step
+
+logger = logging.getLogger(__name__)
+
+SMALL_PARTS = (8, 4)
+"""The sizes are these parts of the largest micro-batch, and at least one and two chunks of log-probs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What forward and backward passes take of a GPU beside weights, gradients and optimizer, by tokens of a rank."""
+
+    at: tuple[int, int]
+    """Tokens of two micro-batches, the second not smaller."""
+    num_bytes: tuple[int, int]
+    """Their peaks."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The slope of the line; through the origin where there is one size alone."""
+        (small, large), (low, high) = self.at, self.num_bytes
+        return max(0.0, (high - low) / (large - small)) if large > small else high / large
+
+    def peak(self, tokens: int) -> int:
+        """Bytes of a micro-batch of `tokens` on a rank."""
+        return int(self.num_bytes[1] + self.bytes_per_token * (tokens - self.at[1]))
+
+    def fitting(self, num_bytes: int) -> int:
+        """Most tokens whose passes take `num_bytes`; 0 if none do."""
+        if self.bytes_per_token == 0.0:
+            return self.at[1] if num_bytes >= self.num_bytes[1] else 0
+        return max(0, self.at[1] + math.floor((num_bytes - self.num_bytes[1]) / self.bytes_per_token))
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest micro-batch that the settings allow."""
+
+    tokens: int
+    """On one rank."""
+    samples: int | None
+    """`--micro-batch-size`; None where micro-batches are filled by tokens."""
+
+    @classmethod
+    def of(cls, args: Args, cp_size: int) -> Largest:
+        """As far as limits say it; prompts without a limit count for nothing. A sample is never split, so one that is
+        longer than `--max-tokens-per-gpu` counts, too.
+        """
+        if args.use_dynamic_batch_size:
+            assert args.max_tokens_per_gpu is not None, "the settings derive max_tokens_per_gpu"
+            return cls(max(args.max_tokens_per_gpu, -(-longest_sample(args) // cp_size)), None)
+        return cls(-(-args.micro_batch_size * longest_sample(args) // cp_size), args.micro_batch_size)
+
+    def sizes(self, chunk_tokens: int) -> tuple[int, int]:
+        """Tokens of the two micro-batches that are rehearsed."""
+        chunk = max(chunk_tokens, 1)
+        small, large = (max(self.tokens // part, chunk * (i + 1)) for i, part in enumerate(SMALL_PARTS))
+        return min(small, self.tokens), min(large, self.tokens)
+
+    def remedy(self, fitting: int) -> str:
+        """What to do where only `fitting` tokens of a rank fit."""
+        less = "recompute activations (--recompute-granularity full), or split the model over more GPUs"
+        if self.samples is None:
+            limits = (
+                f"give --max-tokens-per-gpu {fitting} or less, and limit samples to that (--rollout-max-context-len)"
+            )
+            return f"{limits}, or {less}" if fitting else less
+        samples = fitting * self.samples // self.tokens
+        return f"give --micro-batch-size {samples} or less, or {less}" if samples else less
+
+
+def training_peak(
+    args: Args,
+    context: StepContext,
+    objective: Objective,
+    trainable: Trainable,
+    info: ParallelInfo,
+    later_bytes: int,
+) -> int:
+    """The most that training the policy with the largest micro-batch will have on this rank's GPU. Rehearses;
+    collective.
+
+    `later_bytes`: of what the first optimizer step makes. Raises `ConfigError`, with the number of tokens that fits, on
+    every rank if it is more than there is on one.
+    """
+    passes, largest = rehearse(args, context, objective, trainable, info), Largest.of(args, info.sizes.cp)
+    free_bytes, _ = torch.cuda.mem_get_info(context.device)
+    gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # what contexts take is not there
+    kept_bytes = torch.cuda.memory_allocated(context.device) + later_bytes
+    peak = kept_bytes + passes.peak(largest.tokens)
+    verdict = torch.tensor(
+        [peak - gpu_bytes, -passes.fitting(gpu_bytes - kept_bytes)], dtype=torch.float64, device=context.device
+    )
+    dist.all_reduce(verdict, dist.ReduceOp.MAX)
+    if verdict[0] > 0:
+        raise ConfigError(refusal(largest, passes, -int(verdict[1]), kept_bytes=kept_bytes, gpu_bytes=gpu_bytes))
+    if info.rank == 0:
+        logger.info(
+            "rehearsal: %.1f GB with micro-batches of %s tokens, %.2f MB a token, of %.1f GB",
+            *(peak / 1e9, f"{largest.tokens:,}", passes.bytes_per_token / 1e6, gpu_bytes / 1e9),
+        )
+    return peak
+
+
+def rehearse(
+    args: Args, context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo
+) -> Passes:
+    """Runs both sizes and measures. On a GPU; collective. Raises `ConfigError` if even these do not fit.
+
+    The first pass of all is not measured: what libraries take for themselves then is theirs for good.
+    """
+    cp_size = info.sizes.cp
+    vocab_size = int(read_hf_config(args.hf_checkpoint)["vocab_size"])
+    sizes = Largest.of(args, cp_size).sizes(args.log_probs_chunk_size)
+    num = num_under_way(info.sizes.pp, len(trainable.ddps), micro_batch_multiple(trainable.ddps))
+    peaks = []
+    with _as_before(trainable):
+        for tokens in (sizes[0], *sizes):
+            prepared = rehearsed_batch(num, info.dp_size, tokens * cp_size, vocab_size)
+            peaks.append(_peak_of(context, objective, trainable, prepared, tokens))
+    return Passes(sizes, (peaks[1], peaks[2]))
+
+
+def num_under_way(num_stages: int, num_chunks: int, multiple: int) -> int:
+    """Micro-batches that fill a pipeline, so that as many are under way as ever, rounded up to a multiple.
+
+    One more than Megatron's warm-up of the first stage: in passes of chunks, where it interleaves.
+    """
+    if num_chunks == 1:
+        return max(2, num_stages)
+    passes = 2 * (num_stages - 1) + (num_chunks - 1) * multiple + 1
+    return -(-max(2, -(-passes // num_chunks)) // multiple) * multiple
+
+
+def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_size: int) -> PreparedBatch:
+    """A sample for each micro-batch of each data-parallel rank, of `tokens` tokens that are all trained but the first,
+    at random. The same on every rank.
+    """
+    rng, response = np.random.default_rng(0), max(tokens - 1, 1)
+    samples = tuple(
+        TrainSample(
+            tokens=rng.integers(0, vocab_size, response + 1),
+            loss_mask=np.ones(response, np.float32),
+            rollout_log_probs=np.zeros(response, np.float32),
+            token_versions=np.ones(response, np.int32),
+            reward=0.0,
+            group_index=0,
+            index=i,
+            truncated=False,
+        )
+        for i in range(num_micro_batches * dp_size)
+    )
+    ranks = tuple(tuple((rank * num_micro_batches + i,) for i in range(num_micro_batches)) for rank in range(dp_size))
+    return PreparedBatch(
+        TrainBatch(rollout_id=0, samples=samples),
+        Schedule((StepSchedule(ranks, len(samples)),)),
+        weights=tuple(s.loss_mask for s in samples),
+        token_shares=(1.0,) * len(samples),
+        units=(1.0,) * len(samples),
+    )
+
+
+def refusal(largest: Largest, passes: Passes, fitting: int, *, kept_bytes: int, gpu_bytes: int) -> str:
+    """Why the largest micro-batch is refused. `kept_bytes`: what is on the GPU between two passes, in training;
+    `fitting`: the tokens that fit on every rank.
+    """
+    peak = passes.peak(largest.tokens)
+    return (
+        f"got micro-batches of up to {largest.tokens:,} tokens on a GPU with room for {gpu_bytes / 1e9:.1f} GB, whose "
+        f"passes take {peak / 1e9:.1f} GB beside {kept_bytes / 1e9:.1f} GB of weights, gradients "
+        f"and optimizer states; about {fitting:,} tokens fit: {largest.remedy(fitting)}"
+    )
+
+
+def _peak_of(
+    context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch, tokens: int
+) -> int:
+    """What the passes add to what is on the GPU, at the most; collective."""
+    device = context.device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        rehearse_step(context, objective, trainable, prepared)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"got a GPU on which not even a micro-batch of {tokens:,} tokens fits beside {before / 1e9:.1f} GB of "
+            "weights and gradients; split the model over more GPUs, or recompute activations "
+            "(--recompute-granularity full)"
+        ) from error
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@contextmanager
+def _as_before(trainable: Trainable) -> Iterator[None]:
+    """After the block buffers and random numbers are as before, and no memory is cached."""
+    buffers: Sequence[tuple[Tensor, Tensor]] = [
+        (buffer, buffer.clone()) for chunk in trainable.chunks for buffer in chunk.buffers()
+    ]
+    generators = generator_state()
+    try:
+        yield
+    finally:
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+        set_generator_state(*generators)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
