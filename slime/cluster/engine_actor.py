@@ -2,8 +2,9 @@
 
 Requests never pass through here: the rollout talks HTTP to the router, the weight sync HTTP to the server.
 
-Consumes: calls of the driver, one at a time. Produces: a server that answers, its URL, and its end. Waits for: the
-server's health at the start, and its answers about memory, each with a limit. Is woken by: the driver's calls alone.
+Consumes: calls of the driver, one at a time. Produces: a server that answers, its URL, and its end. Waits for: training
+ranks that lend their GPU at the start, the server's health, and its answers about memory, each with a limit. Is woken
+by: the driver's calls alone.
 """
 
 from __future__ import annotations

@@ -171,10 +171,11 @@ def _draw(axes: Any, drawn: Drawn, frame: Frame, room_above: int) -> None:
     if drawn.band is not None:
         least, greatest = (thinned(one) for one in drawn.band)
         axes.fill_between(greatest.steps, _at(least, greatest), greatest.values, color=COLORS[0], alpha=0.12, lw=0)
-    labels = _labels(drawn) or [one.label for one in drawn.series]
-    for color, label, one in zip(COLORS * len(drawn.series), labels, drawn.series, strict=False):
-        _draw_curve(axes, one.curve, color, label, one.dashed)
-    _legend(axes, _labels(drawn))
+    labels = _labels(drawn)
+    names = labels or [one.label for one in drawn.series]
+    for color, name, one in zip(COLORS * len(drawn.series), names, drawn.series, strict=False):
+        _draw_curve(axes, one.curve, color, name, one.dashed)
+    _legend(axes, labels)
 
 
 def _draw_curve(axes: Any, whole: Curve, color: str, label: str, dashed: bool) -> None:

@@ -66,7 +66,7 @@ def whole_ticks(low: int, high: int, count: int) -> list[int]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten from `low` to `high`; with 2 and 5 between where there are few."""
+    """Powers of ten from `low` to `high`; with 2 and 5, or with 3, between where there are few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, -(-(last - first) // 5))
     ratio = high / low

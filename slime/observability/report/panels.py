@@ -61,6 +61,8 @@ class Series:
     label: str
     curve: Curve
     dashed: bool = False
+    is_joined: bool = False
+    """Several lines that lie on each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Drawn:
     @property
     def is_named(self) -> bool:
         """Whether the title alone does not say what the lines are."""
-        return len(self.series) > 1 or self.band is not None or JOINED in self.series[0].label
+        return len(self.series) > 1 or self.band is not None or self.series[0].is_joined
 
     @property
     def in_words(self) -> bool:
@@ -85,8 +87,6 @@ class Drawn:
         return self.panel.flat_in_words and flat and even
 
 
-JOINED = " and "
-"""Between the names of lines that lie on each other."""
 TERA = "TFLOP/s"
 SMALL_TERA = 0.5
 """Below it a thousandth is the better unit."""
@@ -317,7 +317,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
         series = [replace(one, curve=Curve(one.curve.steps, [1e3 * v for v in one.curve.values])) for one in series]
     scale = panel.scale
     if scale == "log":  # it has no place for a zero
-        positive = [Series(one.label, _positive(one.curve), one.dashed) for one in series]
+        positive = [replace(one, curve=_positive(one.curve)) for one in series]
         series = [one for one in positive if one.curve] or series
         scale = "log" if any(one.curve for one in positive) else "zero"
     band = None
@@ -335,7 +335,7 @@ def _merged(series: Sequence[Series]) -> list[Series]:
         if same is None:
             out.append(one)
         else:
-            out[same] = replace(out[same], label=f"{out[same].label}{JOINED}{one.label}")
+            out[same] = replace(out[same], label=f"{out[same].label} and {one.label}", is_joined=True)
     return out
 
 

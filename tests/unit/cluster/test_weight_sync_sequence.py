@@ -15,6 +15,16 @@ from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off
 
 SYNC, PAUSE, RESUME, ADMIT = "trainers sync_weights", "rollout pause", "rollout resume", "rollout admit ['http://0']"
+HANDED_OVER = [
+    "engines release_memory",
+    "trainers wake",
+    "trainers keep_weights",
+    "engines resume_memory ['weights']",
+    SYNC,
+    "trainers sleep",
+    "engines resume_memory ['kv_cache', 'cuda_graph']",
+]
+"""A step's memory and weights, in the only order that fits."""
 
 
 def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence, MemoryHandOver, dict[str, float]]:
@@ -54,15 +64,7 @@ def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:
     actors.log.clear()
     memory.to_trainer()
     weight_sync.run(for_save=False)
-    assert actors.log == [
-        "engines release_memory",
-        "trainers wake",
-        "trainers keep_weights",
-        "engines resume_memory ['weights']",
-        SYNC,
-        "trainers sleep",
-        "engines resume_memory ['kv_cache', 'cuda_graph']",
-    ]
+    assert actors.log == HANDED_OVER
 
 
 def test_a_trainer_that_lent_its_gpu_at_the_start_gets_it_back_before_the_first_weight_sync() -> None:
@@ -70,20 +72,11 @@ def test_a_trainer_that_lent_its_gpu_at_the_start_gets_it_back_before_the_first_
     actors = RecordingActors()
     weight_sync, memory, _ = sequence(actors, offload_rollout=True, offload_train=True, device="cuda")
     weight_sync.run(for_save=False)
-    handed_over = [
-        "engines release_memory",
-        "trainers wake",
-        "trainers keep_weights",
-        "engines resume_memory ['weights']",
-        SYNC,
-        "trainers sleep",
-        "engines resume_memory ['kv_cache', 'cuda_graph']",
-    ]
-    assert actors.log == [*handed_over, ADMIT]
+    assert actors.log == [*HANDED_OVER, ADMIT]
     actors.log.clear()
     memory.to_trainer()
     weight_sync.run(for_save=False)
-    assert actors.log == handed_over, "as in every later step"
+    assert actors.log == HANDED_OVER, "as in every later step"
 
 
 def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:

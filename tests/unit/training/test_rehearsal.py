@@ -76,7 +76,7 @@ def test_a_refusal_names_the_number_that_fits() -> None:
 
 @pytest.mark.parametrize(
     ("num_stages", "num_chunks", "multiple", "num"),
-    [(1, 1, 1, 2), (4, 1, 1, 4), (2, 2, 2, 4), (4, 2, 4, 8), (4, 1, 1, 4)],
+    [(1, 1, 1, 2), (4, 1, 1, 4), (2, 2, 2, 4), (4, 2, 4, 8)],
 )
 def test_a_pipeline_is_filled(num_stages: int, num_chunks: int, multiple: int, num: int) -> None:
     """Megatron's warm-up of the first of 4 stages with 2 chunks is 2 * 3 + 4 passes, and one more is under way."""
