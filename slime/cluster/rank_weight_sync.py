@@ -61,6 +61,7 @@ class RankWeightSync:
                 gpu_id=gpu_of_slot.get(slots[rank]) if gpu_of_slot else None,
                 address=address,
                 timeout_s=args.weight_sync_timeout_s,
+                table=self._table,
                 hf_checkpoint=Path(args.hf_checkpoint),
                 serialize=serialize_bucket,
             )

@@ -30,6 +30,7 @@ from slime.serving.ports import lease_ports
 from slime.serving.process import ChildProcess, python_module
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
+from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_DEFAULTS: Mapping[str, Any] = {
@@ -145,6 +146,7 @@ class ServerSpec:
         # Weight tables name shared experts apart; on some GPUs SGLang would stack them with the routed ones.
         args["disable_shared_experts_fusion"] = True
         args |= self.extra
+        args["custom_weight_loader"] = [EXPERT_LOADER, *(self.extra.get("custom_weight_loader") or ())]
         args["incremental_streaming_output"] = True  # otherwise each event of a stream repeats all before it
         args |= {
             "model_path": self.model_path,

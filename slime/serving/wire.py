@@ -1,8 +1,9 @@
 """What SGLang reads and computes, byte for byte: the payload of `/update_weights_from_tensor` and tensor digests.
 
-A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16) of `{"flattened_tensor", "metadata"}` for
-`load_format="flattened_bucket"`. It holds a handle, not data: the name of a shared-memory file (CPU) or a CUDA IPC
-handle. SGLang reads it with a restricted unpickler, so only torch's own rebuild functions and `SimpleNamespace` appear.
+A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16): of `{"flattened_tensor", "metadata"}` for
+`load_format="flattened_bucket"`, of a list of (name, tensor) for a loader of one's own. It holds handles, not data: the
+name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang reads it with a restricted unpickler, so only torch's
+own rebuild functions and `SimpleNamespace` appear.
 
 Nothing here imports SGLang on a CPU (its import takes 10 s); on CUDA only its hash kernel is imported, on first use.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
+
+from slime.weights.byte_runs import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
@@ -30,18 +34,39 @@ WARM_WORDS = (1, 16, 17, 16 * _TILE_WORDS, 2 * _TILE_WORDS + 1)
 
 
 def serialize_bucket(
-    named_tensors: Sequence[tuple[str, Tensor]], num_receivers: int, reuse: object = None
+    named_tensors: Sequence[tuple[str, Tensor]],
+    num_receivers: int,
+    reuse: object = None,
+    runs: Sequence[tuple[str, int]] | None = None,
 ) -> tuple[list[str], object]:
     """One payload per receiver, and the owner of the memory, which must live until every receiver has answered.
 
     `named_tensors`: (name, tensor), all on one device. Receivers count references, so none may share a payload.
     `reuse`: an owner that was returned before and that no receiver reads any more; on a CPU its memory is filled again
     if it is large enough (fresh shared memory takes ten times as long to fill as pages that exist).
+    `runs`: (name, number of tensors) that a loader of one's own gets instead, each run of several in one dimension.
     """
     assert named_tensors, "empty bucket"
     buffer, metadata = _flatten(named_tensors, reuse if isinstance(reuse, Tensor) else None)
     flat = buffer[: metadata[-1].end_idx]
-    return [_payload(flat, metadata) for _ in range(num_receivers)], buffer
+
+    def content() -> Any:
+        if runs is None:
+            return {"flattened_tensor": _shared(flat), "metadata": metadata}
+        return [(name, _shared(tensor)) for name, tensor in _views(flat, metadata, runs)]
+
+    return [_payload(content()) for _ in range(num_receivers)], buffer
+
+
+def _views(
+    flat: Tensor, metadata: Sequence[SimpleNamespace], runs: Sequence[tuple[str, int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The runs as views of the buffer."""
+    left = iter(metadata)
+    for name, num in runs:
+        metas = list(islice(left, num))
+        view = flat[metas[0].start_idx : metas[-1].end_idx].view(metas[0].dtype)
+        yield name, view if num > 1 else view.view(metas[0].shape)
 
 
 def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) -> tuple[Tensor, list[SimpleNamespace]]:
@@ -60,21 +85,26 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) 
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     else:
         flat = torch.empty(start, dtype=torch.uint8, device=device)
-    for (_, tensor), meta in zip(named_tensors, metadata, strict=True):
-        flat[meta.start_idx : meta.end_idx].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    filled = 0
+    for run in byte_runs(tensor for _, tensor in named_tensors):
+        flat[filled : filled + len(run)].copy_(run)
+        filled += len(run)
     if flat.is_cuda:  # the receiver reads on a stream of its own
         torch.cuda.current_stream(device).synchronize()
     return flat, metadata
 
 
-def _payload(flat: Tensor, metadata: list[SimpleNamespace]) -> str:
-    shared = _CudaHandle(flat) if flat.is_cuda else flat
+def _shared(tensor: Tensor) -> Any:
+    return _CudaHandle(tensor) if tensor.is_cuda else tensor
+
+
+def _payload(content: Any) -> str:
     buffer = io.BytesIO()
     strategy = torch.multiprocessing.get_sharing_strategy()
     # file_descriptor, the default on Linux, needs the two processes to share an authentication key
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
-        ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
+        ForkingPickler(buffer).dump(content)
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
@@ -102,8 +132,7 @@ def digest(tensor: Tensor | Sequence[Tensor]) -> str:
     A tensor may come as several, which the engine holds stacked along dim 0. CPU: the first 8 bytes of SHA-256 of the
     bytes in order. CUDA: SGLang's own kernel, `gpu_tensor_hash`.
     """
-    parts = [tensor] if isinstance(tensor, Tensor) else list(tensor)
-    flat = [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    flat = byte_runs([tensor] if isinstance(tensor, Tensor) else tensor)
     if flat[0].is_cuda:
         return _cuda_digest(flat)
     hasher = hashlib.sha256()

@@ -59,6 +59,18 @@ def engine_shards(
     return shards
 
 
+def held_as_given(table: FamilyTable, held: Sequence[Entry], *, on_cpu: bool) -> bool:
+    """Whether an engine of one rank holds the HF tensors of these entries end to end, as they are."""
+    for entry in {id(e.row): e for e in held}.values():
+        row = entry.row
+        columns = bool(row.dim) and len(row.segments) > len(row.hf)  # they would be stacked in another order
+        lengths = zip(row.units, row.segments, strict=False)
+        padded = any(_split(table.sizes, entry, unit, size, 0, 1, on_cpu)[0] != size for unit, size in lengths)
+        if row.stacked or columns or padded:
+            return False
+    return True
+
+
 def _split(
     sizes: ModelSizes, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
 ) -> tuple[int, int, int]:
@@ -117,9 +129,10 @@ class ExpectedDigests:
 
     def _complete(self, held: Sequence[Entry], state: Mapping[str, Tensor]) -> None:
         on_cpu = not state[held[0].hf[0]].is_cuda
-        whole = all(e.row.dim is None for e in held)
+        whole = all(e.row.dim is None and not e.row.stacked for e in held)
         for tp_size, ranks in self._digests.items():
-            same = self._digest(_stack(self._table, held, state, tp_rank=0, tp_size=1, on_cpu=on_cpu)) if whole else ""
+            given = whole or (tp_size == 1 and held_as_given(self._table, held, on_cpu=on_cpu))
+            same = self._digest([state[name] for e in held for name in e.hf]) if given else ""
             sums = {e.plus_one: self._digest([state[e.hf[0]] + 1.0]) for e in held if e.plus_one}
             for rank, digests in enumerate(ranks):
                 digests.update(sums)

@@ -70,7 +70,7 @@ class LabelledEngine:
         self.pause_s: list[float] = []
         self._table, self._state = read_model(model_path)
         self._control = HttpEngineControl(url, 1, timeout_s=60)
-        self._channel = TensorTransport().open(transport_context())
+        self._channel = TensorTransport().open(transport_context(table=self._table))
 
     async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:
         """Sends all weights, and compares what the engine then holds."""

@@ -64,6 +64,7 @@ def transport_context(**changes: Any) -> TransportContext:
         "gpu_id": None,
         "address": "127.0.0.1",
         "timeout_s": 60.0,
+        "table": model()[0],
         "hf_checkpoint": Path("no checkpoint"),
         "serialize": serialize_bucket,
     }
@@ -150,7 +151,7 @@ class FakeWire:
     def __init__(self) -> None:
         self.tickets: dict[str, tuple[tuple[str, torch.Tensor], ...]] = {}
 
-    def serialize(self, tensors: Any, num: int, reuse: object = None) -> tuple[list[str], object]:
+    def serialize(self, tensors: Any, num: int, reuse: object = None, runs: object = None) -> tuple[list[str], object]:
         names = [f"ticket-{len(self.tickets) + i}" for i in range(num)]
         self.tickets.update({n: tuple((k, t.clone()) for k, t in tensors) for n in names})
         return names, None

@@ -37,7 +37,12 @@ class WeightSyncSettings:
     """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;
     disk: a shared folder; or the import path of a transport of your own. auto: distributed on cuda without --colocate,
     else tensor."""
-    update_weight_buffer_size: int = opt(512 * 1024 * 1024, ge=1)
+    update_weight_buffer_size: int = derived(
+        lambda s: None if s.device == "cpu" or not s.colocate else 2 * 1024**3,
+        "on a GPU of both, where little else is held during a weight sync, each bucket costs more time than memory",
+        default=512 * 1024**2,
+        ge=1,
+    )
     """Bytes per bucket."""
     weight_sync_timeout_s: float = opt(300.0, gt=0)
     """Limit of one weight sync, in seconds."""

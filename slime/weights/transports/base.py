@@ -29,12 +29,15 @@ from slime.core.registry import Registry
 from slime.weights.receivers import Peers, Receiver
 
 if TYPE_CHECKING:
+    from slime.models.common.table import FamilyTable
     from slime.settings import Args
     from slime.weights.buckets import Bucket
 
-Serialize = Callable[[Sequence[tuple[str, Any]], int, object], tuple[list[str], object]]
-"""(named tensors, number of receivers, an owner to reuse or None) -> a payload per receiver, and the owner of the
-memory, which must stay alive until all have read it."""
+Serialize = Callable[
+    [Sequence[tuple[str, Any]], int, object, Sequence[tuple[str, int]] | None], tuple[list[str], object]
+]
+"""(named tensors, number of receivers, an owner to reuse or None, runs or None) -> a payload per receiver, and the
+owner of the memory, which must stay alive until all have read it. `runs`: as `weights.expert_runs` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class TransportContext:
     """This host, as engines reach it."""
     timeout_s: float
     """Limit of each wait for engines, in seconds."""
+    table: FamilyTable
+    """Of the model that is sent."""
     hf_checkpoint: Path
     """The folder whose config.json and tokenizer belong to the weights."""
     serialize: Serialize

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
 from slime.core.ports import EngineControl
+from slime.weights.expert_runs import LOADER, named_runs, places_of
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from slime.weights.buckets import Bucket
 
 LOAD_FORMAT = "flattened_bucket"
-"""One buffer per bucket instead of one per tensor: fewer handles and one mapping."""
+"""One buffer per bucket instead of one per tensor: fewer handles and one mapping. Experts go to engines of one rank as
+runs (`weights.expert_runs`)."""
 
 
 @TRANSPORTS.register("tensor")
@@ -51,6 +53,7 @@ class TensorChannel(Channel):
 
     def __init__(self, context: TransportContext) -> None:
         self._serialize, self._peers, self._gpu_id = context.serialize, context.peers, context.gpu_id
+        self._places = places_of(context.table, on_cpu=context.device == "cpu")
         self._held: object = None
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
@@ -67,14 +70,23 @@ class TensorChannel(Channel):
         held: object = None
         # Alone, this rank knows that the bucket before has been read; on a GPU another rank may still be delivering it.
         reuse = self._held if self._gpu_id is None else None
+        runs = self._runs(bucket, receivers)
         try:
             num = self._num_payloads(receivers)
-            mine, held = self._serialize(bucket.tensors, num, reuse) if num else ([], None)
+            mine, held = self._serialize(bucket.tensors, num, reuse, runs) if num else ([], None)
         except Exception as error:  # it must reach the sender through the gather that the other ranks are in
             mine = error
         gathered = self._peers.gather((self._gpu_id, mine)) if self._gpu_id is not None else [(None, mine)]
         self._held = held  # only now may the bucket before this one go
-        return gathered
+        return LOADER if runs else LOAD_FORMAT, gathered
+
+    def _runs(self, bucket: Bucket, receivers: Sequence[Receiver]) -> list[tuple[str, int]] | None:
+        """What the bucket travels as, if it has experts and every engine is of one rank."""
+        if not any(name in self._places for name, _ in bucket.tensors):
+            return None
+        if any(receiver.control.tp_size > 1 for receiver in receivers):
+            return None
+        return named_runs(bucket.tensors, self._places)
 
     def _num_payloads(self, receivers: Sequence[Receiver]) -> int:
         """Engine ranks that this training rank serves."""
@@ -83,8 +95,9 @@ class TensorChannel(Channel):
         return sum(receiver.control.tp_size for receiver in receivers) if self._peers.is_sender else 0
 
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        load_format, gathered = prepared
         payloads: dict[str | None, list[str]] = {}
-        for gpu_id, mine in prepared:
+        for gpu_id, mine in gathered:
             if isinstance(mine, Exception):
                 raise WeightSyncError(f"the training rank on GPU {gpu_id} cannot share its weights: {mine!r}") from mine
             payloads.setdefault(gpu_id, []).extend(mine)
@@ -103,7 +116,7 @@ class TensorChannel(Channel):
 
         def update(control: EngineControl) -> None:
             control.update_weights_from_tensor(
-                per_engine[control.url], load_format=LOAD_FORMAT, flush_cache=False, weight_version=version
+                per_engine[control.url], load_format=load_format, flush_cache=False, weight_version=version
             )
 
         on_all(receivers, update, "take a bucket from shared memory")

@@ -67,7 +67,7 @@ def sync_state(
         iter(tensors),
         table=table,
         receivers=[Receiver(control)],
-        channel=TensorTransport().open(transport_context()),
+        channel=TensorTransport().open(transport_context(table=table)),
         digest=digest,
         version=version,
         buffer_bytes=64 * 1024,

@@ -99,7 +99,7 @@ class Rig:
         settings = SimpleNamespace(
             update_weight_disk_dir=str(self.tmp_path / "disk"), update_weight_disk_keep_files=False
         )
-        channel = TRANSPORTS.build(name, settings).open(transport_context(hf_checkpoint=self.path))
+        channel = TRANSPORTS.build(name, settings).open(transport_context(hf_checkpoint=self.path, table=self.table))
         return channel if tamper is None else TamperingChannel(channel, tamper)
 
     def sync_weights(self, state: StateDict, channel: Channel, version: int, **kwargs: Any) -> dict[str, float]:

@@ -118,7 +118,7 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
     outcomes: list[Any] = [None, None]
 
     def member(rank: int) -> None:
-        def serialize(tensors: Any, num: int, reuse: object) -> tuple[list[str], object]:
+        def serialize(tensors: Any, num: int, reuse: object, runs: object) -> tuple[list[str], object]:
             assert reuse is None, "on GPUs another rank may still be delivering the bucket before"
             if broken == "serialize" and rank == 1:
                 raise RuntimeError("no handle")
