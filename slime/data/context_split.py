@@ -32,6 +32,10 @@ class ContextSplit:
     """[T] index among this rank's tokens, or -1 for tokens of other ranks."""
     key_rows: Int64s
     """[K] where the keys that each chunk sees are in the concatenation of all ranks' tokens, chunk by chunk."""
+    order: Int64s
+    """[T] positions in the row of all ranks' tokens, rank by rank."""
+    place: Int64s
+    """[T] where each token of the row is in that concatenation: the inverse of `order`."""
     query_lengths: tuple[int, ...]
     """[2 N] tokens of each local chunk."""
     key_lengths: tuple[int, ...]
@@ -53,9 +57,10 @@ def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_s
 def split_context(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> ContextSplit:
     """Everything that rank `cp_rank` needs of a row. Raises `DataError` like `context_positions`."""
     by_rank = [context_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
-    where = np.empty(int(cu_seqlens[-1]), np.int64)
-    where[np.concatenate(by_rank)] = np.arange(len(where))
-    local = np.full(len(where), -1, np.int64)
+    order = np.concatenate(by_rank)
+    place = np.empty(int(cu_seqlens[-1]), np.int64)
+    place[order] = np.arange(len(place))
+    local = np.full(len(place), -1, np.int64)
     local[by_rank[cp_rank]] = np.arange(len(by_rank[cp_rank]))
     query_lengths: list[int] = []
     key_lengths: list[int] = []
@@ -64,8 +69,16 @@ def split_context(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size:
         for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
             query_lengths.append(size)
             key_lengths.append((chunk + 1) * size)
-            keys.append(where[start : start + key_lengths[-1]])
-    return ContextSplit(by_rank[cp_rank], local, np.concatenate(keys), tuple(query_lengths), tuple(key_lengths))
+            keys.append(place[start : start + key_lengths[-1]])
+    return ContextSplit(
+        positions=by_rank[cp_rank],
+        local_index=local,
+        key_rows=np.concatenate(keys),
+        order=order,
+        place=place,
+        query_lengths=tuple(query_lengths),
+        key_lengths=tuple(key_lengths),
+    )
 
 
 def _chunk_sizes(cu_seqlens: npt.NDArray[np.integer], cp_size: int) -> list[int]:

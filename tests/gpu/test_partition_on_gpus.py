@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.families import write_family
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import Outcome, run_layouts
@@ -37,7 +38,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def _run(root: Path, family: str, names: tuple[str, ...], **megatron: Any) -> dict[str, Outcome]:
     # Heads of 64, as the kernels of a GPU want them.
-    checkpoint = write_tiny_model(root / "model", family, tied=False, num_hidden_layers=4, head_dim=64)
+    write, own = (write_family, {}) if family == "qwen3_next" else (write_tiny_model, {"tied": False})
+    checkpoint = write(root / "model", family, num_hidden_layers=4, head_dim=64, **own)
     defaults = {
         "checkpoint": str(checkpoint),
         "scenarios": SCENARIOS,
@@ -53,7 +55,11 @@ def _run(root: Path, family: str, names: tuple[str, ...], **megatron: Any) -> di
 
 @pytest.mark.parametrize(
     ("family", "names"),
-    [("qwen3", ("one", "dp2", "tp2", "sp2", "pp2", "vp2", "cp2")), ("qwen3_moe", ("one", "dp2", "sp2", "ep2", "cp2"))],
+    [
+        ("qwen3", ("one", "dp2", "tp2", "sp2", "pp2", "vp2", "cp2")),
+        ("qwen3_moe", ("one", "dp2", "sp2", "ep2", "cp2")),
+        ("qwen3_next", ("one", "sp2", "cp2")),
+    ],
 )
 def test_gradients_do_not_feel_the_partition(tmp_path: Path, family: str, names: tuple[str, ...]) -> None:
     outcomes = _run(tmp_path, family, names)

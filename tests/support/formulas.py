@@ -149,9 +149,11 @@ class _SumOverVocabShards(torch.autograd.Function):
 
 def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy, or values, of all response tokens on every rank."""
-    cut = split_context(batch.packed.cu_seqlens_q.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
-    positions, index, keys = (torch.from_numpy(x) for x in (cut.positions, cut.local_index, cut.key_rows))
-    row_cut = ContextShard(layout.cp_group, positions, index, keys, cut.query_lengths, cut.key_lengths)
+    cu_seqlens = batch.packed.cu_seqlens_q
+    cut = split_context(cu_seqlens.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
+    positions, *others = map(torch.from_numpy, (cut.positions, cut.local_index, cut.key_rows, cut.order, cut.place))
+    lengths = tuple(cu_seqlens.diff().tolist())
+    row_cut = ContextShard(layout.cp_group, positions, *others, cu_lengths=cu_seqlens, lengths=lengths)
     which, local = row_cut.owned(batch.predicting)
     states = toy.hidden(batch).index_select(0, positions).index_select(0, local)
     size = batch.predicting.size(0)

@@ -35,7 +35,7 @@ class Choices(Protocol):
 
 
 class RowShard(Protocol):
-    """What context parallelism makes of a packed row, as attention and the output layer need it.
+    """What context parallelism makes of a packed row, as attention, recurrences and the output layer need it.
 
     See `slime.training.model.context`.
     """
@@ -44,8 +44,25 @@ class RowShard(Protocol):
     def positions(self) -> Tensor:
         """[T / cp] int64: where in the row the tokens of this rank stand."""
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """[N] tokens of each whole sequence."""
+
+    @property
+    def cu_lengths(self) -> Tensor:
+        """[N + 1] int32 on the device of the model: where each whole sequence begins."""
+
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key [T / cp, g, d_k], value [T / cp, g, d_v] -> those that each local chunk sees, end to end, [K, g, d]."""
+
+    def by_heads(self, part: Tensor) -> Tensor:
+        """part [T / cp, h, d] of this rank's tokens -> [T, h / cp, d], the whole row of this rank's share of heads."""
+
+    def by_tokens(self, share: Tensor) -> Tensor:
+        """share [T, h / cp, d] of this rank's share of heads -> [T / cp, h, d], this rank's tokens of all heads."""
+
+    def own_heads(self, parameter: Tensor) -> Tensor:
+        """[n, ...], all heads along the first dimension -> [n / cp, ...], those of this rank's share."""
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of row positions [R]: which are held here [R_own], and their index among this rank's tokens [R_own]."""

@@ -14,7 +14,7 @@ from slime.models.common.flops import AttentionCost
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
 from slime.models.qwen3_next.flops import mixer_cost
-from slime.models.qwen3_next.linear import is_linear
+from slime.models.qwen3_next.linear import is_linear, split_problem
 from slime.models.qwen3_next.weights import qwen_next_table
 from slime.settings.fields import opt
 
@@ -41,8 +41,10 @@ class Qwen3Next(Family):
     PyTorch, or the kernels where they are installed and can run."""
 
     def check(self, args: Args) -> str | None:
-        """A recurrence runs through whole sequences, on ranks that hold whole key heads; kernels can run."""
-        return _layout_problem(args) or self._kernel_problem(args)
+        """Tensor- and context-parallel ranks share whole key heads; kernels can run."""
+        m = args.megatron
+        tp_size, cp_size = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1
+        return split_problem(m["linear_num_key_heads"], tp_size, cp_size) or self._kernel_problem(args)
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Gated delta nets, gated attention, experts. Raises `ConfigError` for what is not trained."""
@@ -112,16 +114,3 @@ class Qwen3Next(Family):
         if not reasons:
             return None
         return f"got qwen_gdn_backend fla, but {reasons}; use torch, or auto, which chooses by itself"
-
-
-def _layout_problem(args: Args) -> str | None:
-    m = args.megatron
-    tp, cp, heads = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1, m["linear_num_key_heads"]
-    if heads % tp:
-        return f"got tensor_model_parallel_size {tp} for {heads} key heads of linear attention; choose a divisor"
-    if cp > 1:
-        return (
-            f"got context_parallel_size {cp} for a model with linear attention, whose recurrence runs through a "
-            "whole sequence on one rank; leave it out, or use --tensor-model-parallel-size"
-        )
-    return None

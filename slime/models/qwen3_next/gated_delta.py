@@ -4,9 +4,14 @@ Megatron-core's own needs flash-linear-attention and refuses packed rows. Heads 
 tensor-parallel ranks by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is
 the rate, a the decay), `conv1d` per key head [q; k; v's], each with the value heads that belong to the key head.
 
+Convolution and recurrence run through whole sequences. Under context parallelism a rank has chunks of them, so key
+heads are split once more: before the convolution each rank gives its tokens of all heads for all tokens of its heads,
+and after the recurrence back (`RowShard.by_heads`). Projections, norm and gate take each token by itself, and stay.
+
 Invariants
 1. Convolution and recurrence start over at each sequence of a packed row.
 2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
+3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key heads.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models.common.attention import PackedSequences
 from slime.models.qwen3_next.delta_rule import delta_rule
+from slime.models.qwen3_next.linear import split_problem
 
 
 class GatedDeltaNet(torch.nn.Module):
@@ -43,12 +49,9 @@ class GatedDeltaNet(torch.nn.Module):
         self.config, self.layer_number = config, layer_number
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
         key_heads, value_heads, self.key_dim, self.value_dim = (int(hf_config[name]) for name in names)
-        tp_size = config.tensor_model_parallel_size
-        if key_heads % tp_size:
-            raise ConfigError(
-                f"got --tensor-model-parallel-size {tp_size} and {key_heads} key heads of linear attention; "
-                "it must divide them"
-            )
+        tp_size, cp_size = config.tensor_model_parallel_size, config.context_parallel_size
+        if problem := split_problem(key_heads, tp_size, cp_size):
+            raise ConfigError(problem)
         self.repeats = value_heads // key_heads  # value heads of each key head
         self.groups = key_heads // tp_size  # key heads of this rank
         self.qkv = (self.key_dim, self.key_dim, self.repeats * self.value_dim)  # convolved features per key head
@@ -79,19 +82,43 @@ class GatedDeltaNet(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] -> [T, 1, H] (of this rank's part of the row under sequence parallelism), and no bias."""
+        """[T, 1, H] -> [T, 1, H] (this rank's part of the row, under sequence or context parallelism), and no bias."""
         packed = packed_seq_params
         mixed = self.in_proj(hidden_states)[0].squeeze(1).unflatten(-1, (self.groups, -1))  # [T, groups, features]
-        values = self.repeats * self.value_dim
-        qkv, z, b, a = mixed.split([sum(self.qkv), values, self.repeats, self.repeats], dim=-1)
-        qkv = causal_convolution(qkv.flatten(1), self.conv1d["weight"], packed.query_lengths)
-        q, k, v = functional.silu(qkv).unflatten(-1, (self.groups, -1)).split(self.qkv, dim=-1)
-        q, k = (x.repeat_interleave(self.repeats, dim=1) for x in (q, k))  # [T, heads, d_k]
-        v, z = (x.reshape(x.size(0), -1, self.value_dim) for x in (v, z))  # [T, heads, d_v]
-        decay = -self.A_log.float().exp() * functional.softplus(a.flatten(1).float() + self.dt_bias.float())
-        rule = delta_rule(q.device, q.dtype, self.backend)
-        out = rule(q, k, v, decay, b.flatten(1).sigmoid(), packed.query_lengths, packed.cu_query)
+        values, rates = self.repeats * self.value_dim, [self.repeats, self.repeats]
+        qkv, z, b, a = mixed.split([sum(self.qkv), values, *rates], dim=-1)
+        weights: tuple[Tensor, ...] = (self.conv1d["weight"], self.dt_bias, self.A_log)
+        if packed.shard is None:
+            out = self._mix((qkv, b, a), weights, packed.query_lengths, packed.cu_query)
+        else:
+            shard = packed.shard
+            parts = shard.by_heads(torch.cat([qkv, b, a], dim=-1)).split([sum(self.qkv), *rates], dim=-1)
+            weights = tuple(shard.own_heads(weight) for weight in weights)
+            out = shard.by_tokens(self._mix(parts, weights, shard.lengths, shard.cu_lengths))
+        z = z.reshape(z.size(0), -1, self.value_dim)  # [T, heads, d_v]
         return self.out_proj(self.out_norm(out, z).flatten(1).unsqueeze(1))[0], None
+
+    def _mix(
+        self,
+        parts: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        lengths: tuple[int, ...],
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """What tokens learn of those before them: whole sequences of some key heads -> [T, value heads, d_v].
+
+        `parts`: qkv [T, groups, features], b and a [T, groups, value heads of each]. `weights`: what these heads have
+        of the convolution, of dt_bias and of A_log.
+        """
+        qkv, b, a = parts
+        taps, dt_bias, log_rate = weights
+        qkv = functional.silu(causal_convolution(qkv.flatten(1), taps, lengths)).unflatten(-1, (qkv.size(1), -1))
+        q, k, v = qkv.split(self.qkv, dim=-1)
+        q, k = (x.repeat_interleave(self.repeats, dim=1) for x in (q, k))  # [T, heads, d_k]
+        v = v.reshape(v.size(0), -1, self.value_dim)  # [T, heads, d_v]
+        decay = -log_rate.float().exp() * functional.softplus(a.flatten(1).float() + dt_bias.float())
+        rule = delta_rule(q.device, q.dtype, self.backend)
+        return rule(q, k, v, decay, b.flatten(1).sigmoid(), lengths, cu_seqlens)
 
 
 class GatedNorm(torch.nn.Module):

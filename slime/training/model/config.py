@@ -67,6 +67,9 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
     if sizes.vp > 1:
         # Batched exchanges of two stages that are each other's predecessor and successor mix up the two directions.
         values.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if values.get("experimental_attention_variant") == "gated_delta_net":
+        # These layers are slime's own (`models.qwen3_next`); of Megatron's this would refuse context parallelism.
+        del values["experimental_attention_variant"]
     config = TransformerConfig(**values)
     # Micro-batches are packed rows of any length: pipeline stages tell each other the shape first. Set afterwards,
     # because Megatron's own all-gather dispatcher refuses it; ours takes rows of different lengths.

@@ -1,12 +1,17 @@
 """Packed rows on the device, and context parallelism: a rank's shard of a row, keys of the whole row, whole results.
 
 Only `PolicyModel` and the attention know of it: every rank is given the whole row, and every rank gets the results of
-all response tokens, so that losses and metrics are computed alike on all of them.
+all response tokens, so that losses and metrics are computed alike on all of them. Softmax attention gathers keys and
+values. A recurrence wants whole sequences, but its heads know nothing of each other: before it the ranks exchange
+their tokens of all heads for all tokens of their heads, and after it back (as DeepSpeed Ulysses does for attention,
+arXiv:2309.14509).
 
 Invariants
 1. A gradient that flows into a whole result is the gradient of the one loss that every rank computes: each rank takes
    the part of what it owns, and nothing is summed twice.
 2. All ranks run the same collectives in the same order, also one that owns no response token.
+3. A parameter of heads gets the gradient of all tokens on the rank that computes them, and zero on the others: as for
+   other parameters, the sum over ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from slime.models.common.attention import PackedSequences
 
 PREDICTING = "predicting"
 """Among the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
+_INDICES = ("positions", "local_index", "key_rows", "order", "place")
+"""What goes to the device of `slime.data.context_split.ContextSplit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +49,14 @@ class ContextShard:
     """[T] int64, -1 for tokens held elsewhere."""
     key_rows: Tensor
     """[K] int64 rows of the gathered keys, chunk by chunk."""
-    query_lengths: tuple[int, ...]
-    """[2 N]"""
-    key_lengths: tuple[int, ...]
-    """[2 N]"""
+    order: Tensor
+    """[T] int64 row positions of all ranks' tokens, rank by rank."""
+    place: Tensor
+    """[T] int64, its inverse."""
+    cu_lengths: Tensor
+    """[N + 1] int32 where each whole sequence begins."""
+    lengths: tuple[int, ...]
+    """[N] tokens of each whole sequence."""
     responses: tuple[Tensor, Tensor, Tensor] | None = None
     """Row positions [R] that are asked for in each pass, and what `owned` answers: counted on the host, for the device
     would have to be waited for."""
@@ -61,6 +72,23 @@ class ContextShard:
         keys, values = seen.split([key.size(-1), value.size(-1)], dim=-1)
         return keys, values
 
+    def by_heads(self, part: Tensor) -> Tensor:
+        """part [T / cp, h, d] of this rank's tokens -> [T, h / cp, d], the whole row of this rank's share of heads.
+
+        The row is in its order, so that each sequence is whole. The size must divide h.
+        """
+        share: Tensor = _Exchange.apply(part, self, True)
+        return share
+
+    def by_tokens(self, share: Tensor) -> Tensor:
+        """share [T, h / cp, d] of this rank's share of heads -> [T / cp, h, d], this rank's tokens of all heads."""
+        part: Tensor = _Exchange.apply(share, self, False)
+        return part
+
+    def own_heads(self, parameter: Tensor) -> Tensor:
+        """[n, ...], all heads along the first dimension -> [n / cp, ...], those of this rank's share."""
+        return parameter.chunk(self.group.size())[self.group.rank()]
+
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of row positions [R]: which are held here [R_own], and their index among this rank's tokens [R_own]."""
         if self.responses is not None and positions is self.responses[0]:
@@ -74,6 +102,31 @@ class ContextShard:
         row = part.new_zeros(size, *part.shape[1:]).index_copy(0, which, part)
         result: Tensor = _SumForward.apply(row, self.group)
         return result
+
+
+class _Exchange(torch.autograd.Function):
+    """From a split by tokens to one by heads, or back. Numbers only move, and their gradients move the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
+        ctx.shard, ctx.to_heads = shard, to_heads
+        return _exchanged(x, shard, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _exchanged(grads[0], ctx.shard, not ctx.to_heads), None, None
+
+
+def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
+    """[T / cp, h, d] -> [T, h / cp, d] with `to_heads`, and the other way without."""
+    size = shard.group.size()
+    if to_heads:
+        sent = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # to each rank its heads
+    else:
+        sent = x.index_select(0, shard.order).unflatten(0, (size, -1))  # to each rank its tokens
+    got = torch.empty_like(sent)  # [cp, T / cp, h / cp, d]
+    dist.all_to_all_single(got, sent, group=shard.group)
+    return got.flatten(0, 1).index_select(0, shard.place) if to_heads else got.transpose(0, 1).flatten(1, 2)
 
 
 class _SumForward(torch.autograd.Function):
@@ -117,7 +170,7 @@ class RowPlan:
             group = mpu.get_context_parallel_group()
             split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size())
             query, key, positions = split.query_lengths, split.key_lengths, positions[split.positions]
-            shard = {"positions": split.positions, "local_index": split.local_index, "key_rows": split.key_rows}
+            shard = {name: getattr(split, name) for name in _INDICES} | {"cu_lengths": cu_seqlens}
             if predicting is not None:
                 local = split.local_index[predicting]
                 shard |= {"which": np.flatnonzero(local >= 0), "owned": local[local >= 0]}
@@ -129,13 +182,11 @@ class RowPlan:
         """`tensors`: those of `arrays` on the device, among others."""
         cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
         if self.group is not None:
-            positions, local_index, key_rows = (tensors[f"shard/{x}"] for x in ("positions", "local_index", "key_rows"))
-            responses = None
+            indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}
+            responses, lengths = None, tuple(np.diff(self.cu_seqlens).tolist())
             if "shard/which" in tensors:
                 responses = tensors[PREDICTING], tensors["shard/which"], tensors["shard/owned"]
-            shard = ContextShard(
-                self.group, positions, local_index, key_rows, self.query_lengths, self.key_lengths, responses
-            )
+            shard = ContextShard(self.group, **indices, lengths=lengths, responses=responses)
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

@@ -1,4 +1,6 @@
-"""What ranks do in the context-parallel test: attention and log-probs of one packed row over several gloo processes."""
+"""What ranks do in the context-parallel test with one packed row over several gloo processes: attention and log-probs,
+and the exchange of tokens for heads.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from slime.compat.megatron_cpu import activate
 from tests.support.ranks import Seat
 
 LENGTHS, NUM_HEADS, NUM_GROUPS, HEAD_DIM, VALUE_DIM, VOCAB = (16, 8, 24), 4, 2, 8, 6, 11
+HEADS = torch.linspace(0.5, 2.0, NUM_HEADS)
+"""A weight of each head."""
 PREDICTING = ((0, 1, 2, 9, 14, 16, 17, 25, 30, 46), (0,))
 """Predicting positions of the row; of the second set one rank holds all."""
 
@@ -63,6 +67,34 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     (log_probs.exp() * p["loss_weights"][: len(positions)]).sum().backward()
     gradients = {f"grad_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     return {"positions": held, "out": out.detach(), "log_probs": log_probs.detach(), **gradients}
+
+
+def exchange(seat: Seat) -> dict[str, torch.Tensor]:
+    """Tokens given for heads, these multiplied by their weights, and given back; with gradients."""
+    from slime.training.model.context import packed_sequences
+
+    activate("cpu")
+    with seat.world():
+        mpu.initialize_model_parallel(context_parallel_size=seat.world_size)
+        try:
+            cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+            cut = packed_sequences(cu_seqlens, max_seqlen=max(LENGTHS), device=torch.device("cpu")).shard
+            assert cut is not None and cut.lengths == LENGTHS and torch.equal(cut.cu_lengths, cu_seqlens)
+            p = problem()
+            part, of_heads = p["query"].index_select(0, cut.positions).requires_grad_(), HEADS.clone().requires_grad_()
+            share = cut.by_heads(part)
+            out = cut.by_tokens(share.cumsum(0) * cut.own_heads(of_heads)[:, None])
+            (out * out.detach().sin()).sum().backward()
+            assert part.grad is not None and of_heads.grad is not None
+            return {
+                "positions": cut.positions,
+                "share": share.detach(),
+                "out": out.detach(),
+                "grad_part": part.grad,
+                "grad_heads": of_heads.grad,
+            }
+        finally:
+            mpu.destroy_model_parallel()
 
 
 def compute_part(seat: Seat) -> list[dict[str, torch.Tensor]]:

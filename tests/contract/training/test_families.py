@@ -28,8 +28,8 @@ EP = {"expert_model_parallel_size": 2}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 BATCH_SEED = 3
 
-WITHOUT_CONTEXT_PARALLEL = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa")
-"""Their delta nets want whole sequences; the sparse indexer takes short ones only, and these are longer."""
+WITHOUT_CONTEXT_PARALLEL = ("glm_moe_dsa",)
+"""Its sparse indexer takes short sequences only, and these are longer."""
 
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -49,8 +49,9 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2ep2": (4, {**PP, **EP, **ALL_TO_ALL}),
     "cp2": (2, CP),
 }
-QUICK = (*((family, "one") for family in FAMILIES), ("deepseek_v3", "sp2ep2"))
-"""Each family on one rank, and one with everything that there is to split; the other layouts are slow."""
+QUICK = (*((family, "one") for family in FAMILIES), ("deepseek_v3", "sp2ep2"), ("qwen3_next", "cp2"))
+"""Each family on one rank, one with everything that there is to split, and a recurrence through sequences that are
+split; the other layouts are slow."""
 
 
 def layouts_of(family: str) -> dict[str, tuple[int, dict[str, Any]]]:

@@ -8,12 +8,13 @@ once), optimizer shards and the way back to Hugging Face names are compared. The
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.families import write_family
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import Outcome, run_layouts
@@ -69,6 +70,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "sp2ep2": _layout(2, SP, EP, ALL_TO_ALL),
     "pp2ep2": _layout(4, PP, EP, ALL_TO_ALL),
 }
+LINEAR: dict[str, dict[str, Any]] = {
+    "one": _layout(1),
+    "cp2": _layout(2, CP),
+    "sp2cp2": _layout(4, SP, CP),
+    "pp2cp2": _layout(4, PP, CP),
+}
+"""Linear attention, whose heads are split over tensor-, then over context-parallel ranks."""
 SIZES: tuple[tuple[int, int, int, int, int], ...] = (
     (1, 1, 1, 1, 1),
     (1, 2, 2, 2, 2),
@@ -91,11 +99,19 @@ def _of_sizes(dp: int, tp: int, pp: int, cp: int, ep: int) -> dict[str, Any]:
 class Runs:
     """One model under layouts; each is run when it is first asked for."""
 
-    def __init__(self, ranks: Ranks, root: Path, family: str, layouts: dict[str, dict[str, Any]], **model: Any) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        root: Path,
+        family: str,
+        layouts: dict[str, dict[str, Any]],
+        write: Callable[..., Path] = write_tiny_model,
+        **model: Any,
+    ) -> None:
         # A vocabulary that two ranks do not divide: the padded row must not matter.
         sizes = {"vocab_size": 131, "num_hidden_layers": 4}
-        checkpoint = write_tiny_model(root / "model", family, **sizes, **model)
-        reference = write_tiny_model(root / "reference", family, seed=1, **sizes, **model)
+        checkpoint = write(root / "model", family, **sizes, **model)
+        reference = write(root / "reference", family, seed=1, **sizes, **model)
         kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "ref_load": str(reference)}
         two_steps = {"global_batch_size": 4}
         same = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 1, "args": kl, "round_args": two_steps}
@@ -151,6 +167,12 @@ def experts(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
 
 
 @pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    return Runs(ranks, tmp_path_factory.mktemp("linear"), "qwen3_next", LINEAR, write_family, **heads)
+
+
+@pytest.fixture(scope="module")
 def covering(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
     layouts = {_name(sizes): _of_sizes(*sizes) for sizes in SIZES}
     return Runs(ranks, tmp_path_factory.mktemp("covering"), "qwen3_moe", layouts)
@@ -181,6 +203,12 @@ def test_a_dense_model_does_not_feel_the_partition(dense: Runs, layout: str) -> 
 @pytest.mark.parametrize("layout", _marked(EXPERTS))
 def test_experts_do_not_feel_the_partition(experts: Runs, layout: str) -> None:
     _check(experts, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LINEAR)
+def test_linear_attention_does_not_feel_the_partition(linear: Runs, layout: str) -> None:
+    _check(linear, layout)
 
 
 @pytest.mark.slow

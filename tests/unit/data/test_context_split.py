@@ -47,6 +47,7 @@ def test_ranks_hold_the_row_once_and_see_exactly_the_past(row: tuple[list[int], 
         cut = split_context(cu, cp_rank=rank, cp_size=cp_size)
         assert np.array_equal(cut.local_index[cut.positions], np.arange(len(cut.positions)))
         assert (cut.local_index >= 0).sum() == len(cut.positions)
+        assert np.array_equal(cut.order, gathered) and np.array_equal(cut.order[cut.place], np.arange(num_tokens))
         seen = np.split(gathered[cut.key_rows], np.cumsum(cut.key_lengths)[:-1])
         asking = np.split(cut.positions, np.cumsum(cut.query_lengths)[:-1])
         pairs = 0

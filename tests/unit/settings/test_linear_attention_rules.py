@@ -1,4 +1,4 @@
-"""What linear attention cannot do is refused before a process starts: context parallelism, a cut of heads, kernels."""
+"""What linear attention cannot do is refused before a process starts: a cut of heads, kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def test_a_config_says_all_of_the_shape(base: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--actor-num-gpus-per-node 2 --context-parallel-size 2", "runs through a whole sequence"),
+        ("--actor-num-gpus-per-node 4 --context-parallel-size 4", "choose sizes whose product divides the heads"),
+        (
+            "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --context-parallel-size 2",
+            "got tensor_model_parallel_size 2 and context_parallel_size 2 for 2 key heads",
+        ),
         ("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4", "choose a divisor"),
         ("--qwen-gdn-backend fla", "the trainer runs on a CPU"),
         ("--qwen-gdn-backend triton", "qwen-gdn-backend"),
@@ -43,6 +47,11 @@ def test_a_config_says_all_of_the_shape(base: list[str]) -> None:
 )
 def test_what_it_cannot_do_is_refused(base: list[str], flags: str, said: str) -> None:
     assert said in refused([*_of(base, NEXT), *flags.split()])
+
+
+@pytest.mark.parametrize("sizes", ["--context-parallel-size 2", "--tensor-model-parallel-size 2"])
+def test_ranks_that_divide_its_heads_are_taken(base: list[str], sizes: str) -> None:
+    parse_args([*_of(base, NEXT), "--actor-num-gpus-per-node", "2", *sizes.split()])
 
 
 def test_a_choice_of_kernels_without_linear_attention_is_refused(base: list[str]) -> None:
