@@ -36,10 +36,7 @@ class MemoryHandOver:
 
     def to_trainer(self) -> None:
         """The trainer can train; engines are idle. Nothing if that is so already."""
-        if self._engines_lend and not self._engines_lent:
-            with span("offload_rollout"):
-                self._actors.on_engines("release_memory")
-            self._engines_lent = True
+        self._engines_give()
         if self._trainer_lends:
             self._on_trainers("wake", "wake_up")
             self._trainer_lent = False
@@ -47,9 +44,10 @@ class MemoryHandOver:
     def room_for_weights(self) -> None:
         """Engines can take weights; the trainer holds its own and nothing else."""
         if self._trainer_lent:  # only at the start: beside all that engines took there may be no room for weights
-            self.to_trainer()
+            self._engines_give()
         if self._trainer_lends:
             self._on_trainers("keep_weights", "keep_weights")
+            self._trainer_lent = False
         if self._engines_lent:
             self._actors.on_engines("resume_memory", ["weights"])
 
@@ -61,6 +59,13 @@ class MemoryHandOver:
         if self._engines_lent:
             self._actors.on_engines("resume_memory", ["kv_cache", "cuda_graph"])
             self._engines_lent = False
+
+    def _engines_give(self) -> None:
+        """All that engines have, unless they gave it already."""
+        if self._engines_lend and not self._engines_lent:
+            with span("offload_rollout"):
+                self._actors.on_engines("release_memory")
+            self._engines_lent = True
 
     def _on_trainers(self, method: str, what: str) -> None:
         """Calls all training ranks, timed as `what`; tells the most that any of them saw."""

@@ -88,15 +88,18 @@ def test_training_goes_on_after_a_sleep_as_if_there_had_been_none(tmp_path: Path
 def test_the_first_sleep_is_not_slowed_down_by_pinning(wide: Any) -> None:
     """Law: once the arena is there, the first sleep takes at most twice as long as a later one; all of it is pinned."""
     stash = wide._sleeper._prepare()
+    begin = wide._sleeper._arena.mark()
     assert wide._sleeper._arena.take(1).is_pinned(), "waits until the arena is there"
-    wide._sleeper._arena.clear()
+    wide._sleeper._arena.rewind(begin)
     seconds = []
     for _ in range(3):
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         wide.sleep()
         seconds.append(time.perf_counter() - began_s)
-        assert all(host.is_pinned() for _, _, host in stash._kept if host is not None and host.numel())
+        assert all(
+            host.is_pinned() for _, away in stash._kept for *_, host in away if host is not None and host.numel()
+        )
         wide.wake()
     planned = wide._parts().arena_bytes(GPU)
     assert wide._sleeper._arena.num_bytes <= 1.05 * planned, "no more room was needed than planned"

@@ -8,7 +8,7 @@ Consumes: a size. Produces: ranges [n] uint8, front to back. Waits for: the thre
 with a limit. Is woken by: that thread.
 
 Invariants
-1. Ranges that were taken since the last `clear` do not overlap, and each begins at a multiple of `ALIGNMENT`.
+1. Ranges that are taken do not overlap, and each begins at a multiple of `ALIGNMENT`.
 2. A plan that was too small costs one more room and a warning, never a wrong bit.
 """
 
@@ -72,7 +72,7 @@ def room_of(num_bytes: int) -> int:
 
 
 class HostArena:
-    """Rooms of host memory and a mark of how much of them is taken. One thread takes and clears."""
+    """Rooms of host memory and a mark of how much of them is taken. One thread takes and rewinds."""
 
     def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float = PIN_LIMIT_S) -> None:
         """Starts to make a room of `num_bytes` and returns at once."""
@@ -109,9 +109,13 @@ class HostArena:
         self._add_room(num_bytes)
         return self.take(num_bytes)
 
-    def clear(self) -> None:
-        """All ranges are free again; what they hold may be written over."""
-        self._room, self._used = 0, 0
+    def mark(self) -> tuple[int, int]:
+        """How much is taken now, for `rewind`."""
+        return self._room, self._used
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Ranges that were taken since `mark` are free again; what they hold may be written over."""
+        self._room, self._used = mark
 
     def close(self) -> None:
         """Gives the memory back. Ranges must not be used any more."""

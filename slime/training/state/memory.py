@@ -19,11 +19,15 @@ _Away = tuple[torch.UntypedStorage, int, Tensor | None]
 
 
 class HostStash:
-    """Holds the contents of the storages of one device while the trainer sleeps, in one host arena."""
+    """Holds the contents of the storages of one device while the trainer sleeps, in one host arena.
+
+    What was put away last comes back first.
+    """
 
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self._arena, self._device = arena, device
-        self._kept: list[_Away] = []
+        self._kept: list[tuple[tuple[int, int], list[_Away]]] = []
+        """What each call put away, and how much of the arena was taken before it."""
 
     @property
     def empty(self) -> bool:
@@ -35,6 +39,7 @@ class HostStash:
 
         Adds to what is there already. Returns the bytes freed. Tensors of other devices are left alone.
         """
+        mark = self._arena.mark()
         away: list[_Away] = [(s, s.nbytes(), self._copied(s)) for s in storages_of(keep, self._device)]
         away += [(s, s.nbytes(), None) for s in storages_of(drop, self._device)]
         self._settle()
@@ -42,12 +47,18 @@ class HostStash:
             storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._kept += away
+        self._kept.append((mark, away))
         return sum(num_bytes for _, num_bytes, _ in away)
 
     def take_back(self) -> None:
         """Restores every storage, bit for bit; dropped ones come back as zeros."""
-        for storage, num_bytes, host in self._kept:
+        while self._kept:
+            self.take_back_last()
+
+    def take_back_last(self) -> None:
+        """Restores what the last call of `put_away` took."""
+        mark, away = self._kept.pop()
+        for storage, num_bytes, host in away:
             storage.resize_(num_bytes)
             view = _as_bytes(storage)
             if host is None:
@@ -55,8 +66,7 @@ class HostStash:
             else:
                 view.copy_(host, non_blocking=True)
         self._settle()
-        self._kept.clear()
-        self._arena.clear()
+        self._arena.rewind(mark)
 
     def _copied(self, storage: torch.UntypedStorage) -> Tensor:
         return self._arena.take(storage.nbytes()).copy_(_as_bytes(storage), non_blocking=True)

@@ -121,11 +121,18 @@ class Sleeper:
         return self._held
 
     def keep_weights(self) -> dict[str, float]:
-        """Drops gradients, puts away all but the policy's weights. The peak of the phase that ends; {} if it was so."""
-        if not self._active or self._held is not Held.ALL:
+        """Drops gradients and puts away all but the policy's weights, or brings these alone back.
+
+        Returns the peak of the phase that ends; {} if it was so.
+        """
+        if not self._active or self._held is Held.WEIGHTS:
             return {}
-        seen, parts = self._seen("train"), self._parts()
-        self._prepare().put_away(parts.apart(), parts.gradients)
+        if self._held is Held.ALL:
+            seen, parts = self._seen("train"), self._parts()
+            self._prepare().put_away(parts.apart(), parts.gradients)
+        else:
+            seen = self._seen("generate")
+            self._prepare().take_back_last()  # `sleep` puts them away last, by themselves
         self._held = Held.WEIGHTS
         self._reset_peak()
         return seen
