@@ -104,6 +104,7 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     from slime.models import table_for
     from slime.training.state.hf_files import HfReader
     from slime.training.state.hf_weights import fill
+    from slime.training.state.sharded_model import ShardedModel, ShardedTensor
     from slime.weights.convert import load_shard
 
     rank = RANKS[name]
@@ -127,8 +128,9 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     if "whole" in rank:
         _fill_whole(parameters, table, source, cut)
     else:
+        tensors = {e.megatron: ShardedTensor(e, tuple(shapes[e.megatron]), dtype, **cut) for e in held}
         with HfReader(source) as read:
-            fill(parameters, table, read, **cut)
+            fill(ShardedModel(table, tensors, torch.device("cpu")).at(parameters), read)
     time_s = time.perf_counter() - start_s
     after = peak.stop()
     own_bytes = sum(p.nbytes for p in parameters.values())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training import shapes
-from benchmarks.training.tree import Tree, enter, random_weights
+from benchmarks.training.tree import Tree, enter, num_parameters, random_weights
 
 SEED = 1234
 COMMON = (
@@ -82,7 +82,7 @@ class Rank:
         result: dict[str, Any] = {
             "versions": measure.versions(device),
             "build_s": self.build_s,
-            "parameters_of_rank": sum(p.numel() for p in self.backend._parameters.values()),
+            "parameters_of_rank": num_parameters(self.backend),
             "memory_after_build_gb": measure.largest(measure.over_ranks(measure.memory_gb(device))),
             "lengths": [],
         }

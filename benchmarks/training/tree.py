@@ -85,11 +85,12 @@ def random_weights(seed: int) -> Iterator[None]:
     """
     module: Any = import_module("slime.training.state.hf_weights")
 
-    def fill(parameters: Mapping[str, Any], *_given: Any, **_named: Any) -> None:
+    def fill(model: Any, *_given: Any, **_named: Any) -> None:
         import torch
 
+        shards = model if isinstance(model, Mapping) else model.shards  # before there was a record of the model
         with torch.no_grad():
-            for name, parameter in parameters.items():
+            for name, parameter in shards.items():
                 if parameter.ndim == 1:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                     continue
@@ -102,6 +103,12 @@ def random_weights(seed: int) -> Iterator[None]:
         yield
     finally:
         module.load_weights = original
+
+
+def num_parameters(backend: Any) -> int:
+    """Of one rank."""
+    shards = backend._parameters if hasattr(backend, "_parameters") else backend.model.shards
+    return sum(p.numel() for p in shards.values())
 
 
 def functions(names: Sequence[str]) -> list[tuple[Any, str]]:

@@ -27,15 +27,13 @@ from slime.core.batch import TrainBatch
 from slime.core.hf_config import read_hf_config
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
-from slime.models.common.table import FamilyTable
 from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
 from slime.training.model.frozen import freeze_others, trained_names
-from slime.training.model.lora import Adapters, MergedParameters
-from slime.training.model.names import parameters_of
+from slime.training.model.lora import Adapters
 from slime.training.model.policy import PolicyModel
 from slime.training.parallel import (
     ParallelInfo,
@@ -47,12 +45,13 @@ from slime.training.parallel import (
 )
 from slime.training.rehearsal import training_peak
 from slime.training.state import hf_weights
-from slime.training.state.adapter_files import adapters_alone, peft_knows, write_peft
+from slime.training.state.adapter_files import peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_export import export
 from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers
 from slime.training.state.memory_plan import MemoryPlan
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
+from slime.training.state.sharded_model import ShardedModel
 from slime.training.state.sleeping import Held, Parts, build_sleeper
 from slime.training.step.critic import Critic
 from slime.training.step.loss import LogProbs, objective_of
@@ -78,6 +77,8 @@ class MegatronBackend:
     """Model, optimizer and step of one rank."""
 
     weight_version: int
+    model: ShardedModel
+    """The record of the policy's parameters."""
 
     def __init__(
         self,
@@ -126,12 +127,10 @@ class MegatronBackend:
         self.table = table_for(self.hf_config)
         self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
-        base = parameters_of(chunks)
-        hf_weights.load_weights(base, self.table, Path(args.hf_checkpoint), hf_weights.find_holders(base))
-        self._choose_trained(chunks)
-        self._trainable = build_trainable(chunks, megatron)
-        self._parameters: dict[str, Tensor] = parameters_of(chunks)
-        self._others = OtherPolicies(args, self._trainable.ddps, self._parameters, self.table, self._holders)
+        self.model = self._choose_trained(chunks)
+        hf_weights.load_weights(self.model.base, Path(args.hf_checkpoint))
+        self._trainable = build_trainable(chunks, self.model, megatron)
+        self._others = OtherPolicies(args, self._trainable)
         self._critic = Critic.of(args, self._algorithm, self.device)
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._sleeper = build_sleeper(args, self.table, self._parts, self.device)
@@ -247,8 +246,7 @@ class MegatronBackend:
         Tensors may alias parameters: read only.
         """
         assert self._sleeper.held is not Held.NOTHING, "weights of a sleeping trainer; call wake() first"
-        parameters = MergedParameters(self._parameters, self._adapters) if self._adapters else self._parameters
-        return hf_weights.iter_hf_tensors(parameters, self.table, self._holders, dtype=dtype)
+        return hf_weights.iter_hf_tensors(self.model.base, dtype=dtype, shard_of=self.model.merged)
 
     def note_synced(self) -> None:
         """The engines serve the weights as they are now."""
@@ -261,13 +259,13 @@ class MegatronBackend:
         `adapter` of the export. Replaces an earlier export. Raises `CheckpointError`, and touches nothing, if anything
         else is there.
         """
-        info, source = self.parallel_info, Path(self.args.hf_checkpoint)
+        info, model, source = self.parallel_info, self.model, Path(self.args.hf_checkpoint)
 
         def rest(folder: Path) -> None:
-            adapters = self._iter_adapters(dtype)
-            if info.rank == 0 and self._adapters is not None and peft_knows(self.full_table):
-                scale, base = self._adapters.scale, str(source.resolve())
-                write_peft(folder / "adapter", self.full_table, adapters, scale=scale, base=base)
+            adapters = hf_weights.iter_hf_tensors(model.adapters, dtype=dtype)
+            if info.rank == 0 and model.adapter_scale is not None and peft_knows(model.table):
+                scale, base = model.adapter_scale, str(source.resolve())
+                write_peft(folder / "adapter", model.table, adapters, scale=scale, base=base)
             if info.rank == 0 and self.args.chat_template is not None:
                 shutil.copyfile(self.args.chat_template, folder / CHAT_TEMPLATE_FILE)
             for _ in adapters:  # collectives that this rank has not taken part in
@@ -276,12 +274,6 @@ class MegatronBackend:
         writers = Writers(info.rank, info.world_size, dist.barrier)
         tensors, carried = self.iter_hf_tensors(dtype), self.table.carries
         export(directory, tensors, source=source, carried=carried, writers=writers, rest=rest)
-
-    def _iter_adapters(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of the adapters. Collective: exhaust it on all ranks."""
-        if self._adapters is not None:
-            alone = adapters_alone(self.full_table)
-            yield from hf_weights.iter_hf_tensors(self._parameters, alone, self._holders, dtype=dtype)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -360,22 +352,17 @@ class MegatronBackend:
         sequence_parallel = self._trainable.chunks[0].config.sequence_parallel
         return StepContext.of(self.args, self.device, self.parallel_info, sequence_parallel, self._staging)
 
-    def _choose_trained(self, chunks: list[PolicyModel]) -> None:
-        """Adds adapters, freezes, and finds out which rank holds what. Collective."""
+    def _choose_trained(self, chunks: list[PolicyModel]) -> ShardedModel:
+        """Adds adapters, finds out which rank holds what, and freezes the rest. Collective."""
         args = self.args
-        self._adapters = Adapters(chunks, self.table, args) if args.lora_rank else None
-        if self._adapters is not None:
-            self._trained = self._adapters.names
+        if args.lora_rank:
+            adapters = Adapters(chunks, self.table, args)
+            model = ShardedModel.of(chunks, adapters.table, adapters.names, adapters.scale)
         else:
             lists = args.only_train_params_name_list, args.freeze_params_name_list
-            self._trained = trained_names(self.table, *lists)
-        freeze_others(chunks, self._trained)
-        self._holders = hf_weights.find_holders(parameters_of(chunks))
-
-    @property
-    def full_table(self) -> FamilyTable:
-        """The rows of all parameters, those of adapters among them: what a checkpoint is read and written by."""
-        return self.table if self._adapters is None else self._adapters.table
+            model = ShardedModel.of(chunks, self.table, trained_names(self.table, *lists))
+        freeze_others(chunks, model)
+        return model
 
     @property
     def _trainables(self) -> dict[str, Trainable]:
@@ -386,11 +373,9 @@ class MegatronBackend:
     def _kept(self) -> dict[str, Kept]:
         """By the folder of a checkpoint that holds them."""
         args, info = self.args, self.parallel_info
-        scale = self._adapters.scale if self._adapters is not None else None
-        policy = Path(args.hf_checkpoint)
-        kept = {"": Kept(self._trainable, info, self.full_table, policy, self._others.lasting, scale)}
+        kept = {"": Kept(self._trainable, info, Path(args.hf_checkpoint), self._others.lasting)}
         if self._critic is not None:
-            kept["critic"] = Kept(self._critic.trainable, info, self._critic.table, Path(str(args.critic_load)))
+            kept["critic"] = Kept(self._critic.trainable, info, Path(str(args.critic_load)))
         return kept
 
     def _parts(self) -> Parts:

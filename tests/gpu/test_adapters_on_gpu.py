@@ -40,14 +40,14 @@ def test_other_policies_are_lent_and_given_back(settings: dict[str, Any], tmp_pa
         backend.weight_version = version
         backend.note_synced()
         backend.train(batch)
-    before = {name: p.detach().clone() for name, p in backend._parameters.items()}
+    before = {name: p.detach().clone() for name, p in backend.model.shards.items()}
     after = backend.log_probs(batch)
     assert max(np.abs(a - b).max() for a, b in zip(start, after, strict=True)) > 1e-3, "nothing was trained"
     reference = backend._others.log_probs("reference", backend._context, backend._prepare(batch))
     assert all(np.array_equal(a, b) for a, b in zip(reference, after, strict=True)), "the policy became the reference"
     backend.sleep()
     backend.wake()
-    assert all(torch.equal(p, before[name]) for name, p in backend._parameters.items())
+    assert all(torch.equal(p, before[name]) for name, p in backend.model.shards.items())
     assert all(p.is_pinned() for p in backend._others._host._policies["reference"].values())
     backend.close()
 

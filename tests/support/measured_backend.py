@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch
 from slime.training.backend import MegatronBackend
-from slime.training.model.names import held_by
 from slime.training.state import hf_weights
 from slime.training.step.loss import LogProbs, objective_of
 from slime.training.step.micro_batch import PreparedBatch
@@ -41,8 +40,8 @@ class MeasuredBackend(MegatronBackend):
         What is frozen has none.
         """
         local = self._first_step_gradients(self.with_advantages(batch))
-        trained = {name for e in self.full_table.entries if e.megatron in self._trained for name in e.hf}
-        tensors = hf_weights.iter_hf_tensors(local, self.full_table, self._holders, dtype=torch.float32)
+        trained = {name for tensor in self.model.tensors.values() if tensor.trained for name in tensor.entry.hf}
+        tensors = hf_weights.iter_hf_tensors(self.model.at(local), dtype=torch.float32)
         return {name: tensor for name, tensor in tensors if name in trained}
 
     def _first_step_gradients(self, prepared: PreparedBatch) -> dict[str, Tensor]:
@@ -54,10 +53,7 @@ class MeasuredBackend(MegatronBackend):
         zero_grad(trainable)
         run_step(self._context, objective, trainable, prepared, prepared.schedule.steps[0], None)
         gather_grads(trainable)
-        out = {
-            name: held.of(_main_grad(held.parameter)).detach().clone()
-            for name, held in held_by(trainable.chunks).items()
-        }
+        out = {own.name: own.here.of(_main_grad(own.here.parameter)).detach().clone() for own in self.model.own}
         zero_grad(trainable)
         return out
 

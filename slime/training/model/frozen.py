@@ -15,9 +15,9 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError
 from slime.models.common.table import FamilyTable
-from slime.training.model.names import global_names
 from slime.training.model.policy import PolicyModel
 from slime.training.state.adapter_files import row_key
+from slime.training.state.sharded_model import ShardedModel
 
 
 def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:
@@ -56,11 +56,11 @@ def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: st
             )
 
 
-def freeze_others(chunks: Sequence[PolicyModel], trained: Container[str]) -> None:
-    """Leaves gradients to the parameters in `trained`, which holds global names."""
+def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
+    """Leaves gradients to the parameters that the record of `chunks` says are trained."""
+    for own in model.own:
+        own.here.parameter.requires_grad_(own.trained)
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(global_names(chunk, name)[0] in trained)
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None and chunk.config.recompute_granularity:
             embedding.register_forward_hook(_with_gradient)

@@ -8,7 +8,7 @@ Invariants
 1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
 2. What crosses ranks is the low-rank activation, at the place where the layer itself communicates: gradients of split
    parts are complete, and whole ones see all tokens, or a part of them that Megatron sums (`sequence_parallel`).
-3. `merged` computes in float32, rounds once, and keeps no second copy of the model.
+3. An export merges one weight at a time (`ShardedModel.merged`) and keeps no second copy of the model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel as tp
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -38,6 +37,7 @@ from slime.settings.args import Args
 from slime.training.model.names import global_names, is_expert
 from slime.training.model.policy import PolicyModel
 from slime.training.state.adapter_files import A, B, row_key, with_adapters
+from slime.training.state.sharded_model import split_of
 from slime.weights.convert import load_shard
 
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
@@ -51,7 +51,7 @@ class Adapters:
     """The model's rows and those of the adapters, whose HF names are their Megatron names."""
 
     def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> None:
-        """Puts adapters on the layers of `chunks`, whose weights are there. Raises `ConfigError` for idle patterns."""
+        """Puts adapters on the layers of `chunks`. Raises `ConfigError` for idle patterns."""
         rank = args.lora_rank
         assert rank is not None, "adapters are made where --lora-rank is given"
         self.scale = float(args.lora_alpha or 2.0 * rank) / rank
@@ -59,23 +59,11 @@ class Adapters:
         self.table = with_adapters(table, adapted, rank)
         self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
         """Global names of the adapters of all ranks."""
-        self._layers: dict[str, tuple[Module, int | None]] = {}
-        """Layer of a weight, and the expert's number in it."""
         for chunk in chunks:
             for local_name, module in list(chunk.named_modules()):
                 names = global_names(chunk, f"{local_name}.weight")
                 if names[0] in adapted:
                     self._attach(names, module, int(args.seed))
-
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """A local shard of a weight with its adapter; anything else as it is."""
-        if name not in self._layers:
-            return weight
-        layer, number = self._layers[name]
-        with torch.no_grad():
-            a, b = (whole if number is None else whole[number] for whole in (getattr(layer, A), getattr(layer, B)))
-            product = b.float() @ a.float()
-            return product.mul_(self.scale).add_(weight).to(weight.dtype)
 
     def _attach(self, names: Sequence[str], layer: Module, seed: int) -> None:
         """`names`: of the layer's weight, or of those that it stacks."""
@@ -90,16 +78,11 @@ class Adapters:
             _mark(layer, weight, parameter, part, expert=is_expert(names[0]))
             layer.register_parameter(part, parameter)
         layer.register_forward_hook(self._add)
-        for number, name in enumerate(names):
-            self._layers[name] = (layer, number if is_stack else None)
 
     def _start(self, name: str, part: str, seed: int) -> Tensor:
         """This rank's shard of one part of a weight's adapter, as it is at first."""
-        rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        if is_expert(name):
-            rank, size = 0, 1
-        own = name.removesuffix("weight") + part
-        shape = self.table.entry(own).row.shapes[0]
+        entry = self.table.entry(name.removesuffix("weight") + part)
+        own, shape, (rank, size) = entry.megatron, entry.row.shapes[0], split_of(entry)
         whole = _uniform(shape, f"{seed} {own}") if part == A else torch.zeros(shape)
         return load_shard(self.table, own, {own: whole}.__getitem__, tp_rank=rank, tp_size=size)
 
@@ -126,22 +109,6 @@ class Adapters:
                 reduce = tp.reduce_scatter_to_sequence_parallel_region
             more = linear(reduce(low, group=group), getattr(layer, B))
         return (output[0] + more, *output[1:]) if isinstance(output, tuple) else output + more
-
-
-class MergedParameters(Mapping[str, Tensor]):
-    """Parameters as an export sees them: each is merged with its adapter when it is asked for."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], adapters: Adapters) -> None:
-        self._parameters, self._adapters = parameters, adapters
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._adapters.merged(name, self._parameters[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 def _mark(layer: Module, weight: Tensor, parameter: Any, part: str, *, expert: bool) -> None:

@@ -81,14 +81,6 @@ def held_by(chunks: Sequence[PolicyModel]) -> dict[str, Held]:
     return out
 
 
-def parameters_of(chunks: Sequence[PolicyModel]) -> dict[str, Tensor]:
-    """Global name -> parameter of all chunks of this rank, with buffers; of a stack of experts a view for each.
-
-    Views are of the memory that a parameter has now: take them after Megatron has wrapped the model, which moves it.
-    """
-    return {name: held.of(held.parameter) for name, held in held_by(chunks).items()}
-
-
 def _parts(chunk: PolicyModel, local_name: str, parameter: Tensor) -> Iterator[tuple[str, Held]]:
     names = global_names(chunk, local_name)
     stacked = _STACK.search(local_name) is not None

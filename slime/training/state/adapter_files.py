@@ -49,6 +49,17 @@ def adapters_alone(table: FamilyTable) -> FamilyTable:
     return dataclasses.replace(table, before=(), layers=layers, after=())
 
 
+def without_adapters(table: FamilyTable) -> FamilyTable:
+    """Of a table with adapters, all other rows."""
+    layers = tuple(tuple(row for row in rows if not row.megatron.endswith((A, B))) for rows in table.layers)
+    return dataclasses.replace(table, layers=layers)
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """A weight, or a shard of it, with its adapter: float32."""
+    return (b.float() @ a.float()).mul_(scale).add_(weight)
+
+
 def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
     """The rows of `a` and `b` of a linear layer: each is a HF tensor, split along the dimension that it shares."""
     sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]

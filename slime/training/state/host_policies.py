@@ -10,7 +10,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,17 +20,18 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
-from slime.models.common.table import FamilyTable
-from slime.training.state.hf_weights import Holder, load_weights
+from slime.training.state.hf_weights import load_weights
 from slime.training.state.host_arena import HostArena, pin_for, room_of
+from slime.training.state.sharded_model import ShardedModel
 
 
 class HostPolicies:
     """This rank's shards of each policy, by name."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], names: Collection[str]) -> None:
-        """`parameters`: the trained policy's, under their global names; `names`: of all ranks, those that are taken."""
-        self._parameters, self._names = parameters, names
+    def __init__(self, model: ShardedModel) -> None:
+        """`model`: the trained policy's, whose memory does not move any more."""
+        self._model, self._parameters = model, model.shards
+        self._taken = model.adapters if model.adapters.tensors else model
         self._policies: dict[str, dict[str, Tensor]] = {}
         self._arenas: list[HostArena] = []
         """Of what is pinned; it stays so as long as they are there."""
@@ -43,24 +44,22 @@ class HostPolicies:
     def take(self, name: str) -> None:
         """The trained policy as it is now, as a new one or in place of an old one."""
         if name not in self._policies:
-            self._policies[name] = self._rooms([n for n in self._parameters if n in self._names])
+            self._policies[name] = self._rooms([own.name for own in self._taken.own])
         _copy(self._policies[name], self._parameters, self._policies[name])
 
-    def read(self, name: str, directory: Path, flag: str, table: FamilyTable, holders: Mapping[str, Holder]) -> None:
+    def read(self, name: str, directory: Path, flag: str) -> None:
         """An HF checkpoint, cast to the trained policy's dtypes; adapters are zero.
 
-        `holders`: of all parameters, those of adapters among them. Raises `ConfigError` for another architecture.
+        Raises `ConfigError` for another architecture.
         """
-        other = table_for(read_hf_config(str(directory)))
+        table, other = self._model.table, table_for(read_hf_config(str(directory)))
         if (other.family, other.sizes, other.tied) != (table.family, table.sizes, table.tied):
             raise ConfigError(
                 f"got {flag} {directory} of another family or architecture than the policy; use a model of the same "
                 "size"
             )
         policy = self._rooms(self._parameters)
-        known = set(table.megatron_names)
-        named = {n: holder for n, holder in holders.items() if n in known}
-        load_weights({n: p for n, p in policy.items() if n in known}, table, directory, named)
+        load_weights(self._model.base.at(policy), directory)
         self._policies[name] = policy
 
     def shift(self, newer: str, older: str) -> None:

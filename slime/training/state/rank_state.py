@@ -24,18 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
 from slime.core.hf_config import read_hf_config
-from slime.models.common.table import FamilyTable
-from slime.training.model.names import EMBEDDING, Held, held_by, is_expert
+from slime.training.model.names import Held
 from slime.training.parallel import ParallelInfo, seed_everything
 from slime.training.state.checkpoint import Seal
 from slime.training.state.generators import generator_state, set_generator_state
 from slime.training.state.hf_files import copy_assets
 from slime.training.state.optimizer_parts import Owned, owned_part
+from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 from slime.training.state.shards import (
     FORMAT,
     HF,
@@ -47,7 +46,6 @@ from slime.training.state.shards import (
     ShardReader,
     architecture,
     digest_of,
-    is_split,
     split_again,
     write_meta,
     write_tensors,
@@ -64,23 +62,19 @@ class Kept:
 
     trainable: Trainable
     info: ParallelInfo
-    table: FamilyTable
-    """Says how its parameters are split."""
     hf_checkpoint: Path
     """Where its config.json and tokenizer are."""
     other_policies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
     """Policies that a new run would not have, such as a reference that has moved: by name, filled in place."""
-    adapter_scale: float | None = None
-    """Of adapters when they are merged; None without."""
 
     @property
-    def parameters(self) -> dict[str, Held]:
-        """Global name -> where this rank has it."""
-        return held_by(self.trainable.chunks)
+    def model(self) -> ShardedModel:
+        """The record of its parameters."""
+        return self.trainable.model
 
-    def shard(self, name: str) -> tuple[int, int]:
-        """(number of this rank's shard, number of shards)."""
-        return (self.info.tp_rank, self.info.sizes.tp) if is_split(self.table, name) else (0, 1)
+    def of_others(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """(role, shard) that the other policies have of a parameter."""
+        return ((OTHER_POLICY + p, held[name]) for p, held in self.other_policies.items() if name in held)
 
     def state(self, held: Held) -> Iterator[tuple[str, Tensor, int]]:
         """(role, tensor, where its range of the flattened shard starts) of what this rank's optimizer has of a shard.
@@ -154,19 +148,16 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
             shards.append(shard)
             tensors[shard.key] = flat
 
-    for name, holding in kept.parameters.items():
-        parameter = holding.of(holding.parameter)
-        tp_rank, tp_size = kept.shard(name)
-        is_repeated = kept.info.tp_rank > 0 and tp_size < kept.info.sizes.tp and not is_expert(name)
-        if is_repeated or (name == EMBEDDING and kept.info.pp_rank > 0):  # the last stage's copy of a tied embedding
+    for own in kept.model.own:
+        if own.share is None:
             continue
-        place = (name, tp_rank, tp_size, tuple(parameter.shape))
-        share, num_shares = _replica(name)
-        first, end = (parameter.numel() * i // num_shares for i in (share, share + 1))
-        others = ((OTHER_POLICY + p, held[name]) for p, held in kept.other_policies.items() if name in held)
-        for role, held in ((MODEL, parameter), *others):
-            add(CheckpointShard(role, *place, first, end, str(held.dtype)), held.detach().reshape(-1)[first:end])
-        for role, tensor, start in kept.state(holding) if with_optimizer else ():
+        place = (own.name, own.tp_rank, own.tp_size, own.shape)
+        number, num_shares = own.share
+        parameter = own.shard
+        first, end = (parameter.numel() * i // num_shares for i in (number, number + 1))
+        for role, tensor in ((MODEL, parameter), *kept.of_others(own.name)):
+            add(CheckpointShard(role, *place, first, end, str(tensor.dtype)), tensor.detach().reshape(-1)[first:end])
+        for role, tensor, start in kept.state(own.here) if with_optimizer else ():
             add(CheckpointShard(role, *place, start, start + tensor.numel(), str(tensor.dtype)), tensor)
     hf_config = read_hf_config(str(kept.hf_checkpoint))
     meta: dict[str, Any] = {
@@ -175,7 +166,7 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
         "architecture": digest_of(hf_config),
         "weight_version": weight_version,
         "with_optimizer": with_optimizer,
-        "adapter_scale": kept.adapter_scale,
+        "adapter_scale": kept.model.adapter_scale,
         SHARDS_KEY: [list(dataclasses.astuple(shard)) for shard in shards],
     }
     if with_optimizer:
@@ -199,16 +190,16 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
     _check(reader, meta, kept, with_optimizer)
     for to in destinations:
         dtype = to.target.dtype if to.state_of is None and to.role != MASTER else None
-        _check_split(reader.any(to.role, to.name), kept.shard(to.name)[1], to.shape, dtype, directory)
+        _check_split(reader.any(to.role, to.own.name), to.own, dtype, directory)
     for optimizer in _optimizers(kept.trainable) if with_optimizer else ():
         optimizer.state.clear()
     for to in destinations:
-        tp_rank, tp_size = kept.shard(to.name)
-        if reader.any(to.role, to.name).tp_size == tp_size:
-            source = reader.flat(to.role, to.name, tp_rank, to.start, to.start + to.target.numel())
+        own, end = to.own, to.start + to.target.numel()
+        if reader.any(to.role, own.name).tp_size == own.tp_size:
+            source = reader.flat(to.role, own.name, own.tp_rank, to.start, end)
         else:
-            whole = split_again(reader, kept.table, to.role, to.name, tp_rank=tp_rank, tp_size=tp_size)
-            source = whole.reshape(-1)[to.start : to.start + to.target.numel()]
+            split = {"tp_rank": own.tp_rank, "tp_size": own.tp_size}
+            source = split_again(reader, kept.model.table, to.role, own.name, **split).reshape(-1)[to.start : end]
         to.fill(source)
     for held in (optimizer for optimizer in _optimizers(kept.trainable) if isinstance(optimizer, HeldAdamW)):
         held.adopt() if with_optimizer else held.renew_masters()
@@ -240,15 +231,6 @@ def _layout(info: ParallelInfo) -> dict[str, int]:
     return {"rank": info.rank, "world_size": info.world_size, **dataclasses.asdict(info.sizes)}
 
 
-def _replica(name: str) -> tuple[int, int]:
-    """(this rank's number, number) among the ranks that hold the same shard."""
-    if is_expert(name):
-        group = mpu.get_expert_data_parallel_group()
-    else:
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-    return group.rank(), group.size()
-
-
 def _optimizers(trainable: Trainable) -> list[Any]:
     """torch's optimizers in Megatron's; one without parameters to train has none."""
     return [inner.optimizer for inner in trainable.inner if inner.optimizer is not None]
@@ -259,9 +241,8 @@ class _Destination:
     """Something that is restored."""
 
     role: str
-    name: str
-    shape: tuple[int, ...]
-    """Of the shard."""
+    own: ShardedTensor
+    """Whose shard it is."""
     target: Tensor
     """Filled from element `start` of the flattened shard, unless `state_of` says what is."""
     start: int = 0
@@ -283,21 +264,17 @@ class _Destination:
 def _destinations(kept: Kept, reader: ShardReader, with_optimizer: bool) -> Iterator[_Destination]:
     """All that is restored."""
     moments = [role for role in reader.roles if role not in (MODEL, MASTER) and not role.startswith(OTHER_POLICY)]
-    for name, holding in kept.parameters.items():
-        parameter = holding.of(holding.parameter).detach()
-        shape = tuple(parameter.shape)
-        yield _Destination(MODEL, name, shape, parameter)
-        for policy, held in kept.other_policies.items():
-            if name in held:
-                yield _Destination(OTHER_POLICY + policy, name, shape, held[name])
-        owned = owned_part(kept.trainable, holding) if with_optimizer else None
+    for own in kept.model.own:
+        filled = ((MODEL, own.shard.detach()), *kept.of_others(own.name))
+        yield from (_Destination(role, own, target) for role, target in filled)
+        owned = owned_part(kept.trainable, own.here) if with_optimizer else None
         if owned is not None:
             part = owned.part(owned.main.detach())
-            if part.dtype != parameter.dtype:
-                yield _Destination(MASTER, name, shape, part, owned.start)
-            elif isinstance(owned.optimizer, HeldAdamW) and parameter.dtype != torch.float32:
-                yield _Destination(MASTER, name, shape, part, owned.start, owned)
-            yield from (_Destination(role, name, shape, part, owned.start, owned) for role in moments)
+            if part.dtype != own.dtype:
+                yield _Destination(MASTER, own, part, owned.start)
+            elif isinstance(owned.optimizer, HeldAdamW) and own.dtype != torch.float32:
+                yield _Destination(MASTER, own, part, owned.start, owned)
+            yield from (_Destination(role, own, part, owned.start, owned) for role in moments)
 
 
 def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
@@ -323,24 +300,22 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
             f"{sorted(kept.other_policies)}; give --ref-update-interval and --keep-old-actor as in the first run, or "
             "--finetune to start with fresh ones"
         )
-    held, own = ({n for n in names if ".lora_" in n} for names in (reader.names(MODEL), kept.table.megatron_names))
-    if held != own or meta["adapter_scale"] != kept.adapter_scale:
+    held, own = ({n for n in names if ".lora_" in n} for names in (reader.names(MODEL), kept.model.tensors))
+    if held != own or meta["adapter_scale"] != kept.model.adapter_scale:
         raise CheckpointError(
             f"got {reader.folder} with {len(held)} adapters of scale {meta['adapter_scale']} for a run with "
-            f"{len(own)} of scale {kept.adapter_scale}; give the LoRA settings of the first run, or merge them with "
-            "slime convert and start from the result with --hf-checkpoint"
+            f"{len(own)} of scale {kept.model.adapter_scale}; give the LoRA settings of the first run, or merge them "
+            "with slime convert and start from the result with --hf-checkpoint"
         )
 
 
-def _check_split(
-    there: CheckpointShard, tp_size: int, shape: tuple[int, ...], dtype: torch.dtype | None, directory: Path
-) -> None:
+def _check_split(there: CheckpointShard, own: ShardedTensor, dtype: torch.dtype | None, directory: Path) -> None:
     """`dtype`: None for an optimizer's state, which has its own."""
-    is_other = there.tp_size == tp_size and there.shape != shape
+    is_other = there.tp_size == own.tp_size and there.shape != own.shape
     if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(
             f"got {there.role} of {there.name} as {there.dtype} {list(there.shape)} in {directory}; the model has "
-            f"{dtype or there.dtype} {list(shape)}; resume with the settings of the first run"
+            f"{dtype or there.dtype} {list(own.shape)}; resume with the settings of the first run"
         )
 
 

@@ -28,7 +28,7 @@ from slime.core.errors import CheckpointError
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import Entry, FamilyTable
-from slime.training.state.adapter_files import A, adapters_alone, with_adapters
+from slime.training.state.adapter_files import A, adapters_alone, merge, with_adapters
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.training.state.tensor_file import DTYPES, TensorFile
 from slime.weights.convert import export, load_shard
@@ -209,12 +209,6 @@ class ShardReader:
         return self._touched.read(key)
 
 
-def is_split(table: FamilyTable, name: str) -> bool:
-    """Whether tensor-parallel ranks hold parts of a parameter; a routed expert is whole on its rank."""
-    entry = table.entry(name)
-    return entry.expert is None and entry.row.dim is not None
-
-
 def split_again(reader: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
     """The shard that rank `tp_rank` of `tp_size` holds, from a checkpoint that was split otherwise."""
     whole = dict(export(table, name, reader.shards(role, name)))
@@ -267,8 +261,7 @@ class OpenCheckpoint:
                 return weights
             a, b = found(linear + "lora_a"), found(linear + "lora_b")
             scale = self.reader.metas[0]["adapter_scale"]
-            products = [b[r % len(b)].float() @ a[r % len(a)].float() for r in range(len(weights))]
-            merged = [p.mul_(scale).add_(w) for p, w in zip(products, weights, strict=True)]
+            merged = [merge(w, a[r % len(a)], b[r % len(b)], scale) for r, w in enumerate(weights)]
             return merged if role == MASTER else [m.to(w.dtype) for m, w in zip(merged, weights, strict=True)]
 
         return iter_full(self.table, shards)

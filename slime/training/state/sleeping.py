@@ -23,7 +23,6 @@ from torch import Tensor
 
 from slime.models.common.table import FamilyTable
 from slime.settings import Args
-from slime.training.model.names import parameters_of
 from slime.training.state.host_arena import ALIGNMENT, HostArena, pin_for, room_of
 from slime.training.state.memory import HostStash, num_bytes_of, storages_of
 from slime.training.state.memory_plan import MemoryPlan, RankBytes, engine_bytes, predicted_peaks
@@ -63,7 +62,7 @@ class Parts:
             if trainable is None:
                 continue
             if trainable is critic:
-                others += [p.data for p in parameters_of(trainable.chunks).values()]
+                others += [own.here.parameter.data for own in trainable.model.own]
             for optimizer in (inner.optimizer for inner in trainable.inner if inner.optimizer is not None):
                 masters = [p for group in optimizer.param_groups for p in group["params"]]
                 others += [p.data for p in masters]
@@ -77,7 +76,7 @@ class Parts:
                 num_later += len(missing)
             buffers = [b for ddp in trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
             gradients += [buffer.grad_data for buffer in buffers]
-        weights = [p.data for p in parameters_of(policy.chunks).values()]
+        weights = [own.here.parameter.data for own in policy.model.own]
         return cls(weights, others, gradients, later_bytes, 3 * num_later)  # two moments and a count
 
     def apart(self) -> list[Tensor]:

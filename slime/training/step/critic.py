@@ -14,19 +14,19 @@ from slime.algorithms.advantages import Arrays, CriticEstimator
 from slime.algorithms.algorithm import Algorithm
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
-from slime.models.common.table import FamilyTable, Row
+from slime.models.common.table import Row
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
-from slime.training.model.names import parameters_of
+from slime.training.model.frozen import trained_names
 from slime.training.model.policy import ValueModel
 from slime.training.state import hf_weights
+from slime.training.state.sharded_model import ShardedModel
 from slime.training.step.loss import ValueObjective
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.train import StepContext, forward_batch, train_on
 
-HEAD = "value_head."
 _METRICS = {
     "train/grad_norm": "train/critic-grad_norm",
     "train/lr-pg_0": "train/critic-lr-pg_0",
@@ -39,8 +39,6 @@ class Critic:
     """Values of response tokens before an update, and the update. Collective throughout."""
 
     trainable: Trainable
-    table: FamilyTable
-    """The rows of its parameters, the head's among them."""
 
     def __init__(self, args: Args, estimator: CriticEstimator, device: torch.device) -> None:
         """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as the policy's do."""
@@ -52,14 +50,14 @@ class Critic:
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))
         table = dataclasses.replace(table, after=after, tied=True)
-        parameters = parameters_of(chunks)
-        backbone = {name: p for name, p in parameters.items() if not name.startswith(HEAD)}
-        head = [Row(name, (name,), (tuple(p.shape),), name) for name, p in parameters.items() if name not in backbone]
-        self.table = dataclasses.replace(table, after=(*after, *head))
-        hf_weights.load_weights(backbone, table, directory, hf_weights.find_holders(backbone))
+        shapes = {"value_head.weight": (1, table.sizes.hidden_size), "value_head.bias": (1,)}
+        head = tuple(Row(name, (name,), (shape,), name) for name, shape in shapes.items())
+        whole = dataclasses.replace(table, after=(*after, *head))
+        model = ShardedModel.of(chunks, whole, trained_names(whole, None, None))
+        hf_weights.load_weights(model.within(table), directory)
         rate = float(args.critic_lr)
         lowest = min(float(args.megatron["min_lr"]), rate)
-        self.trainable = build_trainable(chunks, {**args.megatron, "lr": rate, "min_lr": lowest})
+        self.trainable = build_trainable(chunks, model, {**args.megatron, "lr": rate, "min_lr": lowest})
         self._objective = ValueObjective(estimator)
 
     @classmethod

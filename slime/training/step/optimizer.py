@@ -25,6 +25,7 @@ from slime.compat import megatron_gradient_norm
 from slime.core.errors import ConfigError, NumericsError
 from slime.training.model.config import ddp_config, optimizer_config
 from slime.training.model.policy import PolicyModel
+from slime.training.state.sharded_model import ShardedModel
 from slime.training.step.held_adam import HeldAdamW, Holding
 
 
@@ -32,6 +33,8 @@ from slime.training.step.held_adam import HeldAdamW, Holding
 class Trainable:
     """What an optimizer step works on."""
 
+    model: ShardedModel
+    """The record of its parameters."""
     ddps: tuple[DistributedDataParallel, ...]
     """Of each model chunk of this rank."""
     optimizer: Any
@@ -58,7 +61,7 @@ class Trainable:
             vars(ddp).clear()
 
 
-def build_trainable(chunks: Sequence[PolicyModel], megatron: Mapping[str, Any]) -> Trainable:
+def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron: Mapping[str, Any]) -> Trainable:
     """Wraps chunks whose weights are loaded already: the optimizer copies its master weights now.
 
     Raises `ConfigError` for float16 with experts.
@@ -79,7 +82,7 @@ def build_trainable(chunks: Sequence[PolicyModel], megatron: Mapping[str, Any]) 
     no_sync = [ddp.no_sync for ddp in ddps]
     config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     config.grad_scale_func = optimizer.scale_loss
-    return Trainable(ddps, optimizer, _scheduler(optimizer, megatron))
+    return Trainable(model, ddps, optimizer, _scheduler(optimizer, megatron))
 
 
 def _choose_adam(inner: Any, holding: Holding | None) -> None:

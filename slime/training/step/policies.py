@@ -7,22 +7,20 @@ last sync are kept, and those of the sync before it. Each weight sync shifts the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
 from slime.core.sample import NOT_SAMPLED
-from slime.models.common.table import FamilyTable
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
-from slime.training.state.hf_weights import Holder
 from slime.training.state.host_policies import HostPolicies
 from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch
+from slime.training.step.optimizer import Trainable
 from slime.training.step.train import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
@@ -32,22 +30,12 @@ REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "befor
 class OtherPolicies:
     """The policies that the settings need beside the trained one. What computes log-probs is collective."""
 
-    def __init__(
-        self,
-        args: Args,
-        chunks: Sequence[Any],
-        parameters: Mapping[str, Tensor],
-        table: FamilyTable,
-        holders: Mapping[str, Holder],
-    ) -> None:
+    def __init__(self, args: Args, policy: Trainable) -> None:
         """Takes the initial weights from the policy, which holds them, and reads other checkpoints.
 
-        `chunks`: the policy's, in Megatron's wrapper. Raises `ConfigError` or `CheckpointError` for a checkpoint that
-        does not fit.
+        Raises `ConfigError` or `CheckpointError` for a checkpoint that does not fit.
         """
-        self._args, self._chunks = args, chunks
-        adapters = holders.keys() - set(table.megatron_names)
-        self._host = HostPolicies(parameters, adapters or holders.keys())
+        self._args, self._chunks, self._host = args, policy.ddps, HostPolicies(policy.model)
         self._synced_version = 0
         samples = not fine_tunes(args)
         needed: dict[str, tuple[str | None, str]] = {}
@@ -62,7 +50,7 @@ class OtherPolicies:
             if directory is None or Path(directory).resolve() == initial:
                 self._host.take(name)
             else:
-                self._host.read(name, Path(directory), flag, table, holders)
+                self._host.read(name, Path(directory), flag)
 
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
         """[R] of each sample under `REFERENCE` or `TEACHER`, of the whole distribution; None if there is none."""

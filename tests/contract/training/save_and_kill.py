@@ -103,7 +103,7 @@ def mark(backend: Any, step: int) -> None:
     """Makes the state that of a step."""
     backend.weight_version = step
     with torch.no_grad():
-        for parameter in backend._parameters.values():
+        for parameter in backend.model.shards.values():
             parameter.fill_(float(step))
 
 
@@ -124,5 +124,5 @@ def check(backend: Any, root: Path, before: int) -> None:
     mark(backend, -2)
     backend.load(found.path)
     assert backend.weight_version == found.rollout_id, f"version {backend.weight_version} in {found}"
-    for name, parameter in backend._parameters.items():
+    for name, parameter in backend.model.shards.items():
         assert (parameter == float(found.rollout_id)).all(), f"{name} is of another step than {found}"

@@ -31,7 +31,7 @@ def _tensors(backend: Any) -> dict[str, torch.Tensor]:
 
 
 def _local(backend: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in backend._parameters.items()}
+    return {name: p.detach().clone() for name, p in backend.model.shards.items()}
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_merged_weight(
     model, batch = write_family(tmp_path / "model", family), random_batch()
     backend = make_backend(model, **LORA)
     fill_b(backend)
-    table = backend.full_table
+    table = backend.model.table
     log_probs, gradients, own = backend.log_probs(batch), backend.gradients(batch), _local(backend)
     assert gradients.keys() == {n for n in own if "lora_" in n}
     backend.save_hf(tmp_path / "merged")
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_merged_weight(
 def test_patterns_choose_layers_by_either_name(tmp_path: Path, make_backend: Callable[..., Any]) -> None:
     model = write_tiny_model(tmp_path / "model", "qwen3_moe")
     chosen = make_backend(model, lora_rank=2, lora_target_modules=(r"layers\.0\..*qkv", r"layers.1.mlp.experts.1.up"))
-    names = {n.rpartition(".")[0] for n in chosen._parameters if "lora_" in n}
+    names = {n.rpartition(".")[0] for n in chosen.model.shards if "lora_" in n}
     experts = {f"decoder.layers.1.mlp.experts.local_experts.{i}.linear_fc1" for i in range(4)}
     assert names == {"decoder.layers.0.self_attention.linear_qkv"} | experts, "the experts of a layer go together"
     with pytest.raises(ConfigError, match=r"'lm_head'.*matches no linear layer"):
@@ -140,7 +140,7 @@ def test_a_reference_of_the_base_costs_a_copy_of_the_adapters(
     batch = random_batch()
     backend = make_backend(tiny_qwen3, **LORA, use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(tiny_qwen3))
     base = sum(float(x.sum()) for x in backend.log_probs(batch))
-    assert {n for n in backend._others._host._policies["reference"]} == {n for n in backend._parameters if "lora_" in n}
+    assert set(backend._others._host._policies["reference"]) == {n for n in backend.model.shards if "lora_" in n}
     for _ in range(2):
         metrics = backend.train(batch)
     mean = metrics["train/ref_log_probs"]

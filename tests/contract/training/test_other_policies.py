@@ -60,7 +60,7 @@ def test_the_initial_weights_are_not_read_twice(
 ) -> None:
     read: list[Path] = []
     load = host_policies.load_weights
-    monkeypatch.setattr(host_policies, "load_weights", lambda p, t, d, h: (read.append(d), load(p, t, d, h)))
+    monkeypatch.setattr(host_policies, "load_weights", lambda model, d: (read.append(d), load(model, d)))
     make_backend(tiny_qwen3, **KL, ref_load=str(tiny_qwen3 / "."), keep_old_actor=True)
     assert read == []
     other = write_tiny_model(tmp_path / "other", "qwen3", seed=3)
@@ -121,7 +121,7 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(
     check(backend, _at(4, 4, odd_version=3), [4, 3] * 4)
     check(backend, _at(4, NOT_SAMPLED), [4] * 8)
     assert not np.array_equal(history[3][0], history[4][0])
-    same = {n: p.detach().clone() for n, p in backend._parameters.items()}
+    same = {n: p.detach().clone() for n, p in backend.model.shards.items()}
     backend.train(_at(4, 3))
     backend.save(tmp_path / "mid")  # trained, and not yet published: engines still sample with version 4
     again = make_backend(tiny_qwen3, **settings, keep_old_actor=True)
@@ -129,4 +129,4 @@ def test_old_log_probs_are_those_of_the_weights_that_sampled(
     again.weight_version = 5
     again.note_synced()
     check(again, _at(5, 4), [4] * 8)
-    assert any(not torch.equal(p, same[n]) for n, p in again._parameters.items())
+    assert any(not torch.equal(p, same[n]) for n, p in again.model.shards.items())

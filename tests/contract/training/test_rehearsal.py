@@ -45,6 +45,6 @@ def test_training_after_a_rehearsal_gives_the_same_bits(
             buffers = [b.grad_data for ddp in backend._trainable.ddps for b in ddp.buffers]
             assert buffers and not any(bool(b.any()) for b in buffers), "gradients are zeros"
         metrics = backend.train(batch)
-        trained[rehearses] = metrics, {name: p.detach().clone() for name, p in backend._parameters.items()}
+        trained[rehearses] = metrics, {name: p.detach().clone() for name, p in backend.model.shards.items()}
     assert trained[True][0] == trained[False][0]
     assert all(torch.equal(value, trained[False][1][name]) for name, value in trained[True][1].items())
