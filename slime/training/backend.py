@@ -246,7 +246,7 @@ class MegatronBackend:
         Tensors may alias parameters: read only.
         """
         assert self._sleeper.held is not Held.NOTHING, "weights of a sleeping trainer; call wake() first"
-        return hf_weights.iter_hf_tensors(self.model.base, dtype=dtype, shard_of=self.model.merged)
+        return hf_weights.iter_hf_tensors(self.model, dtype=dtype, merged=True)
 
     def note_synced(self) -> None:
         """The engines serve the weights as they are now."""

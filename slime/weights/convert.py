@@ -8,7 +8,7 @@ zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -79,6 +79,28 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
             f"{megatron_name} exports {name} as {tuple(tensor.shape)}, config implies {want}"
         )
     return list(zip(entry.hf, full, strict=True))
+
+
+def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What `export` gives of one expert after the other, from `stack` [experts, *shape of a parameter] of all of them.
+
+    A step for each tensor costs more than to make views of all at once. HF tensors that hold all experts come whole.
+    """
+    row = entries[0].row
+    assert row.groups <= 1, f"{row.megatron} is interleaved"
+    parts = [stack]
+    if row.dim is not None:
+        parts = list(stack.split([shape[row.dim] for shape in row.shapes], row.dim + 1))
+    for name, part, want in zip(row.hf, parts, row.shapes, strict=True):
+        assert part.shape == (len(entries), *want), (
+            f"{name} of all experts is {tuple(part.shape)}, config implies {want}"
+        )
+    if row.stacked:
+        yield from ((name, part.contiguous()) for name, part in zip(entries[0].hf, parts, strict=True))
+        return
+    for entry, *tensors in zip(entries, *(part.unbind() for part in parts), strict=True):
+        for name, tensor in zip(entry.hf, tensors, strict=True):
+            yield name, tensor.contiguous()
 
 
 def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:

@@ -217,6 +217,17 @@ class FamilyTable:
         yield from (Entry.of(row, None) for row in self.after)
 
     @cached_property
+    def runs(self) -> tuple[tuple[Entry, ...], ...]:
+        """The entries in export order: the experts of a row and layer together, everything else by itself."""
+        out: list[list[Entry]] = []
+        for e in self.entries:
+            if e.expert:  # the first has number 0
+                out[-1].append(e)
+            else:
+                out.append([e])
+        return tuple(map(tuple, out))
+
+    @cached_property
     def resident(self) -> Mapping[str, tuple[Entry, ...]]:
         """Resident tensor of an engine -> the entries that it holds, in stacking order."""
         out: dict[str, list[Entry]] = {}

@@ -16,7 +16,6 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 from slime.models.common.table import FamilyTable
 from slime.training.model.policy import PolicyModel
-from slime.training.state.adapter_files import row_key
 from slime.training.state.sharded_model import ShardedModel
 
 
@@ -46,12 +45,11 @@ def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequen
 
 
 def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: str) -> None:
-    first: dict[tuple[str, str], bool] = {}
-    for entry in (e for e in table.entries if e.expert is not None):
-        is_trained = entry.megatron in trained
-        if first.setdefault(row_key(entry), is_trained) != is_trained:
+    for run in table.runs:
+        odd = next((e for e in run if (e.megatron in trained) != (run[0].megatron in trained)), None)
+        if odd is not None:
             raise ConfigError(
-                f"got {given}, which tells {entry.megatron} from other experts of its layer, because all experts of a "
+                f"got {given}, which tells {odd.megatron} from other experts of its layer, because all experts of a "
                 "layer are one parameter; name all of them or none"
             )
 

@@ -34,9 +34,9 @@ from slime.core.errors import ConfigError
 from slime.models.common.stacked_experts import StackedLinear
 from slime.models.common.table import FamilyTable
 from slime.settings.args import Args
-from slime.training.model.names import global_names, is_expert
+from slime.training.model.names import global_names
 from slime.training.model.policy import PolicyModel
-from slime.training.state.adapter_files import A, B, row_key, with_adapters
+from slime.training.state.adapter_files import A, B, with_adapters
 from slime.training.state.sharded_model import split_of
 from slime.weights.convert import load_shard
 
@@ -75,7 +75,7 @@ class Adapters:
             shard = torch.stack(shards) if is_stack else shards[0]
             parameter = Parameter(torch.empty_like(shard, dtype=weight.dtype, device=weight.device))
             parameter.data.copy_(shard)
-            _mark(layer, weight, parameter, part, expert=is_expert(names[0]))
+            _mark(layer, weight, parameter, part)
             layer.register_parameter(part, parameter)
         layer.register_forward_hook(self._add)
 
@@ -111,12 +111,14 @@ class Adapters:
         return (output[0] + more, *output[1:]) if isinstance(output, tuple) else output + more
 
 
-def _mark(layer: Module, weight: Tensor, parameter: Any, part: str, *, expert: bool) -> None:
+def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
     """Tells Megatron which gradients it sums over which ranks, and which of them count once in the norm."""
     parameter.allreduce = getattr(weight, "allreduce", True)
     split = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
     held, dim = next((v for kind, v in split.items() if isinstance(layer, kind)), (None, 0))
-    if expert or part == held:  # tensor-parallel ranks share out the optimizer of experts, too
+    if (
+        isinstance(layer, StackedLinear) or part == held
+    ):  # tensor-parallel ranks share out the optimizer of experts, too
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     else:
         parameter.sequence_parallel = getattr(layer if held else weight, "sequence_parallel", False)
@@ -131,14 +133,15 @@ def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
 
 def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[str]:
     """Names of the weights that get an adapter, of all ranks; the experts of a layer together."""
-    linears = [e for e in table.entries if LINEAR.search(e.megatron) and e.row.trained]
-    chosen: set[tuple[str, str]] = set()
+    linears = [run for run in table.runs if LINEAR.search(run[0].megatron) and run[0].row.trained]
+    chosen: set[str] = set()
     for pattern in patterns or ("",):
-        found = {row_key(e) for e in linears if any(map(re.compile(pattern).search, (e.megatron, *e.hf)))}
+        search = re.compile(pattern).search
+        found = [run for run in linears if any(search(name) for e in run for name in (e.megatron, *e.hf))]
         if not found:
             raise ConfigError(
                 f"got --lora-target-modules {pattern!r}, which matches no linear layer of the model; names look like "
-                f"{linears[0].megatron} or {linears[0].hf[0]}"
+                f"{linears[0][0].megatron} or {linears[0][0].hf[0]}"
             )
-        chosen |= found
-    return frozenset(e.megatron for e in linears if row_key(e) in chosen)
+        chosen |= {e.megatron for run in found for e in run}
+    return frozenset(chosen)

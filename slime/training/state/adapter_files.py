@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -27,19 +26,14 @@ PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
 
 
-def row_key(entry: Entry) -> tuple[str, str]:
-    """The same for the experts of one layer."""
-    layer = re.search(r"layers\.(\d+)", entry.megatron)
-    return (layer[1] if layer else "", entry.row.megatron)
-
-
 def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> FamilyTable:
     """The table with the rows of adapters of `rank` behind those that they adapt, whose HF names are their own."""
-    chosen = {row_key(e) for e in table.entries if e.megatron in adapted}
-    layers = tuple(
-        rows + tuple(r for row in rows if (str(i), row.megatron) in chosen for r in adapter_rows(row, rank))
-        for i, rows in enumerate(table.layers)
-    )
+
+    def more(row: Row, layer: int) -> tuple[Row, ...]:
+        # The experts of a layer have adapters together.
+        return adapter_rows(row, rank) if Entry.of(row, layer, expert=0).megatron in adapted else ()
+
+    layers = tuple(rows + tuple(r for row in rows for r in more(row, i)) for i, rows in enumerate(table.layers))
     return dataclasses.replace(table, layers=layers)
 
 

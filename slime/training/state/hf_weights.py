@@ -7,7 +7,7 @@ rank has this tensor-parallel shard; then the shards are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -54,27 +54,39 @@ def fill(model: ShardedModel, read: HfReader) -> None:
             read.release()
 
 
-@torch.no_grad()
 def iter_hf_tensors(
     model: ShardedModel,
     *,
     dtype: torch.dtype | None = None,
-    shard_of: Callable[[ShardedTensor], Tensor] = lambda own: own.shard,
+    merged: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, full tensor) in table order, on every rank. A collective: all ranks must exhaust it.
 
-    `shard_of`: what stands for this rank's shard, such as a merged one. Rows that stay float32 are not converted. On
-    one rank and without conversion the tensors may share memory with the parameters: do not write to them.
+    `merged`: adapters are in the weights and not by themselves. Rows that stay float32 are not converted. On one rank
+    and without conversion the tensors may share memory with the parameters: do not write to them.
     """
+    alone = mpu.get_expert_model_parallel_world_size() == mpu.get_pipeline_model_parallel_world_size() == 1
+
+    def wanted(tensor: ShardedTensor) -> torch.dtype:
+        return dtype if dtype is not None and not tensor.entry.row.wide else tensor.dtype
 
     def shards(entry: Entry) -> list[Tensor]:
         tensor = model.tensors[entry.megatron]
-        wanted = dtype if dtype is not None and not entry.row.wide else tensor.dtype
-        local = None if tensor.held is None else shard_of(tensor).detach().to(wanted)
-        shard = _send(tensor, local, torch.empty(0, dtype=wanted, device=model.device))
+        like = torch.empty(0, dtype=wanted(tensor), device=model.device)
+        local = None
+        if tensor.held is not None:
+            local = (model.merged(tensor) if merged else tensor.shard).detach().to(like.dtype)
+        shard = _send(tensor, local, like)
         return [shard] if tensor.tp_size == 1 else _gather(shard)
 
-    yield from iter_full(model.table, shards)  # a generator: `no_grad` holds while it runs
+    def stack(first: Entry) -> Tensor | None:
+        """Of experts that are all here and leave as they are."""
+        tensor = model.tensors[first.megatron]
+        if not alone or wanted(tensor) != tensor.dtype or (merged and model.adapter_of(tensor)):
+            return None
+        return tensor.here.parameter.detach() if tensor.here.number is not None else None
+
+    return iter_full((model.base if merged else model).table, shards, stack)
 
 
 def _send(tensor: ShardedTensor, local: Tensor | None, like: Tensor) -> Tensor:

@@ -140,13 +140,20 @@ class ShardedModel:
 
         return dataclasses.replace(self, tensors={name: moved(tensor) for name, tensor in self.tensors.items()})
 
+    def adapter_of(self, weight: ShardedTensor) -> tuple[ShardedTensor, ShardedTensor] | None:
+        """The adapter `a`, `b` of a weight, if it has one."""
+        linear = weight.name.removesuffix("weight")
+        return (self.tensors[linear + A], self.tensors[linear + B]) if linear + A in self.tensors else None
+
+    @torch.no_grad()
     def merged(self, own: ShardedTensor) -> Tensor:
         """The shard of a weight as an export has it: with its adapter, rounded once; others as they are."""
-        linear = own.name.removesuffix("weight")
-        if self.adapter_scale is None or linear + A not in self.tensors:
+        adapter = self.adapter_of(own)
+        if adapter is None:
             return own.shard
-        a, b = (self.tensors[linear + part].shard for part in (A, B))
-        return merge(own.shard, a, b, self.adapter_scale).to(own.dtype)
+        a, b = adapter
+        assert self.adapter_scale is not None, f"{a.name} has no scale"
+        return merge(own.shard, a.shard, b.shard, self.adapter_scale).to(own.dtype)
 
 
 def split_of(entry: Entry) -> tuple[int, int]:

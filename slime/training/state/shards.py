@@ -31,7 +31,7 @@ from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.adapter_files import A, adapters_alone, merge, with_adapters
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.training.state.tensor_file import DTYPES, TensorFile
-from slime.weights.convert import export, load_shard
+from slime.weights.convert import export, export_stack, load_shard
 
 FORMAT = 3
 MODEL, MASTER = "model", "master"
@@ -215,17 +215,29 @@ def split_again(reader: ShardReader, table: FamilyTable, role: str, name: str, *
     return load_shard(table, name, whole.__getitem__, tp_rank=tp_rank, tp_size=tp_size)
 
 
-def iter_full(table: FamilyTable, shards: Callable[[Entry], Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, full tensor) in table order, from the shards of each entry; experts that share a tensor are stacked."""
-    stacks: dict[str, list[Tensor]] = {}
-    for entry in table.entries:
-        for name, tensor in export(table, entry.megatron, shards(entry)):
-            if not entry.row.stacked:
-                yield name, tensor
-                continue
-            stacks.setdefault(name, []).append(tensor)
-            if len(stacks[name]) == table.sizes.num_experts:
-                yield name, torch.stack(stacks.pop(name))
+def iter_full(
+    table: FamilyTable,
+    shards: Callable[[Entry], Sequence[Tensor]],
+    stack: Callable[[Entry], Tensor | None] = lambda _first: None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, full tensor) in table order, from the shards of each entry; experts that share a tensor are stacked.
+
+    `stack`: asked for the first of the experts of a row; a tensor that holds all of them, if one does.
+    """
+    for run in table.runs:
+        whole = stack(run[0])
+        if whole is not None:
+            yield from export_stack(run, whole)
+            continue
+        stacks: dict[str, list[Tensor]] = {}
+        for entry in run:
+            for name, tensor in export(table, entry.megatron, shards(entry)):
+                if entry.row.stacked:
+                    stacks.setdefault(name, []).append(tensor)
+                else:
+                    yield name, tensor
+        for name in tuple(stacks):
+            yield name, torch.stack(stacks.pop(name))
 
 
 class OpenCheckpoint:
