@@ -128,7 +128,13 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     if "whole" in rank:
         _fill_whole(parameters, table, source, cut)
     else:
-        tensors = {e.megatron: ShardedTensor(e, tuple(shapes[e.megatron]), dtype, **cut) for e in held}
+        whole = {"tp_rank": 0, "tp_size": 1}
+        tensors = {
+            e.megatron: ShardedTensor(
+                e, tuple(shapes[e.megatron]), dtype, **(whole if e.expert is not None or e.row.dim is None else cut)
+            )
+            for e in held
+        }
         with HfReader(source) as read:
             fill(ShardedModel(table, tensors, torch.device("cpu")).at(parameters), read)
     time_s = time.perf_counter() - start_s

@@ -8,7 +8,11 @@ the run begins in it (`named_runs`), and the engine copies it there (`load`).
 `load` runs in SGLang's scheduler: `--custom-weight-loader` names it, a switch of SGLang's own. What is not a run goes
 to the model's loader.
 
-Invariant: a run covers elements of one resident tensor alone, in order, each once.
+Invariants
+1. A run covers elements of one resident tensor alone, in order, each once.
+2. The first expert of every resident tensor goes through the loader of the model. An engine that holds experts in
+   another order than it is given (transposed, up before gate, in blocks) then reports another digest of it, or fails:
+   bytes that were put where the trainer has them prove nothing about what an engine takes them for.
 """
 
 from __future__ import annotations
@@ -32,17 +36,21 @@ Places = Mapping[str, tuple[str, int]]
 
 
 def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
-    """Where an engine of one rank holds each expert; without those that it would pad or that the files hold stacked."""
+    """Where an engine of one rank holds each expert but the first; none of those that it would pad, or that the files
+    hold stacked.
+    """
     from slime.weights.engine_layout import held_as_given
 
     places: dict[str, tuple[str, int]] = {}
     for resident, held in table.resident.items():
-        if held[0].expert is None or held[0].row.stacked or not held_as_given(table, held, on_cpu=on_cpu):
+        if held[0].expert is None or not held_as_given(table, held, on_cpu=on_cpu):
             continue
         start = 0
-        for name, shape in (pair for e in held for pair in zip(e.hf, e.row.shapes, strict=True)):
-            places[name] = resident, start
-            start += math.prod(shape)
+        for e in held:
+            for name, shape in zip(e.hf, e.row.shapes, strict=True):
+                if e.expert:
+                    places[name] = resident, start
+                start += math.prod(shape)
     return places
 
 

@@ -10,7 +10,8 @@ raise or none does.
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
 2. After a failure the engines stay paused; another weight sync may start from any such state.
-3. Digests are taken of the trainer's own tensors, not of what travels; at most two buckets are alive beside the model.
+3. Digests are taken of the trainer's own tensors, not of what travels; beside the model two buckets are
+   alive, where its tensors are copies a third one.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
    With `retract` and `in_place` requests stay, so nothing can be flushed: such engines keep no prefix cache.
@@ -68,6 +69,7 @@ def sync_weights(
             prepared = channel.prepare(bucket, receivers)
         if peers.is_sender:
             run.guarded(run.send, bucket, prepared)
+        del bucket, prepared  # or they would live while the next ones are made
     if peers.is_sender:
         run.guarded(run.complete)
         run.guarded(run.resume)

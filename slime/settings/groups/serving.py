@@ -43,8 +43,10 @@ PLAIN_ENGINE = {
     "enable_eplb": (None, False),
     "moe_a2a_backend": (None, "none"),
     "speculative_algorithm": (None,),
+    "init_expert_location": (None, "trivial"),
 }
-"""Settings of SGLang -> values under which an engine's ranks shard tensors by tensor parallelism alone."""
+"""Settings of SGLang -> values under which an engine's ranks shard tensors by tensor parallelism alone, with experts in
+their order."""
 
 
 def engines_serve_what_tables_say(args: Args) -> str | None:

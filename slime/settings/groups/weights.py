@@ -16,6 +16,10 @@ def _separate(s: Any) -> bool:
     return s.device == "cuda" and not s.colocate
 
 
+def _hands_memory_over(s: Any) -> bool:
+    return bool(s.offload_train and s.offload_rollout and s.update_weight_transport == "tensor")
+
+
 def _one_name(value: Any) -> Any:
     """The first name of a registered transport; a path stays as it is."""
     if value == "auto":
@@ -38,8 +42,8 @@ class WeightSyncSettings:
     disk: a shared folder; or the import path of a transport of your own. auto: distributed on cuda without --colocate,
     else tensor."""
     update_weight_buffer_size: int = derived(
-        lambda s: None if s.device == "cpu" or not s.colocate else 2 * 1024**3,
-        "on a GPU of both, where little else is held during a weight sync, each bucket costs more time than memory",
+        lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
+        "little else is on the GPU during a weight sync, and each bucket costs time",
         default=512 * 1024**2,
         ge=1,
     )

@@ -63,13 +63,11 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
         # denominators of the whole step, so the sum over ranks is the gradient. The user's flag of this name is ours.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
+        experimental_attention_variant=None,  # layers are the families' own; Megatron's would refuse a split context
     )
     if sizes.vp > 1:
         # Batched exchanges of two stages that are each other's predecessor and successor mix up the two directions.
         values.update(overlap_p2p_comm=True, batch_p2p_comm=False)
-    if values.get("experimental_attention_variant") == "gated_delta_net":
-        # These layers are slime's own (`models.qwen3_next`); of Megatron's this would refuse context parallelism.
-        del values["experimental_attention_variant"]
     config = TransformerConfig(**values)
     # Micro-batches are packed rows of any length: pipeline stages tell each other the shape first. Set afterwards,
     # because Megatron's own all-gather dispatcher refuses it; ours takes rows of different lengths.

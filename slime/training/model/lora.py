@@ -116,9 +116,8 @@ def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
     parameter.allreduce = getattr(weight, "allreduce", True)
     split = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
     held, dim = next((v for kind, v in split.items() if isinstance(layer, kind)), (None, 0))
-    if (
-        isinstance(layer, StackedLinear) or part == held
-    ):  # tensor-parallel ranks share out the optimizer of experts, too
+    shared_out = isinstance(layer, StackedLinear)  # tensor-parallel ranks share out the optimizer of experts, too
+    if shared_out or part == held:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     else:
         parameter.sequence_parallel = getattr(layer if held else weight, "sequence_parallel", False)

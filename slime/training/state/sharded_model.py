@@ -100,16 +100,31 @@ class ShardedModel:
         table.check(megatron_names=holders)
         tensors = {}
         for name in (*held, *(name for name in holders if name not in held)):
-            entry, here, (pp_rank, ep_rank, shape, dtype) = table.entry(name), held.get(name), holders[name]
-            share = _share(entry, pp_rank) if here is not None else None
-            where = (*split_of(entry), pp_rank, ep_rank)
-            tensors[name] = ShardedTensor(entry, shape, dtype, *where, name in trained, here, share)
+            entry, here, holder = table.entry(name), held.get(name), holders[name]
+            tp_rank, tp_size = split_of(entry)
+            tensors[name] = ShardedTensor(
+                entry,
+                holder.shape,
+                holder.dtype,
+                tp_rank=tp_rank,
+                tp_size=tp_size,
+                pp_rank=holder.pp_rank,
+                ep_rank=holder.ep_rank,
+                trained=name in trained,
+                held=here,
+                share=_share(entry, holder.pp_rank) if here is not None else None,
+            )
         return cls(table, tensors, next(chunks[0].parameters()).device, adapter_scale)
 
     @cached_property
     def own(self) -> tuple[ShardedTensor, ...]:
         """Those that this rank has, in the order of its modules."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.held is not None)
+
+    @cached_property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Those that this rank has as its modules do: of a stack of experts one."""
+        return tuple({id(own.here.parameter): own.here.parameter for own in self.own}.values())
 
     @property
     def shards(self) -> dict[str, Tensor]:
@@ -174,17 +189,31 @@ def _share(entry: Entry, pp_rank: int) -> tuple[int, int] | None:
     return group.rank(), group.size()
 
 
-def _find_holders(held: Mapping[str, Held]) -> dict[str, tuple[Any, ...]]:
-    """Name -> (pp rank, ep rank, shape of a shard, dtype) of its holder, for the parameters of all ranks."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for name, here in held.items():
-        shard = here.of(here.parameter)
-        found[name] = tuple(shard.shape), shard.dtype
-    for group in (mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()):
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, found, group=group)
-        found = {}
-        for rank, part in enumerate(parts):
-            for name, facts in part.items():
-                found.setdefault(name, (rank, *facts))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Who has a parameter, and what its shard looks like there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ep_rank: int = 0
+    pp_rank: int = 0
+
+
+def _find_holders(held: Mapping[str, Held]) -> dict[str, _Holder]:
+    """Name -> its first holder, for the parameters of all ranks."""
+    own = {name: here.of(here.parameter) for name, here in held.items()}
+    found = {name: _Holder(tuple(shard.shape), shard.dtype) for name, shard in own.items()}
+    experts, stages = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
+    return _first(_first(found, experts, "ep_rank"), stages, "pp_rank")
+
+
+def _first(found: Mapping[str, _Holder], group: dist.ProcessGroup, rank_name: str) -> dict[str, _Holder]:
+    """What the ranks of a group found, each of the lowest one that has it, which is noted as `rank_name`."""
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, found, group=group)
+    holders: dict[str, _Holder] = {}
+    for rank, part in enumerate(parts):
+        for name, holder in part.items():
+            if name not in holders:
+                holders[name] = dataclasses.replace(holder, **{rank_name: rank})
+    return holders

@@ -29,6 +29,9 @@ from slime.training.state.memory_plan import MemoryPlan, RankBytes, engine_bytes
 from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
+SPLITS = ("tensor", "pipeline", "expert")
+"""Of the model over ranks; a weight sync sends copies of what is gathered over them."""
+
 
 class Held(enum.Enum):
     """What is on the GPU."""
@@ -62,7 +65,7 @@ class Parts:
             if trainable is None:
                 continue
             if trainable is critic:
-                others += [own.here.parameter.data for own in trainable.model.own]
+                others += [parameter.data for parameter in trainable.model.parameters]
             for optimizer in (inner.optimizer for inner in trainable.inner if inner.optimizer is not None):
                 masters = [p for group in optimizer.param_groups for p in group["params"]]
                 others += [p.data for p in masters]
@@ -76,7 +79,7 @@ class Parts:
                 num_later += len(missing)
             buffers = [b for ddp in trainable.ddps for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
             gradients += [buffer.grad_data for buffer in buffers]
-        weights = [own.here.parameter.data for own in policy.model.own]
+        weights = [parameter.data for parameter in policy.model.parameters]
         return cls(weights, others, gradients, later_bytes, 3 * num_later)  # two moments and a count
 
     def apart(self) -> list[Tensor]:
@@ -199,6 +202,8 @@ def build_sleeper(args: Args, table: FamilyTable, parts: Callable[[], Parts], de
             gpu_bytes=gpu_bytes,
             fraction=args.sglang.get("mem_fraction_static"),
         )
-        peaks = predicted_peaks(parts().num_bytes(device), engine, bucket_bytes=args.update_weight_buffer_size)
+        gathers = bool(args.lora_rank) or any((args.megatron[f"{s}_model_parallel_size"] or 1) > 1 for s in SPLITS)
+        bucket_bytes = args.update_weight_buffer_size
+        peaks = predicted_peaks(parts().num_bytes(device), engine, bucket_bytes=bucket_bytes, gathers=gathers)
         sleeper.plan = MemoryPlan(gpu_bytes, peaks)
     return sleeper

@@ -70,8 +70,9 @@ class TensorChannel(Channel):
         held: object = None
         # Alone, this rank knows that the bucket before has been read; on a GPU another rank may still be delivering it.
         reuse = self._held if self._gpu_id is None else None
-        runs = self._runs(bucket, receivers)
+        runs = None
         try:
+            runs = self._runs(bucket, receivers)
             num = self._num_payloads(receivers)
             mine, held = self._serialize(bucket.tensors, num, reuse, runs) if num else ([], None)
         except Exception as error:  # it must reach the sender through the gather that the other ranks are in

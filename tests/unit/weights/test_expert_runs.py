@@ -32,7 +32,44 @@ class FakeModel:
         return self._resident[name]
 
     def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        self.others.update({name: tensor.clone() for name, tensor in named})
+        """Experts one by one, to where this model has them."""
+        for name, tensor in named:
+            self.others[name] = tensor.clone()
+            if ".experts." not in name:
+                continue
+            resident = self._resident[TABLE.resident_of[name]]
+            part = {"gate_proj": 0, "up_proj": 1, "down_proj": 0}[name.split(".")[-2]]
+            self.place(resident[int(name.split(".")[-3])], part, tensor)
+
+    def place(self, expert: torch.Tensor, part: int, tensor: torch.Tensor) -> None:
+        expert[part * len(tensor) : (part + 1) * len(tensor)] = tensor
+
+
+class UpFirst(FakeModel):
+    """An engine that keeps up before gate."""
+
+    def place(self, expert: torch.Tensor, part: int, tensor: torch.Tensor) -> None:
+        super().place(expert, 1 - part if 2 * len(tensor) == len(expert) else 0, tensor)
+
+
+class Transposed(FakeModel):
+    """An engine that keeps each expert transposed."""
+
+    def place(self, expert: torch.Tensor, part: int, tensor: torch.Tensor) -> None:
+        super().place(expert.T, part, tensor)
+
+
+def shaped(stacked: torch.Tensor) -> torch.Tensor:
+    """[experts x out, in] -> [experts, out, in]."""
+    return stacked.unflatten(0, (MOE["num_experts"], -1))
+
+
+def sent(engine: FakeModel, limit: int) -> None:
+    """All weights, in buckets of at most `limit` bytes."""
+    places, reuse = places_of(TABLE, on_cpu=True), None
+    for bucket in split(STATE.items(), limit):
+        payloads, reuse = serialize_bucket(bucket.tensors, 1, reuse, named_runs(bucket.tensors, places))
+        load(engine, opened(payloads[0]))
 
 
 def opened(payload: str) -> list[tuple[str, torch.Tensor]]:
@@ -46,23 +83,40 @@ def test_runs_fill_what_an_engine_holds_whatever_the_buckets(limit: int) -> None
     want = dict(engine_tensors(TABLE, STATE, tp_rank=0, tp_size=1, on_cpu=True))
     stacks = {resident for resident, _ in places.values()}
     assert len(stacks) == 4, "two of each layer"
-    engine = FakeModel({name: torch.full_like(want[name], torch.nan) for name in stacks})
-    reuse: object = None
-    for bucket in split(STATE.items(), limit):
-        runs = named_runs(bucket.tensors, places)
-        payloads, reuse = serialize_bucket(bucket.tensors, 1, reuse, runs)
-        load(engine, opened(payloads[0]))
+    engine = FakeModel({name: torch.full_like(shaped(want[name]), torch.nan) for name in stacks})
+    sent(engine, limit)
     for name in stacks:
-        assert torch.equal(engine.get_parameter(name), want[name]), name
+        assert torch.equal(engine.get_parameter(name), shaped(want[name])), name
     assert engine.others.keys() == STATE.keys() - places.keys()
+    assert any(".experts.0." in name for name in engine.others), "the first ones are loaded by the model itself"
     assert all(torch.equal(tensor, STATE[name]) for name, tensor in engine.others.items())
+
+
+@pytest.mark.parametrize("kind, limit", [(UpFirst, 10**6), (UpFirst, 5000), (Transposed, 10**6), (Transposed, 5000)])
+def test_an_engine_that_keeps_experts_otherwise_does_not_report_what_was_meant(
+    kind: type[FakeModel], limit: int
+) -> None:
+    """Bytes that were put where the trainer has them prove nothing by themselves."""
+    want = dict(engine_tensors(TABLE, STATE, tp_rank=0, tp_size=1, on_cpu=True))
+    stacks = {resident for resident, _ in places_of(TABLE, on_cpu=True).values()}
+    empty = {name: shaped(want[name]) for name in stacks}
+    if kind is Transposed:
+        empty = {name: tensor.transpose(1, 2).contiguous() for name, tensor in empty.items()}
+    engine = kind({name: torch.zeros_like(tensor) for name, tensor in empty.items()})
+    sent(engine, limit)
+    wrong = {name for name in stacks if digest(engine.get_parameter(name)) != digest(want[name])}
+    assert wrong == (stacks if kind is Transposed else {name for name in stacks if "w13" in name})
 
 
 def test_a_bucket_of_neighbours_is_one_run() -> None:
     places = places_of(TABLE, on_cpu=True)
     experts = [(name, tensor) for name, tensor in STATE.items() if name in places and ".0.mlp." in name]
     names = [name for name, _ in named_runs(experts, places)]
-    assert names == ["model.layers.0.mlp.experts.w13_weight@0", "model.layers.0.mlp.experts.w2_weight@0"]
+    first = {
+        what: sum(STATE[f"model.layers.0.mlp.experts.0.{p}_proj.weight"].numel() for p in parts)
+        for what, parts in (("w13", ("gate", "up")), ("w2", ("down",)))
+    }
+    assert names == [f"model.layers.0.mlp.experts.{what}_weight@{start}" for what, start in first.items()]
     backwards = named_runs(experts[::-1], places)
     assert len(backwards) == len(experts), "out of order, each is where it belongs, by itself"
 
