@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.cluster.waiting import wait_for
 
+if TYPE_CHECKING:
+    from slime.cluster.engines import Engines
+
+WEIGHT_VERSION = "perf/weight_version"
+"""Metric of a weight sync: the version that engines serve after it."""
 TRAINERS_LIMIT_S = 3600.0
 """Limit of one call to the training ranks other than a training step; collectives have their own, shorter limit."""
 
@@ -30,24 +36,20 @@ class Actors:
 
     trainers: tuple[Any, ...]
     """By rank (`TrainActor`); none with --debug-rollout-only."""
-    engines: tuple[Any, ...]
-    """By index (`EngineActor`); none with --debug-train-only."""
+    engines: Engines
+    """All of them, whatever becomes of each; none with --debug-train-only."""
     rollout: Any
     """The one `RolloutActor`."""
-    engine_infos: tuple[EngineInfo, ...]
-    """Of `engines`, in order."""
-    engine_limit_s: float
-    """Limit of one call to the engines, in seconds."""
 
-    def on_trainers(self, method: str, *arguments: Any) -> list[Any]:
+    def on_trainers(self, method: str, *arguments: Any, on_poll: Callable[[], str] | None = None) -> list[Any]:
         """Calls a method of every training rank; their answers in rank order."""
         refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
-        return wait_for(refs, for_what=f"{method} on {len(refs)} training ranks", limit_s=TRAINERS_LIMIT_S)
+        what = f"{method} on {len(refs)} training ranks"
+        return wait_for(refs, for_what=what, limit_s=TRAINERS_LIMIT_S, on_poll=on_poll)
 
     def on_engines(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every engine."""
-        refs = [getattr(engine, method).remote(*arguments) for engine in self.engines]
-        wait_for(refs, for_what=f"{method} on {len(refs)} engines", limit_s=self.engine_limit_s)
+        """Calls a method of every engine that answers."""
+        self.engines.call(method, *arguments)
 
     def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> Any:
         """Calls a method of the rollout side; its answer."""

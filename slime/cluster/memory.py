@@ -38,8 +38,19 @@ class MemoryHandOver:
         """The trainer can train; engines are idle. Nothing if that is so already."""
         self._engines_give()
         if self._trainer_lends:
-            self._on_trainers("wake", "wake_up")
             self._trainer_lent = False
+            self._actors.engines.settle()  # one that is started again may be taking what is about to be taken here
+            self._on_trainers("wake", "wake_up")
+
+    @property
+    def lends(self) -> bool:
+        """Whether memory goes to and fro."""
+        return self._trainer_lends
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether engines may take what is free now."""
+        return self._trainer_lent or not self._trainer_lends
 
     def room_for_weights(self) -> None:
         """Engines can take weights; the trainer holds its own and nothing else."""

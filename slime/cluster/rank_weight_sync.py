@@ -1,7 +1,8 @@
 """One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
 
-Consumes the trainer's weights, once per weight sync. Produces the outcome, which all ranks share. Waits for the other
-ranks (a gloo group of their own) and, on the sender, for engines, each with a limit; the driver calls it on all ranks.
+Consumes the trainer's weights and the engines that are to have them, once per weight sync. Produces the outcome, which
+all ranks share. Waits for the other ranks (a gloo group of their own) and, on the sender, for engines, each with a
+limit; the driver calls it on all ranks.
 
 Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
 """
@@ -29,13 +30,12 @@ SENDER = 0
 
 
 class RankWeightSync:
-    """Sends the weights of `backend` to `engines`; made on every training rank, called on all of them together."""
+    """Sends the weights of `backend` to engines; made on every training rank, called on all of them together."""
 
     def __init__(
         self,
         args: Args,
         backend: MegatronBackend,
-        engines: Sequence[EngineInfo],
         *,
         rank: int,
         slots: Sequence[int],
@@ -46,14 +46,9 @@ class RankWeightSync:
         self._table = backend.table
         self._group = dist.new_group(backend="gloo")
         self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
-        gpu_of_slot = self._gpus(slots[rank])
-        self._receivers = [
-            Receiver(
-                HttpEngineControl(info.url, info.tp_size, args.weight_sync_timeout_s, info.api_key),
-                tuple(gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if gpu_of_slot else (),
-            )
-            for info in engines
-        ]
+        gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
+        self._known: dict[str, Receiver] = {}
+        """By address, those of the weight sync before."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
             TransportContext(
                 peers=self._peers,
@@ -67,12 +62,16 @@ class RankWeightSync:
             )
         )
 
-    def sync_weights(self) -> dict[str, float]:
-        """Sends, verifies, resumes. Returns `perf/update_weights_*`. Raises `WeightSyncError` on every rank."""
+    def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
+        """Sends to these engines, verifies, resumes. Returns `perf/update_weights_*`.
+
+        Raises `WeightSyncError` on every rank.
+        """
+        self._known = {info.url: self._known.get(info.url) or self._receiver(info) for info in engines}
         metrics = sync_weights(
             self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
             table=self._table,
-            receivers=self._receivers,
+            receivers=list(self._known.values()),
             channel=self._channel,
             digest=digest,
             version=self._backend.weight_version,
@@ -82,6 +81,11 @@ class RankWeightSync:
         )
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in metrics.items()}
+
+    def _receiver(self, info: EngineInfo) -> Receiver:
+        control = HttpEngineControl(info.url, info.tp_size, self._args.weight_sync_timeout_s, info.api_key)
+        gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
+        return Receiver(control, gpus)
 
     def close(self) -> None:
         """Leaves the group with the engines."""

@@ -56,6 +56,12 @@ class RolloutActor:
             for url in urls:
                 await asyncio.to_thread(self._router.add_worker, url)
 
+    async def dismiss(self, urls: list[str]) -> None:
+        """Nothing goes to these engines any more; they may be gone already."""
+        if self._router is not None:
+            for url in urls:
+                await asyncio.to_thread(self._router.remove_worker, url)
+
     async def url(self) -> str | None:
         """The router; None without engines."""
         return None if self._router is None else self._router.url

@@ -69,8 +69,10 @@ class Run:
         self._actors, self._tracker = actors, tracker
         self._saver = Saver(args, actors, tracker)
         self._memory = MemoryHandOver(args, actors, tracker)
+        actors.engines.may_take_memory(lambda: self._memory.is_lent)
         self._weight_sync = WeightSyncSequence(args, actors, memory=self._memory, tracker=tracker)
         self._held_out = HeldOutLoss(args, actors, memory=self._memory)
+        self._trained_since_sync = False
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     # --- generation -------------------------------------------------------------------------------------------------
@@ -109,6 +111,7 @@ class Run:
                 [generation.news],
                 for_what=f"the rollout of step {generation.rollout_id}",
                 limit_s=self._rollout_limit_s,
+                on_poll=self._tend_and_join,
             )
 
     def evaluate(self, rollout_id: int) -> None:
@@ -130,12 +133,12 @@ class Run:
     def serve(self) -> None:
         """Engines and router answer whoever asks, until Ctrl-C (`--debug-rollout-only --num-rollout 0`).
 
-        Raises `EngineError` with exit status and log as soon as one of them has ended.
+        An engine that ends is started again. Raises `EngineError` with exit status and log if the router has ended.
         """
         url = self._actors.on_rollout("url", for_what="the router", limit_s=ROUTER_LIMIT_S)
         logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C", url)
         while True:
-            self._actors.on_engines("require_alive")
+            self._tend_and_join()
             self._actors.on_rollout("require_alive", for_what="a look at the router", limit_s=ROUTER_LIMIT_S)
             time.sleep(WATCH_EVERY_S)
 
@@ -143,11 +146,13 @@ class Run:
 
     def train(self, rollout_id: int, batch: Any) -> None:
         """Trains one step on every rank (none with --debug-rollout-only), then commits it in the Data Buffer."""
+        self._trained_since_sync = True
         with span("train"), self._tracker.progress(f"train {rollout_id}"):
             metrics = wait_for(
                 [trainer.train.remote(batch) for trainer in self._actors.trainers],
                 for_what=f"training step {rollout_id}",
                 limit_s=TRAIN_STEP_LIMIT_S,
+                on_poll=self._tend,
             )
         ledger = self._actors.on_rollout("commit", rollout_id, for_what="the ledger", limit_s=60)
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
@@ -163,8 +168,9 @@ class Run:
         sent again, whatever `--pause-generation-mode` says. See `weight_sync_sequence`.
         """
         phase = self._startup.phase("update_weights", "the engines hold the trainer's weights, verified")
-        with phase if self._actors.engine_infos and self._actors.trainers else nullcontext():
+        with phase if self._actors.engines and self._actors.trainers else nullcontext():
             self._weight_sync.run(for_save=for_save)
+        self._trained_since_sync = False
 
     def check_log_probs(self) -> None:
         """Compares trainer and engines on fresh samples of the weights just synced; over the limit the run ends.
@@ -172,7 +178,7 @@ class Run:
         For asynchronous training, whose batches are older than the trainer; in synchronous training every batch is
         that comparison.
         """
-        if not self._actors.engine_infos or not self._actors.trainers:
+        if not self._actors.engines or not self._actors.trainers:
             return
         with span("check_log_probs"):
             batch = self._actors.on_rollout("probe", for_what="a probe", limit_s=self._rollout_limit_s)
@@ -243,8 +249,21 @@ class Run:
     def close(self, *, limit_s: float) -> None:
         """Ends every process in order. Raises if one does not answer in `limit_s`; the end of the cluster ends it."""
         actors = self._actors
-        stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers, *actors.engines)]
+        stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers)] + actors.engines.stop()
         wait_for(stops, for_what="the actors to stop", limit_s=limit_s)
+
+    # --- engines ----------------------------------------------------------------------------------------------------
+
+    def _tend(self) -> str:
+        """Looks after the engines while the driver waits for something else."""
+        self._actors.engines.tend()
+        return "none"
+
+    def _tend_and_join(self) -> str:
+        """The same while no trainer has anything to do: one that was started again gets its weights."""
+        self._tend()
+        self._weight_sync.join(fresh=not self._trained_since_sync)
+        return "none"
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
 
@@ -256,6 +275,7 @@ class Run:
 
         def on_poll() -> str:
             nonlocal news, asked
+            self._tend_and_join()
             answer = peek(asked)
             if answer is not None:
                 news, asked = str(answer), self._actors.rollout.progress.remote()

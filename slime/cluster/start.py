@@ -14,18 +14,19 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.actors import Actors, EngineInfo
-from slime.cluster.engine_actor import EngineActor
-from slime.cluster.placement import PlacementPlan
+from slime.cluster.actors import Actors
+from slime.cluster.engines import Engines
+from slime.cluster.placement import EnginePlacement, PlacementPlan
+from slime.cluster.ray_engines import RayEngines
 from slime.cluster.rollout_actor import RolloutActor
 from slime.cluster.run import Run
 from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
+from slime.fleet.engine import Engine
 from slime.observability.run_folder import RunFolder
 from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
-from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 
@@ -48,19 +49,19 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
     api_key = args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
     with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
         began_s = time.monotonic()
-        engines = _create_engines(args, plan, folder, on_slot, api_key)
+        port = _create_engines(args, plan, folder, on_slot, api_key)
         trainers = _create_trainers(args, plan, folder, on_slot)
-        rollout = _create_rollout(args, len(engines), folder, api_key)
+        rollout = _create_rollout(args, len(port.actors), folder, api_key)
         building = _build_trainers(args, trainers)
         lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
-        opened = [engine.open_gate.remote(*lent) for engine in engines] if lent else []
-        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in engines]
-        digests = _warm_digests(args, engines, trainers)
+        opened = [engine.open_gate.remote(*lent) for engine in port.actors] if lent else []
+        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in port.actors]
+        digests = _warm_digests(args, port.actors, trainers)
         data = [rollout.ready.remote()]
         progress = StartProgress(
             startup,
             [
-                Waiting("engines", ready, f"engines are up ({len(engines)})"),
+                Waiting("engines", ready, f"engines are up ({len(ready)})"),
                 Waiting("data", data, "data and router are ready"),
                 Waiting("trainers", [*building, *lent], f"training ranks hold the model ({len(trainers)})"),
             ],
@@ -70,31 +71,25 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
         )
         results = wait_for(
             [*building, *ready, *data, *lent, *opened],  # a failed build is named, not the lending that it fails
-            for_what=f"{len(engines)} engines and {len(trainers)} training ranks to start",
+            for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
             limit_s=args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
             on_poll=progress.tell,
         )
     for name, seconds in (results[len(building) - 1] if building else {}).items():
         startup.part(f"trainer_{name}", seconds)
-    infos = [
-        EngineInfo(placed.index, url, args.rollout_num_gpus_per_engine, placed.slots, api_key)
-        for placed, url in zip(plan.engines, results[len(building) : len(building) + len(engines)], strict=True)
-    ]
-    if infos and trainers:
+    if ready and trainers:
         with startup.phase("connect", "the weight sync is connected"):
             wait_for(
-                [*digests, *(trainer.connect_engines.remote(infos) for trainer in trainers)],
+                [*digests, *(trainer.connect_engines.remote() for trainer in trainers)],
                 for_what="the weight sync to connect",
                 limit_s=args.weight_sync_timeout_s,
             )
     assert ray.is_initialized(), "Ray ended while the run was starting"
-    actors = Actors(
-        trainers=tuple(trainers),
-        engines=tuple(engines),
-        rollout=rollout,
-        engine_infos=tuple(infos),
-        engine_limit_s=args.weight_sync_timeout_s,
-    )
+    engines = [Engine(placed.index, placed.slots, args.rollout_num_gpus_per_engine) for placed in plan.engines]
+    fleet = Engines(args, port, engines, rollout, api_key)
+    for index, url in enumerate(results[len(building) : len(building) + len(ready)]):
+        fleet.up(index, url)
+    actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)
     _tell_memory(actors, folder)
     return Run(args, actors, tracker, startup)
 
@@ -128,15 +123,11 @@ def _slots(args: Args, plan: PlacementPlan) -> OnSlot:
     return on_slot
 
 
-def _create_engines(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot, api_key: str) -> list[Any]:
-    engines = []
-    for placed in plan.engines:
-        spec = ServerSpec.from_args(args, index=placed.index, num_threads=placed.num_threads, api_key=api_key)
-        options = on_slot(placed.slots[0], ENGINE_SHARE)
-        engines.append(
-            _placed(EngineActor, **options).remote(placed.index, spec, str(folder.logs), args.weight_sync_timeout_s)
-        )
-    return engines
+def _create_engines(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot, api_key: str) -> RayEngines:
+    def options(placed: EnginePlacement) -> dict[str, Any]:
+        return on_slot(placed.slots[0], ENGINE_SHARE)
+
+    return RayEngines(args, plan.engines, log_dir=folder.logs, api_key=api_key, options=options)
 
 
 def _create_trainers(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from slime.cluster.actors import EngineInfo
+from slime.cluster.actors import WEIGHT_VERSION, EngineInfo
 from slime.core.batch import TrainBatch
 from slime.observability.logs import setup_logging
 from slime.settings import Args
@@ -81,22 +81,25 @@ class TrainActor:
 
         warm_digest(self._backend.device)
 
-    def connect_engines(self, engines: Sequence[EngineInfo]) -> None:
-        """Prepares the weight sync to these engines."""
+    def connect_engines(self) -> None:
+        """Prepares the weight sync."""
         from slime.cluster.rank_weight_sync import RankWeightSync
 
         self._weight_sync = RankWeightSync(
             self._args,
             self._backend,
-            engines,
             rank=self._rank,
             slots=self._slots,
             address=ray.util.get_node_ip_address(),
         )
 
-    def sync_weights(self) -> dict[str, float]:
-        """Sends the current weights under the current version and verifies them; engines serve again afterwards."""
-        return self._weight_sync.sync_weights()
+    def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
+        """Sends the current weights to these engines and verifies them; they serve again afterwards.
+
+        Returns its cost, and the version as `perf/weight_version`.
+        """
+        metrics: dict[str, float] = self._weight_sync.sync_weights(engines)
+        return metrics | {WEIGHT_VERSION: float(self._backend.weight_version)}
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Trains one batch; the weights that it leaves are the next version."""

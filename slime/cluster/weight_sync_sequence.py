@@ -5,7 +5,10 @@
     3. weights    training ranks send, engines are verified and serve              `RankWeightSync`
     4. requests   go on
     5. memory     the trainer gives those away, engines take room for the cache    `MemoryHandOver`
-    6. traffic    the first time: the router takes the engines
+    6. traffic    the router takes engines that it does not have yet              `Engines`
+
+An engine that is lost on the way is left out and step 3 repeated; one that was started again later gets the weights by
+itself (`join`).
 
 Consumes the trainer's weights. Produces engines that serve them, and the metrics of the transfer. Runs on the driver's
 thread; waits for training ranks, engines and the rollout side, each with a limit; nobody wakes it.
@@ -18,13 +21,19 @@ Invariants
 from __future__ import annotations
 
 import enum
+import logging
+from collections.abc import Sequence
 from typing import assert_never
 
-from slime.cluster.actors import Actors
+from slime.cluster.actors import WEIGHT_VERSION, Actors
 from slime.cluster.memory import MemoryHandOver
+from slime.core.errors import SlimeError
+from slime.fleet.engine import Engine
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
+
+logger = logging.getLogger(__name__)
 
 REQUESTS_LIMIT_S = 60.0
 """Limit of ending requests, and of letting them go on."""
@@ -61,41 +70,69 @@ class WeightSyncSequence:
         self._actors, self._memory, self._tracker = actors, memory, tracker
         self._ends_requests = EndRequests.of(args)
         self._saves = args.save is not None
-        self._admit_limit_s = args.engine_start_timeout_s
-        self._admitted = False
+        self._engines = actors.engines
+        self._takers: tuple[Engine, ...] = ()
+        self._version = 0
 
     def run(self, *, for_save: bool) -> None:
-        """Sends the trainer's weights to every engine and verifies what the engines hold; then they serve.
+        """Sends the trainer's weights to every engine that answers, and verifies what they hold; then they serve.
 
         `for_save`: a checkpoint follows. Without a trainer (--debug-rollout-only) the engines serve what they loaded,
-        as version 0; without engines nothing happens. Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
+        as version 0; without engines nothing happens. If an engine is lost meanwhile, the others get them once more.
+        Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
         """
-        if not self._actors.engine_infos:
+        if not self._engines:
             return
         self._memory.room_for_weights()
         with span("update_weights"):
             self._send(self._ends(for_save=for_save and self._saves))
         self._memory.room_for_the_rest()
-        self._admit()
+        self._engines.end_sync(self._takers, self._version)
+
+    def join(self, *, fresh: bool) -> None:
+        """Brings weights to engines that were started again, while the others serve; trainers must be idle.
+
+        `fresh`: the trainer has what the others serve. If not, or if memory changes hands, they wait for the next
+        weight sync, unless there are no others.
+        """
+        joiners = self._engines.joiners()
+        if not joiners or (self._engines.any_ready and (self._memory.lends or not fresh)):
+            return
+        with span("join"):
+            self._memory.room_for_weights()
+            self._try(joiners)
+            self._memory.room_for_the_rest()
+        self._engines.end_sync(self._takers, self._version)
+        logger.info("engines %s serve again, at version %d", [e.index for e in self._takers], self._version)
 
     def _ends(self, *, for_save: bool) -> bool:
         """Whether this weight sync ends the requests that run."""
         return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
 
     def _send(self, ends_requests: bool) -> None:
-        """Steps 2 to 4."""
+        """Steps 2 to 4, until they succeed or fail for another reason than the loss of an engine."""
         if ends_requests:
             self._actors.on_rollout("pause", for_what="requests to end", limit_s=REQUESTS_LIMIT_S)
-        metrics = self._actors.on_trainers("sync_weights")
+        while not (metrics := self._try(None)):
+            logger.warning("an engine was lost during the weight sync; it is repeated with the others")
         if ends_requests:
             self._actors.on_rollout("resume", for_what="requests to go on", limit_s=REQUESTS_LIMIT_S)
-        if metrics:
+        if metrics[0]:
             self._tracker.add(metrics[0])
 
-    def _admit(self) -> None:
-        """Lets the router send requests to the engines, once."""
-        if self._admitted:
-            return
-        urls = [info.url for info in self._actors.engine_infos]
-        self._actors.on_rollout("admit", urls, for_what="the router to take the engines", limit_s=self._admit_limit_s)
-        self._admitted = True
+    def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
+        """One weight sync to these engines, or to all that answer. The ranks' metrics; none if an engine was lost."""
+        takers = self._takers = self._engines.begin_sync(engines)
+        try:
+            metrics = self._actors.on_trainers("sync_weights", self._engines.infos(takers), on_poll=self._tended)
+        except SlimeError as error:
+            if not self._engines.failed_sync(takers, str(error)):
+                raise
+            self._takers = ()
+            return []
+        self._version = int(metrics[0][WEIGHT_VERSION]) if metrics else 0
+        return metrics or [{}]
+
+    def _tended(self) -> str:
+        self._engines.tend()
+        return "none"

@@ -41,6 +41,10 @@ FAMILY_ENV = "SLIME_CHILD_ID"
 OWNER_ENV = "SLIME_OWNER_PID"
 """Pid of the owner, so that a child that starts after its owner died can notice."""
 LOG_TAIL_BYTES = 4000
+OWN_NAMES = "sglang::"
+"""How SGLang calls its schedulers and its detokenizer. Other children (compilers) come and go."""
+STOPPED = "tT"
+"""States of a process in /proc that somebody stopped."""
 _POLL_S = 0.1
 
 _jobs: queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]] = (
@@ -89,6 +93,7 @@ class ChildProcess:
         self._family: ProcessFamily | None = None
         self._log_start = 0
         self._scratch: Path | None = None
+        self._named: dict[int, str] = {}
 
     @property
     def pid(self) -> int:
@@ -106,6 +111,20 @@ class ChildProcess:
     def returncode(self) -> int | None:
         """Exit status of the first process; None while it runs or before `start`."""
         return None if self._popen is None else self._popen.poll()
+
+    def problem(self) -> str | None:
+        """What is wrong with its processes: the first or one of SGLang's own ended, or somebody stopped one."""
+        if self._family is None or not self.alive:
+            return f"{self.name} ended with status {self.returncode}; read {self.log_path}"
+        members = {member.id.pid: member for member in self._family.refresh()}
+        own = {pid: m.name for pid, m in members.items() if pid == self.pid or m.name.startswith(OWN_NAMES)}
+        stopped = [pid for pid in own if members[pid].state in STOPPED]
+        lost = [pid for pid in self._named if pid not in own]
+        self._named |= own
+        for what, pids in (("is stopped", stopped), ("has ended", lost)):
+            if pids:
+                return f"process {pids[0]} ({self._named[pids[0]]}) of {self.name} {what}; read {self.log_path}"
+        return None
 
     def start(self) -> None:
         """Starts the process and returns at once."""

@@ -268,6 +268,15 @@ class SGLangServer(LeasedServer):
         status, _ = request("GET", f"{self.url}/health", timeout_s=timeout_s)
         return status == 200 and self.alive
 
+    def problem(self) -> str | None:
+        """What is wrong with its processes, in one line; None if they run."""
+        return "it was not started" if self._process is None else self._process.problem()
+
+    def scheduler_answers(self, timeout_s: float) -> bool:
+        """Asks for the state of its scheduler, which that one answers between two batches, also without memory."""
+        status, _ = request("GET", f"{self.url}/server_info", timeout_s=timeout_s, api_key=self.spec.api_key)
+        return status == 200
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """Ends the server and everything below it: SIGTERM, after `timeout_s` SIGKILL. May be called again.
 

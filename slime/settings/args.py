@@ -23,6 +23,7 @@ from slime.settings.groups.critic import CriticSettings
 from slime.settings.groups.data import DataSettings
 from slime.settings.groups.debug import DebugSettings
 from slime.settings.groups.evaluation import EvalSettings
+from slime.settings.groups.fleet import FleetSettings
 from slime.settings.groups.hooks import HookSettings
 from slime.settings.groups.logging import LoggingSettings
 from slime.settings.groups.off_policy import OffPolicySettings
@@ -61,6 +62,7 @@ class Args(
     CheckpointSettings,
     WeightSyncSettings,
     ServingSettings,
+    FleetSettings,
     LoggingSettings,
     DebugSettings,
     HookSettings,

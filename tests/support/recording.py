@@ -6,18 +6,58 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from slime.cluster.actors import WEIGHT_VERSION
+
+
+class RecordingEngines:
+    """`cluster.engines.Engines` of which none is ever lost, unless `lose` says how many weight syncs lose one."""
+
+    def __init__(self, log: list[str], num_engines: int) -> None:
+        self.log, self.lose, self.any_ready = log, 0, False
+        self._engines = tuple(SimpleNamespace(index=i, url=f"http://{i}") for i in range(num_engines))
+        self.waiting: tuple[Any, ...] = ()
+        self._admitted = False
+
+    def __bool__(self) -> bool:
+        return bool(self._engines)
+
+    def begin_sync(self, engines: Any = None) -> tuple[Any, ...]:
+        return self._engines if engines is None else tuple(engines)
+
+    def end_sync(self, engines: Any, version: int) -> None:
+        if not self._admitted:
+            self.log.append(f"rollout admit {[engine.url for engine in engines]}")
+        self._admitted = self.any_ready = True
+        self.waiting = ()
+
+    def failed_sync(self, engines: Any, reason: str) -> bool:
+        self.lose -= 1
+        return self.lose >= 0
+
+    def infos(self, engines: Any) -> list[Any]:
+        return [engine.index for engine in engines]
+
+    def joiners(self) -> tuple[Any, ...]:
+        return self.waiting
+
+    def settle(self) -> None:
+        pass
+
+    def tend(self) -> None:
+        pass
+
 
 class RecordingActors:
     """`cluster.actors.Actors` without processes: `log` holds every call in order."""
 
     def __init__(self, *, num_engines: int = 1, num_trainers: int = 1) -> None:
         self.log: list[str] = []
-        self.engine_infos = tuple(SimpleNamespace(url=f"http://{i}") for i in range(num_engines))
+        self.engines = RecordingEngines(self.log, num_engines)
         self._num_trainers = num_trainers
 
-    def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
-        self._note("trainers", method, arguments)
-        return [{"perf/x": 1.0}] * self._num_trainers
+    def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+        self._note("trainers", method, ())
+        return [{"perf/x": 1.0, WEIGHT_VERSION: 3.0}] * self._num_trainers
 
     def on_engines(self, method: str, *arguments: Any) -> None:
         self._note("engines", method, arguments)

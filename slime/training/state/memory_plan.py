@@ -85,8 +85,8 @@ def predicted_peaks(
 ) -> dict[str, Peak]:
     """Phase -> its peak; of training without activations, until they are known.
 
-    Two buckets of a weight sync are alive, no larger than all; a third one if it `gathers` its tensors, which then are not
-    the parameters themselves.
+    Two buckets of a weight sync are alive, no larger than all; a third one if it `gathers` its tensors, which are not
+    the parameters themselves then.
     """
     return {
         "train": Peak(rank.weights + rank.gradients + rank.others, 0),

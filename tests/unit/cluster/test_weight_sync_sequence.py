@@ -10,7 +10,7 @@ import pytest
 
 from slime.cluster.memory import MemoryHandOver
 from slime.cluster.weight_sync_sequence import EndRequests, WeightSyncSequence
-from slime.core.errors import WeightSyncError
+from slime.core.errors import EngineError, WeightSyncError
 from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off
 
@@ -52,7 +52,7 @@ def test_the_router_takes_engines_after_their_first_weight_sync_and_once() -> No
     weight_sync, _, told = sequence(actors)
     weight_sync.run(for_save=False)
     weight_sync.run(for_save=True)
-    assert actors.log == [SYNC, ADMIT, SYNC] and told == {"perf/x": 1.0}
+    assert actors.log == [SYNC, ADMIT, SYNC] and told == {"perf/x": 1.0, "perf/weight_version": 3.0}
 
 
 def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:
@@ -116,7 +116,7 @@ def test_requests_end_where_nothing_else_would_keep_their_tokens(
 
 def test_after_an_error_nothing_is_served() -> None:
     class Failing(RecordingActors):
-        def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
+        def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
             raise WeightSyncError("differs")
 
     actors = Failing()
@@ -124,6 +124,45 @@ def test_after_an_error_nothing_is_served() -> None:
     with pytest.raises(WeightSyncError):
         weight_sync.run(for_save=False)
     assert actors.log == [PAUSE]
+
+
+def test_a_weight_sync_that_loses_an_engine_is_repeated_with_the_others() -> None:
+    class Losing(RecordingActors):
+        def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+            answer = super().on_trainers(method, *arguments)
+            if method == "sync_weights" and self.engines.lose:
+                raise EngineError("engine http://0 did not answer")
+            return answer
+
+    actors = Losing()
+    actors.engines.lose = 2
+    weight_sync, _, told = sequence(actors, fully_async=True)
+    weight_sync.run(for_save=False)
+    assert actors.log == [PAUSE, SYNC, SYNC, SYNC, RESUME, ADMIT] and told["perf/weight_version"] == 3.0
+
+
+@pytest.mark.parametrize(
+    "lends, fresh, any_ready, joins",
+    [
+        (False, True, True, True),
+        (False, False, True, False),
+        (False, False, False, True),
+        (True, True, True, False),
+        (True, True, False, True),
+    ],
+)
+def test_an_engine_that_was_started_again_joins_unless_others_serve_what_it_could_not_have(
+    lends: bool, fresh: bool, any_ready: bool, joins: bool
+) -> None:
+    actors = RecordingActors()
+    weight_sync, _, _ = sequence(actors, offload_train=lends, offload_rollout=lends)
+    weight_sync.join(fresh=fresh)
+    assert actors.log == [], "nobody waits for weights"
+    weight_sync.run(for_save=False)
+    actors.log.clear()
+    actors.engines.any_ready, actors.engines.waiting = any_ready, actors.engines.begin_sync()
+    weight_sync.join(fresh=fresh)
+    assert (SYNC in actors.log) is joins
 
 
 def test_without_engines_nothing_happens_and_without_trainers_there_are_no_metrics() -> None:

@@ -1,0 +1,164 @@
+"""The engines of a run, as the driver deals with them: who serves, who wants weights, who sends requests.
+
+Membership, its supervisor and the actors behind them, together with those who follow: the router and the clients (on
+the rollout side) send requests to engines that are ready and to no other; calls go to those that answer; the weight
+sync takes those that answer, and the driver's waits call `tend`.
+
+Consumes: calls of the driver's thread. Produces: engines that serve. Waits for: calls to actors, with a limit, and for
+one engine to answer where there is none. Is woken by nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.cluster.actors import EngineInfo
+from slime.cluster.ray_engines import RayEngines
+from slime.cluster.waiting import wait_for
+from slime.core.errors import DeadlineExceeded
+from slime.core.ports import WeightVersion
+from slime.fleet.engine import Engine, State
+from slime.fleet.membership import Membership
+from slime.fleet.supervisor import Supervisor
+from slime.settings import Args
+
+LOOK_AGAIN_S = 0.2
+NOTICE_S = 5.0
+"""How long it may take until the end of an engine is noticed that a call to it failed of."""
+DISMISS_LIMIT_S = 60.0
+"""Limit of telling the rollout side that an engine is gone."""
+ASKED = (State.SYNCING, State.READY, State.TAINTED)
+"""Those that answer."""
+
+
+class Engines:
+    """All engines of a run; none with --debug-train-only."""
+
+    def __init__(self, args: Args, port: RayEngines, engines: Sequence[Engine], rollout: Any, api_key: str) -> None:
+        """`engines`: as they are placed; `rollout`: the actor that holds the router."""
+        self._args, self._port, self._rollout, self._api_key = args, port, rollout, api_key
+        self.members = Membership(engines)
+        self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
+        self._admitted: set[str] = set()
+        self.members.follow(lambda before, after: port.watch(after))
+        port.dismissed = self._dismiss
+        self._dismissing: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.members.engines)
+
+    def may_take_memory(self, says: Callable[[], bool]) -> None:
+        """`says` whether engines that start again may take the memory of their GPUs."""
+        self._port.may_take_memory = says
+
+    def up(self, index: int, url: str) -> None:
+        """An engine of the start of the run answers."""
+        self._supervisor.up(index, url)
+
+    def tend(self) -> None:
+        """Looks after them once, without waiting. Raises `EngineError` if one cannot be kept alive."""
+        if self:
+            self._supervisor.tend()
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every engine that answers. One may be lost meanwhile."""
+        engines = self.members.of(*ASKED)
+        refs = [getattr(self._port.actors[engine.index], method).remote(*arguments) for engine in engines]
+        try:
+            wait_for(
+                refs,
+                for_what=f"{method} on {len(refs)} engines",
+                limit_s=self._args.weight_sync_timeout_s,
+                on_poll=self._tended,
+            )
+        except Exception:
+            if not self.lost_any(engines):
+                raise
+
+    def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
+        """Those that take weights now: `engines`, or all that answer. Waits until there is one."""
+        deadline = time.monotonic() + self._args.engine_start_timeout_s
+        while not (takers := self._still(engines)):
+            self.tend()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded.waiting(
+                    owner="weight sync",
+                    for_what="an engine that answers",
+                    limit_s=self._args.engine_start_timeout_s,
+                    last_progress="; ".join(map(str, self.members.engines)),
+                )
+            time.sleep(LOOK_AGAIN_S)
+        self._supervisor.syncing(takers)
+        return tuple(self.members[engine.index] for engine in takers)
+
+    def end_sync(self, engines: Sequence[Engine], version: WeightVersion) -> None:
+        """These serve a version now, and get requests."""
+        self._supervisor.synced(engines, version)
+        fresh = [e.url for e in self.members.of(State.READY) if e.url and e.url not in self._admitted]
+        if not fresh:
+            return
+        limit_s = self._args.engine_start_timeout_s
+        wait_for([self._rollout.admit.remote(fresh)], for_what="the router to take the engines", limit_s=limit_s)
+        self._admitted |= set(fresh)
+
+    def failed_sync(self, engines: Sequence[Engine], reason: str) -> bool:
+        """A weight sync to these failed. Whether because one of them was lost: then another one may succeed."""
+        if self.lost_any(engines):
+            return True
+        self._supervisor.tainted(engines, reason)
+        return False
+
+    def lost_any(self, engines: Sequence[Engine]) -> bool:
+        """Whether one of these is not any more what it was; waits a little for that to show."""
+        deadline = time.monotonic() + NOTICE_S
+        while True:
+            self.tend()
+            if len(self._still(engines)) < len(engines):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_AGAIN_S)
+
+    def joiners(self) -> tuple[Engine, ...]:
+        """Those that answer and serve no version."""
+        return self._supervisor.wants_weights()
+
+    @property
+    def any_ready(self) -> bool:
+        """Whether one serves."""
+        return bool(self.members.of(State.READY))
+
+    def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
+        """What the weight sync needs to know of these."""
+        return [EngineInfo(e.index, str(e.url), e.tp_size, e.slots, self._api_key) for e in engines]
+
+    def settle(self) -> None:
+        """Waits until no engine is taking memory that a trainer is about to take."""
+        deadline = time.monotonic() + self._args.engine_start_timeout_s
+        while self._port.takes_memory and time.monotonic() < deadline:
+            self.tend()
+            time.sleep(LOOK_AGAIN_S)
+
+    def stop(self) -> list[Any]:
+        """Asks all of them to end; references to their answers."""
+        return [actor.stop.remote() for actor in self._port.actors]
+
+    def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
+        """Of these, or of all, those that answer and are of the same incarnation."""
+        now = self.members.of(*ASKED)
+        if engines is None:
+            return now
+        known = {(engine.index, engine.incarnation) for engine in now}
+        return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
+
+    def _dismiss(self, engine: Engine) -> None:
+        """Nothing is sent there any more. The answer is not waited for: requests there fail by themselves meanwhile."""
+        if engine.url in self._admitted:
+            self._admitted.discard(engine.url)
+            self._dismissing = [*self._dismissing[-8:], self._rollout.dismiss.remote([engine.url])]
+
+    def _tended(self) -> str:
+        self.tend()
+        return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"

@@ -1,0 +1,120 @@
+"""The supervisor: finds engines that died or hang, starts them again, and says which of them want weights.
+
+Consumes: what its port finds (`troubles`, `started`), whenever its owner calls `tend`. Produces: changes of the
+membership. Waits for nothing; its owner calls it about twice a second, also while it waits for something else itself.
+
+Invariants
+1. An engine in trouble gets no more requests before anything else is done about it.
+2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
+3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from slime.core.errors import EngineError
+from slime.core.ports import WeightVersion
+from slime.core.text import shorten
+from slime.fleet.engine import Engine, State
+from slime.fleet.membership import Membership
+from slime.fleet.port import EnginePort
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""In a row, without having been ready."""
+PAUSE_S = 1.0
+"""Between the end of an engine and its next start, doubled with every failure in a row."""
+REASON_CHARS = 400
+"""Of what is wrong with an engine, in one line of the log."""
+
+
+class Supervisor:
+    """Keeps the engines of a membership alive."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        port: EnginePort,
+        *,
+        restarts: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`restarts`: else an engine in trouble ends the run."""
+        self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
+        self._failures: Counter[int] = Counter()
+        self._again_at: dict[int, float] = {}
+
+    def tend(self) -> None:
+        """Looks once. Raises `EngineError` if an engine cannot be kept alive."""
+        for index, reason in self._port.troubles().items():
+            if self._membership[index].answers:
+                self._lost(self._membership[index], reason)
+        for engine in self._membership.of(State.DEAD):
+            if self._clock() >= self._again_at[engine.index]:
+                again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
+                logger.info("engine %d is started again", engine.index)
+                self._port.start(again)
+        for engine in self._membership.of(State.STARTING):
+            if engine.incarnation:  # the start of the run waits for the first ones itself
+                self._welcome(engine)
+
+    def up(self, index: int, url: str) -> None:
+        """An engine answers, and wants weights."""
+        self._membership.change(index, State.SYNCING, url=url)
+
+    def wants_weights(self) -> tuple[Engine, ...]:
+        """Those that answer and serve no version."""
+        return self._membership.of(State.SYNCING, State.TAINTED)
+
+    def syncing(self, engines: Sequence[Engine]) -> None:
+        """A weight sync to these begins."""
+        for engine in engines:
+            if engine.state is not State.SYNCING:
+                self._membership.change(engine.index, State.SYNCING)
+
+    def synced(self, engines: Sequence[Engine], version: WeightVersion) -> None:
+        """These serve a version; one that died or was replaced meanwhile does not."""
+        for engine in engines:
+            now = self._membership[engine.index]
+            if now.incarnation == engine.incarnation and now.state is State.SYNCING:
+                self._membership.change(engine.index, State.READY, version=version)
+                self._failures.pop(engine.index, None)
+
+    def tainted(self, engines: Sequence[Engine], reason: str) -> None:
+        """A weight sync to these failed."""
+        for engine in engines:
+            now = self._membership[engine.index]
+            if now.incarnation == engine.incarnation and now.state is State.SYNCING:
+                self._membership.change(engine.index, State.TAINTED, reason=reason)
+
+    def _welcome(self, engine: Engine) -> None:
+        try:
+            url = self._port.started(engine.index)
+        except EngineError as error:
+            self._lost(engine, str(error))
+            return
+        if url is not None:
+            logger.info("engine %d answers again, at %s; it wants weights", engine.index, url)
+            self.up(engine.index, url)
+
+    def _lost(self, engine: Engine, reason: str) -> None:
+        self._port.dismiss(engine)
+        self._membership.change(engine.index, State.DEAD, reason=reason)
+        self._failures[engine.index] += 1
+        failures = self._failures[engine.index]
+        if not self._restarts:
+            raise EngineError(
+                f"engine {engine.index} was lost, and --no-use-fault-tolerance asks to end then: {reason}"
+            )
+        if failures >= MAX_FAILURES:
+            raise EngineError(
+                f"engine {engine.index} ended {failures} times without having served in between, so another start "
+                f"would not help; the last time: {reason}"
+            )
+        self._again_at[engine.index] = self._clock() + PAUSE_S * 2 ** (failures - 1)
+        logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))

@@ -1,0 +1,212 @@
+"""Laws of the fleet: who gets requests, who gets weights, and that the dead come back or end the run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from slime.core.errors import EngineError
+from slime.fleet.engine import NEXT, Engine, State
+from slime.fleet.membership import Membership
+from slime.fleet.supervisor import MAX_FAILURES, PAUSE_S, Supervisor
+
+
+class FakePort:
+    """Engines without processes: a test says what is wrong with them and which ones answer."""
+
+    def __init__(self) -> None:
+        self.wrong: dict[int, str] = {}
+        self.log: list[str] = []
+        self.answers: dict[int, str | Exception] = {}
+
+    def troubles(self) -> dict[int, str]:
+        return dict(self.wrong)
+
+    def start(self, engine: Engine) -> None:
+        self.log.append(f"start {engine.index}.{engine.incarnation}")
+        self.wrong.pop(engine.index, None)
+
+    def started(self, index: int) -> str | None:
+        answer = self.answers.pop(index, None)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def dismiss(self, engine: Engine) -> None:
+        self.log.append(f"dismiss {engine.index}.{engine.incarnation}")
+
+
+class Fleet:
+    """Engines that serve version 1, their supervisor, and a clock that a test moves."""
+
+    def __init__(self, num: int = 2, *, restarts: bool = True) -> None:
+        self.port, self.now = FakePort(), 0.0
+        self.members = Membership(Engine(i, (i,)) for i in range(num))
+        self.supervisor = Supervisor(self.members, self.port, restarts=restarts, clock=lambda: self.now)
+        for i in range(num):
+            self.supervisor.up(i, f"http://{i}")
+        self.supervisor.synced(self.members.engines, 1)
+
+    def states(self) -> list[State]:
+        return [engine.state for engine in self.members.engines]
+
+    def replace(self, index: int) -> None:
+        """The engine is lost, started again, and answers."""
+        self.port.wrong[index] = "killed"
+        self.supervisor.tend()
+        self.now += 100.0
+        self.supervisor.tend()
+        self.port.answers[index] = f"http://{index}-{self.members[index].incarnation}"
+        self.supervisor.tend()
+
+
+def test_a_lost_engine_is_dismissed_started_again_and_serves_after_a_weight_sync() -> None:
+    fleet = Fleet()
+    fleet.port.wrong[1] = "process 7 (sglang::schedul) has ended"
+    fleet.supervisor.tend()
+    assert fleet.states() == [State.READY, State.DEAD] and fleet.members[1].url is None
+    assert fleet.port.log == ["dismiss 1.0"], "nobody sends to it any more, before anything else"
+    fleet.supervisor.tend()
+    assert fleet.port.log == ["dismiss 1.0"], "and it is not started at once"
+    fleet.now += PAUSE_S
+    fleet.supervisor.tend()
+    assert fleet.port.log[1:] == ["start 1.1"] and fleet.states()[1] is State.STARTING
+    fleet.supervisor.tend()
+    assert not fleet.supervisor.wants_weights()
+    fleet.port.answers[1] = "http://new"
+    fleet.supervisor.tend()
+    (joiner,) = fleet.supervisor.wants_weights()
+    assert (joiner.index, joiner.url, joiner.version, joiner.incarnation) == (1, "http://new", None, 1)
+    fleet.supervisor.synced([joiner], 4)
+    assert fleet.states() == [State.READY, State.READY] and fleet.members[1].version == 4
+
+
+def test_an_engine_that_was_replaced_during_a_weight_sync_does_not_serve_what_another_one_got() -> None:
+    fleet = Fleet(1)
+    fleet.supervisor.syncing(fleet.members.engines)
+    before = fleet.members.engines
+    fleet.replace(0)
+    fleet.supervisor.synced(before, 2)
+    assert fleet.states() == [State.SYNCING] and fleet.members[0].version is None
+    fleet.supervisor.tainted(before, "failed")
+    assert fleet.states() == [State.SYNCING]
+
+
+def test_what_a_failed_weight_sync_left_gets_no_requests_until_the_next_one() -> None:
+    fleet = Fleet()
+    fleet.supervisor.syncing(fleet.members.engines)
+    fleet.supervisor.tainted(fleet.members.engines, "digests differ")
+    assert fleet.states() == [State.TAINTED] * 2 and fleet.members[0].reason == "digests differ"
+    assert len(fleet.supervisor.wants_weights()) == 2
+    fleet.supervisor.syncing(fleet.members.engines)
+    fleet.supervisor.synced(fleet.members.engines, 2)
+    assert [engine.version for engine in fleet.members.engines] == [2, 2]
+
+
+def test_an_engine_that_only_ever_ends_ends_the_run_with_what_it_said() -> None:
+    fleet = Fleet()
+    fleet.port.wrong[0] = "killed"
+    fleet.supervisor.tend()
+    pauses = []
+    for failure in range(1, MAX_FAILURES):
+        began = fleet.now
+        while fleet.states()[0] is State.DEAD:
+            fleet.now += 0.5
+            fleet.supervisor.tend()
+        pauses.append(fleet.now - began)
+        fleet.port.answers[0] = EngineError("out of memory")
+        if failure == MAX_FAILURES - 1:
+            with pytest.raises(EngineError, match=r"engine 0 ended 3 times .* out of memory"):
+                fleet.supervisor.tend()
+        else:
+            fleet.supervisor.tend()
+    assert pauses == [PAUSE_S, 2 * PAUSE_S], "each time it waits longer"
+
+
+def test_one_that_served_in_between_starts_to_count_anew() -> None:
+    fleet = Fleet()
+    for round_ in range(3 * MAX_FAILURES):
+        fleet.replace(0)
+        fleet.supervisor.synced(fleet.supervisor.wants_weights(), 2)
+        assert fleet.members[0].incarnation == round_ + 1 and fleet.states()[0] is State.READY
+
+
+def test_without_fault_tolerance_the_first_loss_ends_the_run() -> None:
+    fleet = Fleet(restarts=False)
+    fleet.port.wrong[1] = "killed"
+    with pytest.raises(EngineError, match="--no-use-fault-tolerance"):
+        fleet.supervisor.tend()
+    assert fleet.port.log == ["dismiss 1.0"]
+
+
+def test_followers_hear_every_change_in_order_and_generations_count_them() -> None:
+    fleet, heard = Fleet(), list[tuple[str, str]]()
+    fleet.members.follow(lambda before, after: heard.append((before.state.value, after.state.value)))
+    generation = fleet.members.generation
+    fleet.replace(1)
+    assert heard == [("ready", "dead"), ("dead", "starting"), ("starting", "syncing")]
+    assert fleet.members.generation == generation + 3
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_no_other_way_leads_from_one_state_to_the_next(state: State) -> None:
+    engine = Engine(0, (0,), url="http://0", state=state)
+    for other in State:
+        if other in NEXT[state]:
+            assert engine.moved(other).state is other
+        else:
+            with pytest.raises(AssertionError):
+                engine.moved(other)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: only verified engines serve, and only those that answer are asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet, self.version, self.synced = Fleet(3), 1, {(i, 0): 1 for i in range(3)}
+
+    @rule(index=st.integers(0, 2))
+    def fails(self, index: int) -> None:
+        if self.fleet.members[index].answers:
+            self.fleet.port.wrong[index] = "killed"
+
+    @rule(index=st.integers(0, 2))
+    def answers(self, index: int) -> None:
+        if self.fleet.states()[index] is State.STARTING:
+            self.fleet.port.answers[index] = f"http://{index}-{self.fleet.members[index].incarnation}"
+
+    @rule(seconds=st.floats(0.1, 10.0))
+    def tends(self, seconds: float) -> None:
+        self.fleet.now += seconds
+        self.fleet.supervisor.tend()
+
+    @precondition(lambda self: self.fleet.members.of(State.SYNCING, State.READY, State.TAINTED))
+    @rule(succeeds=st.booleans(), tends=st.booleans(), joiners=st.booleans())
+    def syncs(self, succeeds: bool, tends: bool, joiners: bool) -> None:
+        supervisor, members = self.fleet.supervisor, self.fleet.members
+        takers = supervisor.wants_weights() if joiners else members.of(State.SYNCING, State.READY, State.TAINTED)
+        supervisor.syncing(takers)
+        self.version += 1
+        if tends:
+            supervisor.tend()
+        if succeeds:
+            supervisor.synced(takers, self.version)
+            self.synced |= {(e.index, e.incarnation): self.version for e in takers}
+        else:
+            supervisor.tainted(takers, "failed")
+
+    @invariant()
+    def only_verified_engines_serve(self) -> None:
+        for engine in self.fleet.members.engines:
+            if engine.state is State.READY:
+                assert engine.version == self.synced[engine.index, engine.incarnation]
+            else:
+                assert engine.version is None
+            assert engine.answers is (engine.state not in (State.DEAD, State.STARTING))
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
