@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from slime.core.addresses import LOOPBACK
 from slime.observability.logs import setup_logging
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
@@ -25,10 +26,12 @@ from slime.settings import Args
 class EngineActor:
     """Shell around `SGLangServer`."""
 
-    def __init__(self, name: str, spec: ServerSpec, log_dir: str, args: Args) -> None:
-        """`name`: number of the engine, and of its incarnation after the first; logs are called so."""
+    def __init__(self, name: str, spec: ServerSpec, log_dir: str, args: Args, host: str = LOOPBACK) -> None:
+        """`name`: number of the engine, and of its incarnation after the first; logs are called so. `host`: the address
+        of this host that the server listens on.
+        """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log")
-        self._server = SGLangServer(spec, log_path=Path(log_dir) / f"engine_{name}.log")
+        self._server = SGLangServer(spec, host=host, log_path=Path(log_dir) / f"engine_{name}.log")
         self._server.start()
         self._spec, self._args = spec, args
         self._watch: ServerWatch | None = None

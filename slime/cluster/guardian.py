@@ -3,6 +3,8 @@
 A small process (`python -m slime.cluster.guardian`, standard library only) in a session of its own. The driver starts
 it before Ray and holds the write end of a pipe to it (`Guardian`).
 
+On other hosts of a run the owner of the guardian is an actor there, in the driver's place (`host_guardian`).
+
 Consumes the process table: it looks every second, so that it knows the run's processes even after they rename
 themselves or lose their parents (`slime.serving.proctree`). Produces an empty run: SIGTERM to all, a short grace,
 SIGKILL until none is left; shared-memory files of those processes are removed, and the run's temporary folders. Waits
@@ -46,6 +48,8 @@ KILL_LIMIT_S = 8.0
 LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
 """Between two looks on an idle machine, and on a busy one."""
 _CLOSE_LIMIT_S = 15.0
+WATCHING, ENDED = b"watching\n", b"ended "
+"""What a guardian says when it watches; and, detached, before the number of processes that are left."""
 _log = logging.getLogger("slime.guardian")
 
 
@@ -93,6 +97,22 @@ def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str 
     `temp_dirs`: folders to remove at the end; `log_path`: what it did (default: nowhere). Also sets `SPT_NOENV` in
     this process's environment, so that the run's processes keep the mark when they rename themselves.
     """
+    process = start_guardian_process(run_id, temp_dirs, log_path, detached=False)
+    assert process.stdout is not None, "the guardian was started without a pipe for its greeting"
+    with process.stdout as greeting:
+        if greeting.readline() != WATCHING:
+            raise EngineError(f"the guardian ended with status {process.wait()} instead of watching run {run_id}")
+    return Guardian(process)
+
+
+def start_guardian_process(
+    run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None, *, detached: bool
+) -> subprocess.Popen[bytes]:
+    """The process, with pipes to its standard input and output.
+
+    `detached`: it leaves this process's children, so that nothing that ends those ends it, and says on its standard
+    output how many processes are left when it has done its work (`ENDED`).
+    """
     assert run_id, "an empty run id would mark every process"
     os.environ[KEEP_ENVIRON_ENV] = "1"
     root = str(Path(slime.__file__).resolve().parent.parent)
@@ -103,7 +123,9 @@ def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str 
         command += ["--temp-dir", str(folder)]
     if log_path is not None:
         command += ["--log", str(Path(log_path).resolve())]
-    process = subprocess.Popen(
+    if detached:
+        command += ["--detached"]
+    return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -112,11 +134,6 @@ def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str 
         start_new_session=True,
         cwd="/",
     )
-    assert process.stdout is not None, "the guardian was started without a pipe for its greeting"
-    with process.stdout as greeting:
-        if greeting.readline() != b"watching\n":
-            raise EngineError(f"the guardian ended with status {process.wait()} instead of watching run {run_id}")
-    return Guardian(process)
 
 
 def _driver_id(pid: int) -> ProcessId | None:
@@ -158,6 +175,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--driver-pid", type=int, required=True)
     parser.add_argument("--temp-dir", action="append", default=[])
     parser.add_argument("--log")
+    parser.add_argument("--detached", action="store_true")
     return parser.parse_args(arguments)
 
 
@@ -168,12 +186,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     if options.log:
         logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(message)s")
-    sys.stdout.write("watching\n")  # the protocol with start_guardian, which reads this one line
-    sys.stdout.flush()
+    if options.detached:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+    os.write(1, WATCHING)  # the protocol with who started it
     family, files = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
     _log.info("run %s is over; ending what is left of it", options.run_id)
     scratch = os.path.join(tempfile.gettempdir(), f"slime-{glob.escape(options.run_id)}-*")
-    return 1 if end_run(family, files, [*options.temp_dir, *glob.glob(scratch)]) else 0
+    num_left = end_run(family, files, [*options.temp_dir, *glob.glob(scratch)])
+    if options.detached:
+        with contextlib.suppress(BrokenPipeError):  # who started it is gone
+            os.write(1, ENDED + b"%d\n" % num_left)
+    return 1 if num_left else 0
 
 
 if __name__ == "__main__":

@@ -1,25 +1,26 @@
 """From settings to a running run, and back to nothing.
 
-Order: preflight -> run folder -> guardian -> views (W&B has a process of its own) -> Ray -> placement group, engines,
-trainers, router (`start`). The `with` block ends them in the opposite order, whatever ends the block: the views are
-closed when nothing of the run computes any more, and before the guardian ends what is left. This module imports no Ray:
-Ray reads its environment when it is imported, and the environment is made here.
+Order: preflight -> run folder -> guardian -> views (W&B has a process of its own) -> Ray -> other hosts, each with a
+guardian (`hosts`) -> placement group, engines, trainers, router (`start`). The `with` block ends them in the opposite
+order, whatever ends the block: the views are closed when nothing of the run computes any more, and before the guardian
+ends what is left. This module imports no Ray: Ray reads its environment when it is imported, and the environment is
+made here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.cluster.environment import prepare_environment
+from slime.cluster.hosts import hosts_of_run, plan_here
 from slime.cluster.memory_watch import MemoryWatch
-from slime.cluster.placement import plan_placement
+from slime.cluster.placement import PlacementPlan
 from slime.cluster.preflight import preflight
 from slime.cluster.resuming import how_to_resume
 from slime.core.errors import ActorDied, ActorFailed
@@ -33,8 +34,8 @@ from slime.settings.hooks import check_hooks
 
 if TYPE_CHECKING:
     from slime.cluster.run import Run
-    from slime.cluster.session import RaySession
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 DRIVER_LOG = "driver.log"
@@ -49,17 +50,9 @@ def launch(args: Args) -> Iterator[Run]:
     """Starts everything that `args` asks for, yields the verbs, and leaves nothing behind."""
     began_s = time.monotonic()
     run_id = args.run_id
-    prepare_environment(run_id)  # before any user code: a hook may import Ray
+    prepare_environment(run_id, ray_address=args.ray_address)  # before any user code: a hook may import Ray
     check_hooks(args)
     preflight(args)
-    plan = plan_placement(
-        num_train=0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node,
-        num_rollout=0 if args.debug_train_only else args.rollout_num_gpus,
-        num_per_engine=args.rollout_num_gpus_per_engine,
-        colocate=args.colocate,
-        num_cores=len(os.sched_getaffinity(0)),
-        max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
-    )
     settings = args.to_json_dict()
     folder = RunFolder.create(
         Path(args.run_dir).resolve(),
@@ -72,20 +65,19 @@ def launch(args: Args) -> Iterator[Run]:
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("settings that were given and have no effect (--strict refuses them):\n%s", told)
-    from slime.cluster.session import RaySession, guarded
+    from slime.cluster.session import guarded
     from slime.cluster.start import start
 
-    num_gpus = plan.num_slots if args.device == "cuda" else 0
     spans = start_recording("driver", folder.traces)
     startup = StartUp(began_s)
     try:
         with (
-            guarded(run_id, log_path=folder.logs / "guardian.log"),
+            guarded(run_id, log_path=folder.logs / "guardian.log", own_ray=args.ray_address is None),
             MemoryWatch(run_id) as memory,
             Tracker.with_views(_views(args, settings), folder) as tracker,
         ):
             try:
-                with _ray(startup, RaySession(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)):
+                with _placed(args, startup, folder) as plan:
                     with _explained(memory, folder):
                         run = start(args, plan, folder, tracker, startup)
                     yield from _used(run, memory, folder)
@@ -102,12 +94,30 @@ def launch(args: Args) -> Iterator[Run]:
 
 
 @contextmanager
-def _ray(startup: StartUp, session: RaySession) -> Iterator[None]:
-    """The block has a cluster; how long that took is a phase of the start."""
+def _placed(args: Args, startup: StartUp, folder: RunFolder) -> Iterator[PlacementPlan]:
+    """The block has a Ray cluster, and hosts that can hold the run; how long that took are phases of the start."""
+    from slime.cluster.session import RaySession
+
+    if args.ray_address is None:
+        plan = plan_here(args)
+        num_gpus = plan.num_slots if args.device == "cuda" else 0
+        with _timed(startup, "ray", "Ray is up", RaySession.of_its_own(args, plan.num_slots + 2, num_gpus)):
+            yield plan
+        return
+    with (
+        _timed(startup, "ray", f"the run has joined {args.ray_address}", RaySession.joined(args)),
+        _timed(startup, "hosts", "the hosts are ready", hosts_of_run(args, folder)) as plan,
+    ):
+        yield plan
+
+
+@contextmanager
+def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManager[T]) -> Iterator[T]:
+    """`block`, whose beginning is a phase of the start."""
     with ExitStack() as stack:
-        with startup.phase("ray", "Ray is up"):
-            stack.enter_context(session)
-        yield
+        with startup.phase(phase, line):
+            entered = stack.enter_context(block)
+        yield entered
 
 
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:

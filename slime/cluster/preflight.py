@@ -22,7 +22,7 @@ def preflight(args: Args) -> None:
 
 def _of_machine(args: Args) -> Iterator[str]:
     """More GPUs than there are; on a CPU, more processes that compute at once than cores."""
-    if os.environ.get("RAY_ADDRESS"):  # the processes run elsewhere
+    if args.ray_address is not None:  # the processes run elsewhere
         return
     num_train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     num_engines = 0 if args.debug_train_only else args.rollout_num_gpus

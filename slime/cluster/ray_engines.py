@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 
 from slime.cluster.engine_actor import EngineActor
 from slime.cluster.failures import translated
-from slime.cluster.placement import EnginePlacement
+from slime.cluster.placement import EnginePlacement, PlacementPlan
 from slime.core.errors import EngineError
 from slime.fleet.engine import Engine, State
 from slime.serving.server import ServerSpec
@@ -56,11 +56,9 @@ class _Ending:
 class RayEngines:
     """One actor per engine."""
 
-    def __init__(
-        self, args: Args, placed: Sequence[EnginePlacement], *, log_dir: Path, api_key: str, options: Options
-    ) -> None:
+    def __init__(self, args: Args, plan: PlacementPlan, *, log_dir: Path, api_key: str, options: Options) -> None:
         """Creates the first actors, whose servers start at once."""
-        self._args, self._placed, self._log_dir, self._api_key = args, placed, log_dir, api_key
+        self._args, self._plan, self._log_dir, self._api_key = args, plan, log_dir, api_key
         self._options = options
         self.may_take_memory: Callable[[], bool] = lambda: True
         """Whether the trainer lends its memory now; set by who knows."""
@@ -73,7 +71,7 @@ class RayEngines:
         self._ending: dict[int, _Ending] = {}
         self._looks: dict[int, tuple[Any, float]] = {}
         self._seen_at: dict[int, float] = {}
-        self.actors = [self._create(index, 0) for index in range(len(placed))]
+        self.actors = [self._create(index, 0) for index in range(len(plan.engines))]
         self._watched: dict[int, State] = {}
 
     def watch(self, engine: Engine) -> None:
@@ -147,11 +145,11 @@ class RayEngines:
             self._gates[index] = True
 
     def _create(self, index: int, incarnation: int) -> Any:
-        placed, args = self._placed[index], self._args
+        placed, args = self._plan.engines[index], self._args
         spec = ServerSpec.from_args(args, index=index, num_threads=placed.num_threads, api_key=self._api_key)
         actor = EngineActor.options(**self._options(placed))  # type: ignore[attr-defined]
         name = str(index) if not incarnation else f"{index}_{incarnation}"
-        return actor.remote(name, spec, str(self._log_dir), args)
+        return actor.remote(name, spec, str(self._log_dir), args, self._plan.address_of(placed.slots[0]))
 
     def _replaced(self, index: int) -> bool:
         """Whether the old actor is gone, by force if need be, and the new one is being made."""

@@ -1,9 +1,10 @@
 """One run's processes, from the first to the last: its guardian and its Ray cluster.
 
 `guarded` is the outer block, `RaySession` the inner one; what has processes of its own and outlives Ray stands between
-them (the views: W&B). The environment is made before (`environment.py`); with `RAY_ADDRESS` set, the run joins that
-cluster. They wait for Ray to start and for the guardian to end all that is left; the only thing that reaches them from
-outside is SIGTERM, which becomes an exception.
+them (the views: W&B). The environment is made before (`environment.py`). With `--ray-address` or `RAY_ADDRESS` the run
+joins that cluster, whose daemons it leaves alone; its processes on other hosts have guardians of their own (`hosts`).
+They wait for Ray to start and for the guardian to end all that is left; the only thing that reaches them from outside
+is SIGTERM, which becomes an exception.
 
 Invariants
 1. The guardian starts before the first process that it may have to end, and outlives the driver.
@@ -18,16 +19,18 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import ray
 
+from slime.cluster.environment import SETUP_HOOK, for_actors
 from slime.cluster.guardian import start_guardian
 from slime.core.blame import one_line
 from slime.core.errors import ActorFailed
+from slime.settings import Args
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +47,12 @@ def ray_folder(run_id: str) -> Path:
 
 
 @contextmanager
-def guarded(run_id: str, *, log_path: Path) -> Iterator[None]:
-    """Nothing of the run outlives the block, nor this process. `log_path`: where the guardian writes what it did."""
-    temp_dirs = [] if os.environ.get("RAY_ADDRESS") else [str(ray_folder(run_id))]
+def guarded(run_id: str, *, log_path: Path, own_ray: bool) -> Iterator[None]:
+    """Nothing of the run outlives the block on this host, nor this process.
+
+    `log_path`: where the guardian writes what it did. `own_ray`: the run starts its own Ray.
+    """
+    temp_dirs = [str(ray_folder(run_id))] if own_ray else []
     guardian = start_guardian(run_id, temp_dirs=temp_dirs, log_path=log_path)
     try:
         yield
@@ -57,51 +63,76 @@ def guarded(run_id: str, *, log_path: Path) -> Iterator[None]:
 class RaySession:
     """Context manager around the Ray cluster of one run."""
 
-    def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int) -> None:
-        """`num_cpus`, `num_gpus`: what a local cluster has to give."""
-        self.run_id = run_id
-        self._num_cpus, self._num_gpus = num_cpus, num_gpus
+    def __init__(self, run_id: str, start: Callable[[], None]) -> None:
+        """`start`: starts or joins the cluster. The class methods know two."""
+        self.run_id, self._start = run_id, start
+
+    @classmethod
+    def of_its_own(cls, args: Args, num_cpus: int, num_gpus: int) -> RaySession:
+        """A cluster that this process starts on this host, with so much to give."""
+        return cls(args.run_id, lambda: _start_local(args.run_id, num_cpus, num_gpus))
+
+    @classmethod
+    def joined(cls, args: Args) -> RaySession:
+        """The cluster of `args.ray_address`. Raises `ActorFailed` if it does not take the driver."""
+        return cls(args.run_id, lambda: _join(args))
 
     def __enter__(self) -> RaySession:
-        address = os.environ.get("RAY_ADDRESS")
-        if address:
-            namespace = f"slime-{self.run_id}"
-            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            self._start_local()
+        self._start()
         signal.signal(signal.SIGTERM, _raise_exit)  # Ray puts a handler of its own there when it starts
         return self
-
-    def _start_local(self) -> None:
-        """Raises `ActorFailed` if Ray does not start: it gives its own processes 30 s, too few on a busy machine."""
-        for last in (False, False, True):
-            try:
-                self._init_local()
-                return
-            except Exception as error:
-                ray.shutdown()
-                if last or SLOW_START not in str(error):
-                    raise ActorFailed(
-                        f"Ray did not start: {one_line(error)}; look at the load and the free memory of this machine"
-                    ) from error
-                logger.warning("Ray did not start in 30 s on this busy machine; again")
-
-    def _init_local(self) -> None:
-        ray.init(
-            num_cpus=self._num_cpus,
-            num_gpus=self._num_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE_BYTES,
-            namespace=f"slime-{self.run_id}",
-            _temp_dir=str(ray_folder(self.run_id)),
-        )
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         ray.shutdown()
+
+
+def _join(args: Args) -> None:
+    variables = for_actors(os.environ, named=args.forward_env_vars)
+    try:
+        ray.init(
+            address=args.ray_address,
+            namespace=f"slime-{args.run_id}",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": variables, "worker_process_setup_hook": SETUP_HOOK},
+        )
+    except Exception as error:
+        ray.shutdown()
+        raise ActorFailed(
+            f"got no Ray cluster at {args.ray_address}: {one_line(error)}; run the driver on one of its hosts, with "
+            "the Ray and Python versions of the cluster, and with its RAY_AUTH_MODE and RAY_AUTH_TOKEN"
+        ) from error
+
+
+def _start_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
+    """Raises `ActorFailed` if Ray does not start: it gives its own processes 30 s, too few on a busy machine."""
+    for last in (False, False, True):
+        try:
+            _init_local(run_id, num_cpus, num_gpus)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if last or SLOW_START not in str(error):
+                raise ActorFailed(
+                    f"Ray did not start: {one_line(error)}; look at the load and the free memory of this machine"
+                ) from error
+            logger.warning("Ray did not start in 30 s on this busy machine; again")
+
+
+def _init_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
+    ray.init(
+        address="local",  # whatever RAY_ADDRESS says
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+        namespace=f"slime-{run_id}",
+        _temp_dir=str(ray_folder(run_id)),
+    )
 
 
 def _raise_exit(signum: int, frame: FrameType | None) -> None:

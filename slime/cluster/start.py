@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.actors import Actors
 from slime.cluster.engines import Engines
@@ -20,6 +18,7 @@ from slime.cluster.placement import EnginePlacement, PlacementPlan
 from slime.cluster.ray_engines import RayEngines
 from slime.cluster.rollout_actor import RolloutActor
 from slime.cluster.run import Run
+from slime.cluster.slots import OnSlot, on_node, reserve
 from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
@@ -36,22 +35,16 @@ TRAIN_SHARE, ENGINE_SHARE = 0.4, 0.2
 """Parts of a slot's GPU (or CPU) that a training rank and an engine reserve, so that both fit one colocated slot."""
 
 
-class OnSlot(Protocol):
-    """Ray's options for an actor on a slot that takes this share of it."""
-
-    def __call__(self, slot: int, share: float) -> dict[str, Any]: ...
-
-
 def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, startup: StartUp) -> Run:
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
-    on_slot = _slots(args, plan)
+    on_slot = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
     # Other users of the machine can reach loopback; without this token they cannot reach the engines.
     api_key = args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
     with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
         began_s = time.monotonic()
         port = _create_engines(args, plan, folder, on_slot, api_key)
         trainers = _create_trainers(args, plan, folder, on_slot)
-        rollout = _create_rollout(args, len(port.actors), folder, api_key)
+        rollout = _create_rollout(args, plan, folder, api_key)
         building = _build_trainers(args, trainers)
         lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
         opened = [engine.open_gate.remote(*lent) for engine in port.actors] if lent else []
@@ -85,7 +78,8 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
                 limit_s=args.weight_sync_timeout_s,
             )
     assert ray.is_initialized(), "Ray ended while the run was starting"
-    engines = [Engine(placed.index, placed.slots, args.rollout_num_gpus_per_engine) for placed in plan.engines]
+    tp_size = args.rollout_num_gpus_per_engine
+    engines = [Engine(p.index, p.slots, tp_size, host=plan.address_of(p.slots[0])) for p in plan.engines]
     fleet = Engines(args, port, engines, rollout, api_key)
     for index, url in enumerate(results[len(building) : len(building) + len(ready)]):
         fleet.up(index, url)
@@ -106,34 +100,17 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
     folder.note("memory", plan.facts())
 
 
-def _slots(args: Args, plan: PlacementPlan) -> OnSlot:
-    """Reserves the slots of the plan."""
-    unit = "GPU" if args.device == "cuda" else "CPU"
-    bundle = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
-    group = placement_group([bundle] * max(plan.num_slots, 1), strategy="PACK")
-    wait_for(
-        [group.ready()], for_what=f"{plan.num_slots} slots with one {unit} each", limit_s=args.engine_start_timeout_s
-    )
-
-    def on_slot(slot: int, share: float) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=slot)
-        resources = {"num_cpus": share} if unit == "CPU" else {"num_cpus": share, "num_gpus": share}
-        return {**resources, "scheduling_strategy": strategy}
-
-    return on_slot
-
-
 def _create_engines(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot, api_key: str) -> RayEngines:
     def options(placed: EnginePlacement) -> dict[str, Any]:
         return on_slot(placed.slots[0], ENGINE_SHARE)
 
-    return RayEngines(args, plan.engines, log_dir=folder.logs, api_key=api_key, options=options)
+    return RayEngines(args, plan, log_dir=folder.logs, api_key=api_key, options=options)
 
 
 def _create_trainers(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot) -> list[Any]:
     return [
         _placed(TrainActor, **on_slot(slot, TRAIN_SHARE)).remote(
-            args, rank, plan.train_slots, plan.train_threads, str(folder.logs)
+            args, rank, plan.train_slots, plan.train_threads[rank], str(folder.logs), plan.address_of(slot)
         )
         for rank, slot in enumerate(plan.train_slots)
     ]
@@ -153,9 +130,11 @@ def _warm_digests(args: Args, engines: list[Any], trainers: list[Any]) -> list[A
     return [actor.warm_digests.remote() for actor in (trainers[0], *engines)]  # rank 0 sends
 
 
-def _create_rollout(args: Args, num_engines: int, folder: RunFolder, api_key: str) -> Any:
-    actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16)
-    return actor.remote(args, num_engines, str(folder.logs), api_key)
+def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, api_key: str) -> Any:
+    """On the driver's host: the data is there, and the user's modules."""
+    beside_driver = on_node(plan.hosts[0].node_id)
+    actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16, **beside_driver)
+    return actor.remote(args, len(plan.engines), str(folder.logs), api_key)
 
 
 def _placed(actor: Any, **options: Any) -> Any:

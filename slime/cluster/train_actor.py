@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from slime.cluster.actors import WEIGHT_VERSION, EngineInfo
+from slime.core.addresses import interface_variables
 from slime.core.batch import TrainBatch
 from slime.observability.logs import setup_logging
 from slime.settings import Args
@@ -29,11 +30,14 @@ class TrainActor:
     One thread runs them all, but for `write_parts`, which writes files while the others go on.
     """
 
-    def __init__(self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str) -> None:
-        """`slots`: placement slot of every training rank."""
+    def __init__(
+        self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str, address: str
+    ) -> None:
+        """`slots`: placement slot of every training rank; `address`: this host, as the others of the run reach it."""
         setup_logging(Path(log_dir) / f"train_{rank}.log")
-        self._args, self._rank, self._slots = args, rank, tuple(slots)
+        self._args, self._rank, self._slots, self._address = args, rank, tuple(slots), address
         os.environ.update(args.train_env_vars)
+        os.environ.update(interface_variables(address, os.environ))
         self._computes_on_cpu = args.device == "cpu" or bool(args.megatron.get("optimizer_cpu_offload"))
         if self._computes_on_cpu:  # read by OpenMP and MKL when torch is first imported
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
@@ -46,7 +50,7 @@ class TrainActor:
         """(host, port) where rank 0 listens for the others from now on."""
         from slime.weights.rendezvous import listen_on
 
-        self._listener = listen_on(ray.util.get_node_ip_address())
+        self._listener = listen_on(self._address)
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
@@ -90,7 +94,7 @@ class TrainActor:
             self._backend,
             rank=self._rank,
             slots=self._slots,
-            address=ray.util.get_node_ip_address(),
+            address=self._address,
         )
 
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV
+from slime.core.addresses import interface_variables, is_loopback
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
@@ -226,14 +227,14 @@ class SGLangServer(LeasedServer):
         port, nccl_port = self._lease.ports
         flags = command_line_flags(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
         # A server of this host alone meets nobody outside it: gloo must not listen elsewhere.
-        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self.host == "127.0.0.1" else {}
+        interface = interface_variables(self.host, {} if is_loopback(self.host) else os.environ)
         gate = {GATE_ENV: str(self._gate)} if self.spec.gated else {}
         self._set_gate()
         self._process = ChildProcess(
             f"SGLang server {self.url}",
             python_module("slime.serving.launch", [TOKEN_VERSIONS_FLAG] * self.spec.token_versions + flags),
             log_path=self.log_path,
-            env={**self.spec.environment(), **loopback, **gate},
+            env={**self.spec.environment(), **interface, **gate},
         )
         self._process.start()
 

@@ -53,7 +53,7 @@ _TOKENIZER = "drop it: the tokenizer is that of --hf-checkpoint"
 _FROM_CHECKPOINT = "drop it: the checkpoint's config.json says it"
 _OWN_LAYERS = "drop it: attention is the trainer's own"
 _NORMALIZATION = "use --disable-grpo-std-normalization to leave the division by the standard deviation out"
-_NODES = "use --actor-num-gpus-per-node; a run lives on one host"
+_NODES = "use --actor-num-nodes for the hosts that train, and --actor-num-gpus-per-node for the GPUs of each"
 _TRAIN_RANKS = "use --actor-num-gpus-per-node (on a CPU: the number of ranks)"
 _ESTIMATOR = "use --advantage-estimator"
 
@@ -198,7 +198,7 @@ _MEGATRON: Mapping[str, str] = {
     "wandb-exp-name": _RUN_NAME,
     "wandb-save-dir": "use --wandb-dir",
     "distributed-backend": "drop it: NCCL on GPUs, gloo on a CPU",
-    **dict.fromkeys(("nnodes", "num-nodes", "n-gpus-per-node", "num-gpus-per-node", "nproc-per-node"), _NODES),
+    **dict.fromkeys(("nnodes", "num-nodes", "n-gpus-per-node", "nproc-per-node"), _NODES),
 }
 
 _VERL: Mapping[str, str] = {

@@ -7,12 +7,13 @@ takes it over. On one host that address is loopback.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from slime.core.addresses import interface_variables, is_loopback
 
 BACKLOG = 1024
 """Ranks that may knock at the same moment."""
@@ -49,12 +50,4 @@ def join_store(address: str, port: int, *, world_size: int, timeout: timedelta) 
 def keep_gloo_on(address: str) -> None:
     """If ranks meet on loopback, gloo's own sockets of this process open there, too; before the first group."""
     if is_loopback(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches `address` (an IP address or "localhost")."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+        os.environ.update(interface_variables(address, os.environ))

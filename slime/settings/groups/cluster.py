@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 _SHARED = Need(lambda s: s.colocate, "--colocate: nothing else needs the memory")
+_JOINED = Need(lambda s: s.ray_address is not None, "a Ray cluster that the run joins (--ray-address)")
+
+
+def _address(given: str | None) -> str | None:
+    """The cluster that an address of Ray's means; None for one that the run starts."""
+    return None if given in (None, "", "local") else given
 
 
 def has_gpu() -> bool:
@@ -70,10 +76,22 @@ class ClusterSettings:
     """Id of this start of the run: names its processes, temporary files and, without --run-dir, its folder."""
     run_dir: str = derived(lambda s: f"runs/{s.run_id}", "the run id")
     """Folder of this run: resolved settings, metrics, logs, report. Default runs/<run id>."""
+    ray_address: str | None = derived(
+        lambda s: _address(os.environ.get("RAY_ADDRESS")),
+        "RAY_ADDRESS of the environment",
+        canonical=_address,
+    )
+    """HOST:PORT of the Ray cluster that the run joins. Default: RAY_ADDRESS of the environment, else a cluster of its
+    own on this host, which local asks for, too."""
+    forward_env_vars: tuple[str, ...] = opt((), needs=_JOINED)
+    """Names of variables that all processes of the run take from the driver's environment, beside those of NCCL, gloo,
+    SGLang, torch, Hugging Face and OpenMP. Ray shows their values to whoever may look at the cluster."""
     actor_num_nodes: int = opt(1, ge=1)
-    """Number of training nodes."""
+    """Number of training hosts; more than one needs a Ray cluster of several."""
     actor_num_gpus_per_node: int = opt(1, ge=1)
-    """Training GPUs (on a CPU: ranks) per node."""
+    """Training GPUs (on a CPU: ranks) per host."""
+    num_gpus_per_node: int | None = opt(None, ge=1, needs=_JOINED)
+    """Most GPUs (on a CPU: slots) of one host that the run takes. Default: all that are free."""
     rollout_num_gpus: int = derived(
         _num_rollout_gpus, lambda s: "--colocate: the training GPUs" if s.colocate else "one engine"
     )
@@ -116,13 +134,13 @@ def colocate_shares_all_gpus(args: Args) -> str | None:
     )
 
 
-def one_host(args: Args) -> str | None:
-    """Engines and router listen on loopback."""
-    if args.actor_num_nodes <= 1:
+def several_hosts_need_a_cluster(args: Args) -> str | None:
+    """A run that starts its own Ray lives on this host."""
+    if args.actor_num_nodes <= 1 or args.ray_address is not None:
         return None
     return (
-        f"got actor_num_nodes {args.actor_num_nodes}; in this release engines and router listen on loopback, so a "
-        "run lives on one host: use --actor-num-gpus-per-node"
+        f"got actor_num_nodes {args.actor_num_nodes} without a Ray cluster of several hosts: the run would start Ray "
+        "on this host alone; give --ray-address HOST:PORT, or use --actor-num-gpus-per-node"
     )
 
 
@@ -137,4 +155,4 @@ def engines_of_one_gpu(args: Args) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (engines_divide, colocate_shares_all_gpus, one_host, engines_of_one_gpu)
+RULES: tuple[Rule, ...] = (engines_divide, colocate_shares_all_gpus, several_hosts_need_a_cluster, engines_of_one_gpu)

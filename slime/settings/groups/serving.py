@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.core.addresses import is_loopback
 from slime.settings.fields import internal, opt
 from slime.settings.group import Rule
 
@@ -24,8 +24,8 @@ class ServingSettings:
     request_timeout_s: float = opt(600.0, gt=0)
     """Limit of one generate request, in seconds."""
     router_host: str = "127.0.0.1"
-    """Address that the router listens on; engines stay on loopback. Others than loopback need --router-api-key, which
-    every request then has to carry as its bearer token."""
+    """Address that the router listens on; it is not that of the engines. Others than loopback need --router-api-key,
+    which every request then has to carry as its bearer token."""
     router_port: int | None = opt(None, ge=1, le=65535)
     """Port of the router. Default: a free one."""
     sglang_router_ip: str | None = internal()
@@ -72,7 +72,7 @@ def engine_divides_heads(args: Args) -> str | None:
 
 def strangers_need_a_key(args: Args) -> str | None:
     """Whoever reaches the router can use the engines, and add engines of his own."""
-    if args.debug_train_only or args.router.get("api_key") or _is_loopback(args.router_host):
+    if args.debug_train_only or args.router.get("api_key") or is_loopback(args.router_host):
         return None
     return (
         f"got router_host {args.router_host} without --router-api-key: everybody who reaches this host could use the "
@@ -86,13 +86,6 @@ def one_key(args: Args) -> str | None:
     if len(keys) < 2:
         return None
     return "got a --router-api-key and another --sglang-api-key: requests carry one key for both; give one of them"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 RULES: tuple[Rule, ...] = (engine_divides_heads, engines_serve_what_tables_say, strangers_need_a_key, one_key)

@@ -13,7 +13,16 @@ TRANSPORTS = "slime.weights.transports:TRANSPORTS"
 
 
 def _separate(s: Any) -> bool:
-    return s.device == "cuda" and not s.colocate
+    """Whether an engine may be where it cannot see the trainer's memory."""
+    if s.colocate:
+        return s.device == "cpu" and s.actor_num_nodes > 1
+    return s.device == "cuda" or s.ray_address is not None
+
+
+def _why(s: Any) -> str:
+    if not _separate(s):
+        return "trainer and engines share memory"
+    return "trainer and engines have GPUs of their own" if s.device == "cuda" else "an engine may be on another host"
 
 
 def _hands_memory_over(s: Any) -> bool:
@@ -34,13 +43,13 @@ class WeightSyncSettings:
 
     update_weight_transport: str = derived(
         lambda s: "distributed" if _separate(s) else "tensor",
-        lambda s: "trainer and engines have GPUs of their own" if _separate(s) else "trainer and engines share memory",
+        _why,
         chosen_from=TRANSPORTS,
         canonical=_one_name,
     )
     """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;
-    disk: a shared folder; or the import path of a transport of your own. auto: distributed on cuda without --colocate,
-    else tensor."""
+    disk: a shared folder; or the import path of a transport of your own. auto: distributed on cuda without --colocate
+    and where an engine may be on another host, else tensor."""
     update_weight_buffer_size: int = derived(
         lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
         "little else is on the GPU during a weight sync, and each bucket costs time",

@@ -27,7 +27,7 @@ REFUSALS = [
     ("--rollout-top-k 8 --use-kl-loss --kl-loss-coef 0.1", "use --kl-coef"),
     ("--rollout-top-p 0", "0 < top_p <= 1"),
     ("--rollout-top-k 0", "-1 for all"),
-    ("--actor-num-nodes 2", "loopback"),
+    ("--actor-num-nodes 2", "give --ray-address"),
     ("--router-host 0.0.0.0", "without --router-api-key"),
     ("--router-api-key a --sglang-api-key b", "one key for both"),
     ("--device cuda --update-weight-transport tensor", "without --colocate"),

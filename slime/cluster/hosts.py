@@ -1,0 +1,190 @@
+"""The hosts of a run: which of a Ray cluster's it takes, what they have, and that each sees what it must.
+
+    a Ray that the run starts        this host, on loopback; planned before anything starts (`plan_here`)
+    a Ray cluster that runs already  a plan over the free slots of its hosts, then an actor on each of them but the
+                                     driver's: facts, shared folders, guardian (`hosts_of_run`)
+
+Consumes what Ray says of its nodes. Produces the plan, and at its end an empty host for each. Waits for the actors of
+hosts, with a limit, on the driver's thread; nobody wakes it.
+
+Invariants
+1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
+2. The driver's host is `hosts[0]` of the plan; the rollout side runs there, beside the data and the user's modules.
+3. A plan on one host meets on loopback, on a cluster, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from slime.cluster.placement import Host, PlacementPlan, plan_placement
+from slime.core.addresses import LOOPBACK
+from slime.core.errors import ConfigError, SlimeError
+from slime.observability.run_folder import RunFolder
+from slime.settings import Args
+
+logger = logging.getLogger(__name__)
+
+HOST_LIMIT_S = 120.0
+"""Limit of a call to the hosts' actors: a process starts, and may wait for a shared folder."""
+
+
+def plan_here(args: Args) -> PlacementPlan:
+    """The plan of a run that starts its own Ray: this host has what is asked for (`preflight` has looked)."""
+    num_slots = args.actor_num_nodes * args.actor_num_gpus_per_node + args.rollout_num_gpus
+    return _plan(args, [Host("this host", LOOPBACK, num_slots, len(os.sched_getaffinity(0)))])
+
+
+@contextmanager
+def hosts_of_run(args: Args, folder: RunFolder) -> Iterator[PlacementPlan]:
+    """On a Ray cluster that the driver has joined: the plan, with everything that the hosts have to hold for it.
+
+    Raises `ConfigError` if the hosts have too little, or do not share what they must.
+    """
+    plan = _plan(args, nodes_of_cluster(args))
+    actors = _actors_on(plan.hosts[1:])
+    try:
+        plan = _with_facts(args, plan, list(actors.values()))
+        _check(args, plan)
+        if actors:
+            _require_shared(args, folder, plan.hosts[1:], list(actors.values()))
+            _on_all(list(actors.values()), "guard", "guardians to watch", str(folder.logs))
+            _tell(args, plan)
+        yield plan
+    finally:
+        _close(actors)
+
+
+def nodes_of_cluster(args: Args) -> list[Host]:
+    """The living nodes of the cluster with the slots that are free there, the driver's first, then by address."""
+    import ray
+    from ray._private.state import available_resources_per_node  # the public state API tells totals alone (2.60)
+
+    unit = "GPU" if args.device == "cuda" else "CPU"
+    free = available_resources_per_node()
+    here = ray.get_runtime_context().get_node_id()
+    found = []
+    for node in (n for n in ray.nodes() if n["Alive"]):
+        node_id, has = node["NodeID"], node["Resources"]
+        num_slots = int(free.get(node_id, {}).get(unit, 0))
+        if unit == "GPU":  # a slot reserves a CPU, too
+            num_slots = min(num_slots, int(free.get(node_id, {}).get("CPU", 0)))
+        width = args.num_gpus_per_node or num_slots
+        cores = max(int(has.get("CPU", 1)), 1)
+        found.append(
+            Host(node["NodeManagerHostname"], node["NodeManagerAddress"], min(num_slots, width), cores, node_id)
+        )
+    return sorted(found, key=lambda host: (host.node_id != here, _by_number(host.address), host.node_id))
+
+
+def _by_number(address: str) -> tuple[int, ...]:
+    """10.0.0.9 before 10.0.0.10."""
+    parts = address.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
+def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:
+    return plan_placement(
+        num_nodes=0 if args.debug_rollout_only else args.actor_num_nodes,
+        num_per_node=args.actor_num_gpus_per_node,
+        num_rollout=0 if args.debug_train_only else args.rollout_num_gpus,
+        num_per_engine=args.rollout_num_gpus_per_engine,
+        colocate=args.colocate,
+        hosts=hosts,
+        max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
+    )
+
+
+def _actors_on(hosts: Sequence[Host]) -> dict[str, Any]:
+    """Node -> its actor."""
+    if not hosts:
+        return {}
+    from slime.cluster.host_actor import HostActor
+    from slime.cluster.slots import on_node
+
+    actor: Any = HostActor
+    return {str(host.node_id): actor.options(**on_node(host.node_id)).remote() for host in hosts}
+
+
+def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> PlacementPlan:
+    """The same plan with what the hosts say of themselves: their cores decide the threads."""
+    from slime.cluster.host_actor import facts_here
+
+    facts = [facts_here(), *_on_all(actors, "facts", "the hosts of the run")]
+    told = [
+        dataclasses.replace(host, name=fact.name, num_cores=fact.num_cores)
+        for host, fact in zip(plan.hosts, facts, strict=True)
+    ]
+    return _plan(args, told)
+
+
+def _check(args: Args, plan: PlacementPlan) -> None:
+    """What only the plan shows. Raises `ConfigError`."""
+    tp_size = int(args.megatron["tensor_model_parallel_size"])
+    if plan.split_groups(tp_size):
+        logger.warning(
+            "tensor-parallel groups of %d ranks have members on two hosts: every layer then waits for the network; "
+            "give --actor-num-gpus-per-node a multiple of %d",
+            tp_size,
+            tp_size,
+        )
+    if not plan.train_slots or args.update_weight_transport != "tensor" or args.device == "cuda":
+        return  # on cuda each engine is on a GPU of a training rank, which sends to it
+    sender = plan.slot_hosts[plan.train_slots[0]]
+    apart = [engine.index for engine in plan.engines if plan.slot_hosts[engine.slots[0]] != sender]
+    if apart:
+        raise ConfigError(
+            f"got --update-weight-transport tensor with engines {apart} on other hosts than the training rank that "
+            "sends, whose memory they cannot see; use distributed or disk"
+        )
+
+
+def _require_shared(args: Args, folder: RunFolder, hosts: Sequence[Host], actors: list[Any]) -> None:
+    import ray
+
+    from slime.cluster.shared_paths import contract_of, require_seen
+
+    with contract_of(args, folder.path) as contract:
+        found = _on_all(actors, "not_seen", "hosts to look for the shared folders", ray.put(contract))
+    require_seen({str(host): problems for host, problems in zip(hosts, found, strict=True)})
+
+
+def _tell(args: Args, plan: PlacementPlan) -> None:
+    """Says who listens on a network, and what that means."""
+    for h, host in enumerate(plan.hosts):
+        ranks = [r for r, slot in enumerate(plan.train_slots) if plan.slot_hosts[slot] == h]
+        engines = [e.index for e in plan.engines if plan.slot_hosts[e.slots[0]] == h]
+        has = [f"training ranks {ranks}"] * bool(ranks) + [f"engines {engines}"] * bool(engines)
+        has += ["the rollout side"] * (h == 0)
+        logger.info("host %s has %s", host, ", ".join(has) or "nothing")
+    logger.warning(
+        "processes of this run listen on %s, where every host of that network reaches them: engines answer whoever has "
+        "the key of the run, meeting points of process groups whoever knows their port; keep strangers off it",
+        ", ".join(sorted({plan.address_of(slot) for slot in range(plan.num_slots)})),
+    )
+
+
+def _on_all(actors: list[Any], method: str, for_what: str, *arguments: Any) -> list[Any]:
+    from slime.cluster.waiting import wait_for
+
+    calls = [getattr(actor, method).remote(*arguments) for actor in actors]
+    return wait_for(calls, for_what=for_what, limit_s=HOST_LIMIT_S)
+
+
+def _close(actors: dict[str, Any]) -> None:
+    """Ends what is left on the other hosts. Never raises: an error that ends the run is the one to tell."""
+    from slime.cluster.slots import give_back
+    from slime.cluster.waiting import wait_for
+
+    if actors:
+        give_back()
+    for node_id, actor in actors.items():
+        try:
+            wait_for([actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
+        except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
+            logger.warning("host %s did not say that it is empty: %s", node_id, str(error).splitlines()[0])

@@ -1,0 +1,92 @@
+"""A whole run whose driver is on the first of some hosts (`tests.support.hosts`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slime.observability.sinks import AXES, read_jsonl
+from tests.support.e2e import MARKERS, ROOT, Flags, Metrics, environment
+from tests.support.hosts import FakeCluster, FakeHost, _child_of
+
+RUN_LIMIT_S = 600.0
+CLEAN_LIMIT_S = 30.0
+"""Between the driver's end and the last trace on a host: Ray has to notice, then the guardian has 10 s."""
+
+
+class HostedRun:
+    """One run. Use as a context manager: whatever happens in the block, its driver is ended."""
+
+    def __init__(
+        self, cluster: FakeCluster, run_dir: Path, flags: Flags, *, script: str = "train.py", address: str | None = None
+    ) -> None:
+        """`address`: of Ray, by RAY_ADDRESS; None: of `cluster`, by its flag."""
+        self.run_dir, self._hosts = run_dir, cluster.hosts
+        self._output = run_dir.with_name(f"{run_dir.name}.out")
+        joined = ["--ray-address", cluster.address] if address is None else []
+        words = [sys.executable, str(ROOT / script), "--device", "cpu", *joined, *map(str, flags)]
+        env = {**environment(), **cluster.environment} | ({"RAY_ADDRESS": address} if address else {})
+        with self._output.open("wb") as output:
+            self._enter = subprocess.Popen(
+                cluster.hosts[0].command([*words, "--run-dir", str(run_dir)]),
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> HostedRun:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._enter.poll() is None:
+            self.kill()
+
+    @property
+    def tail(self) -> str:
+        """The end of the output, for the message of a failed assertion."""
+        return f"output of {self.run_dir.name}:\n{self._output.read_text(errors='replace')[-4000:]}"
+
+    def wait(self) -> int:
+        """Exit status of the driver."""
+        return self._enter.wait(RUN_LIMIT_S)
+
+    def wait_until(self, what: str, condition: object, limit_s: float = RUN_LIMIT_S) -> None:
+        """Returns when `condition` holds. Fails if the run ends before, or after `limit_s`."""
+        assert callable(condition), "a condition is called"
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert self._enter.poll() is None, f"the run ended before {what}; {self.tail}"
+            assert time.monotonic() < deadline, f"no {what} after {limit_s:.0f} s; {self.tail}"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL of the driver alone."""
+        os.kill(_child_of(self._enter.pid), 9)  # `nsenter` waits for it
+        self._enter.wait(30)
+
+    def left_now(self, host: FakeHost) -> list[str]:
+        """What there is of the run on a host."""
+        run_id = json.loads((self.run_dir / "run.json").read_text())["starts"][-1]["run_id"]
+        return host.left_of(run_id)
+
+    def left_on_hosts(self) -> list[str]:
+        """What is left of the run on all hosts some time after its driver ended; returns as soon as nothing is."""
+        asked_s = time.monotonic()
+        while (found := [x for host in self._hosts for x in self.left_now(host)]) and (
+            time.monotonic() < asked_s + CLEAN_LIMIT_S
+        ):
+            time.sleep(0.25)
+        self.clean_s = time.monotonic() - asked_s
+        return found
+
+    def metrics(self, kind: str) -> Metrics:
+        """Step -> metrics of one of `MARKERS`."""
+        file = self.run_dir / "metrics.jsonl"
+        axis, marker = AXES[kind], MARKERS[kind]
+        rows = read_jsonl(file) if file.is_file() else []
+        return {int(row[axis]): row for row in rows if axis in row and marker in row}

@@ -1,0 +1,119 @@
+"""Law: neighbours are on one host, nothing is used twice, and hosts that cannot give what is asked are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.cluster.placement import Host, PlacementPlan, in_device_order, plan_placement
+from slime.core.errors import ConfigError
+
+
+def hosts(*slots: int, cores: int = 8) -> list[Host]:
+    """Hosts with so many slots; the driver's is the first."""
+    return [Host(f"h{i}", f"10.0.0.{i + 1}", n, cores, f"node{i}") for i, n in enumerate(slots)]
+
+
+def plan(*on: int, nodes: int = 1, per_node: int = 1, rollout: int = 1, engine: int = 1, **more: Any) -> PlacementPlan:
+    """A plan on hosts with so many slots."""
+    given: dict[str, Any] = {"colocate": False, "hosts": hosts(*on), **more}
+    return plan_placement(num_nodes=nodes, num_per_node=per_node, num_rollout=rollout, num_per_engine=engine, **given)
+
+
+def test_a_run_that_fits_the_drivers_host_meets_on_loopback() -> None:
+    found = plan(4, 4, per_node=2, rollout=2)
+    assert not found.several_hosts and {found.address_of(s) for s in range(4)} == {"127.0.0.1"}
+    assert found.train_slots == (0, 1) and [e.slots for e in found.engines] == [(2,), (3,)]
+
+
+def test_trainer_and_engine_on_hosts_of_their_own() -> None:
+    found = plan(1, 1)
+    assert found.several_hosts
+    assert found.address_of(found.train_slots[0]) == "10.0.0.1"
+    assert found.address_of(found.engines[0].slots[0]) == "10.0.0.2"
+
+
+def test_training_nodes_are_different_hosts() -> None:
+    found = plan(4, 4, nodes=2, per_node=2, rollout=2)
+    assert [found.slot_hosts[s] for s in found.train_slots] == [0, 0, 1, 1]
+    assert not found.split_groups(2) and found.split_groups(4)
+    with pytest.raises(ConfigError, match=r"2 hosts with 2 free slots each; free are 4 on h0 \(10.0.0.1\), 1 on h1"):
+        plan(4, 1, nodes=2, per_node=2)
+
+
+def test_an_engine_never_straddles_hosts() -> None:
+    found = plan(3, 4, per_node=3, rollout=4, engine=4)
+    assert {found.slot_hosts[s] for s in found.engines[0].slots} == {1}
+    with pytest.raises(ConfigError, match="no host is left for engine 1"):
+        plan(3, 3, rollout=4, engine=2, per_node=2)
+    with pytest.raises(ConfigError, match="does not divide"):
+        plan(8, rollout=3, engine=2)
+
+
+def test_the_largest_room_is_kept_for_engines() -> None:
+    found = plan(8, 4, per_node=4, rollout=8, engine=8)
+    assert [found.slot_hosts[s] for s in found.train_slots] == [1] * 4
+    assert {found.slot_hosts[s] for s in found.engines[0].slots} == {0}
+
+
+def test_colocated_engines_share_the_slots_of_one_host() -> None:
+    found = plan(3, 3, nodes=2, per_node=3, rollout=4, engine=2, colocate=True, hosts=hosts(3, 3))
+    assert next(e.slots for e in found.engines) == (0, 1)
+    assert found.train_slots == (0, 1, 2, 3, 4, 5)
+
+
+def test_colocated_engines_that_would_straddle_are_refused() -> None:
+    with pytest.raises(ConfigError, match="where 2 fit"):
+        plan(3, 3, nodes=2, per_node=3, rollout=6, engine=2, colocate=True)
+
+
+def test_a_driver_without_slots_is_a_host_of_the_run() -> None:
+    found = plan(0, 2)
+    assert [h.name for h in found.hosts] == ["h0", "h1"] and found.slot_hosts == (1, 1)
+    assert found.several_hosts, "the rollout side is on the driver's host and has to reach the engines"
+
+
+def test_threads_are_of_the_host_that_computes() -> None:
+    small, large = Host("a", "10.0.0.1", 1, 2), Host("b", "10.0.0.2", 2, 64)
+    found = plan(hosts=[small, large], rollout=2)
+    assert found.train_threads == (2,) and [e.num_threads for e in found.engines] == [32, 32]
+    assert plan(hosts=[small, large], rollout=2, max_threads=1).engines[0].num_threads == 1
+    shared = plan(hosts=[Host("a", "10.0.0.1", 2, 8)], per_node=2, rollout=1, colocate=True)
+    assert shared.train_threads == (4, 4) and shared.engines[0].num_threads == 8
+
+
+@given(
+    free=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    nodes=st.integers(0, 3),
+    per_node=st.integers(1, 4),
+    engine=st.sampled_from([1, 2, 4]),
+    engines=st.integers(0, 5),
+    colocate=st.booleans(),
+)
+def test_any_plan_keeps_the_invariants(
+    free: list[int], nodes: int, per_node: int, engine: int, engines: int, colocate: bool
+) -> None:
+    colocate = colocate and nodes > 0
+    asked: dict[str, Any] = {"nodes": nodes, "per_node": per_node, "rollout": engine * engines, "engine": engine}
+    try:
+        found = plan(*free, **asked, colocate=colocate)
+    except ConfigError:
+        return
+    assert list(found.slot_hosts) == sorted(found.slot_hosts)
+    by_host = [found.slot_hosts.count(h) for h in range(len(found.hosts))]
+    assert all(n <= host.num_slots for n, host in zip(by_host, found.hosts, strict=True))
+    taken = [slot for placed in found.engines for slot in placed.slots]
+    assert len(set(taken)) == len(taken) and len(set(found.train_slots)) == nodes * per_node
+    assert colocate or not set(taken) & set(found.train_slots)
+    assert not colocate or set(taken) <= set(found.train_slots)
+    assert all(len({found.slot_hosts[s] for s in placed.slots}) == 1 for placed in found.engines)
+    assert not found.split_groups(per_node)
+    again = plan(hosts=found.hosts, **asked, colocate=colocate)
+    assert again == found, "among its own hosts the plan is the same"
+
+
+def test_slots_of_a_host_follow_its_devices() -> None:
+    assert in_device_order((0, 0, 0, 1, 1), (2, 0, 1, 5, 4)) == (1, 2, 0, 4, 3)
