@@ -92,8 +92,8 @@ def _is_secret(name: str) -> bool:
 
 
 def enter_start_folder() -> None:
-    """Every process of the run on a cluster calls this first. A folder that is not there is told of by the check of
-    the shared folders, which names the host."""
+    """Every process of the run on a cluster calls this first. If the folder is not there, the check of the shared
+    folders says so, with the host."""
     folder = os.environ.get(START_FOLDER_ENV)
     if folder:
         try:

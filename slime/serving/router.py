@@ -41,6 +41,10 @@ DEFAULTS: Mapping[str, Any] = {
 _OWNED = frozenset({"host", "port", "prometheus_port", "prometheus_host", "worker_urls"})
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """An address that stands for all of this host's -> one of them, to ask."""
+NO_PROXIES = {
+    name: None for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+}
+"""Variables that the router does not get: all that it reaches are engines of the run, on other hosts as well."""
 _POLL_S = 0.1
 
 
@@ -96,7 +100,7 @@ class Router(LeasedServer):
             f"router {self.url}",
             python_module("slime.serving.launch", [ROUTER_FLAG, *command_line_flags(fields)]),
             log_path=self.log_path,
-            env={API_KEY_ENV: self._api_key},
+            env={API_KEY_ENV: self._api_key, **NO_PROXIES},
         )
         self._process.start()
 

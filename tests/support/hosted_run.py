@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from slime.observability.sinks import AXES, read_jsonl
 from tests.support.e2e import MARKERS, ROOT, Flags, Metrics, environment
-from tests.support.hosts import FakeCluster, FakeHost, _child_of
+from tests.support.hosts import FakeCluster, FakeHost, child_of
 
 RUN_LIMIT_S = 600.0
 CLEAN_LIMIT_S = 30.0
@@ -22,14 +24,16 @@ class HostedRun:
     """One run. Use as a context manager: whatever happens in the block, its driver is ended."""
 
     def __init__(
-        self, cluster: FakeCluster, run_dir: Path, flags: Flags, *, script: str = "train.py", address: str | None = None
+        self, cluster: FakeCluster, run_dir: Path, flags: Flags, *, script: str = "train.py", by_variable: bool = False
     ) -> None:
-        """`address`: of Ray, by RAY_ADDRESS; None: of `cluster`, by its flag."""
+        """`by_variable`: the driver finds the cluster by RAY_ADDRESS, not by its flag."""
         self.run_dir, self._hosts = run_dir, cluster.hosts
+        self.clean_s = 0.0
+        """From the first question whether anything is left to the answer."""
         self._output = run_dir.with_name(f"{run_dir.name}.out")
-        joined = ["--ray-address", cluster.address] if address is None else []
+        joined = [] if by_variable else ["--ray-address", cluster.address]
         words = [sys.executable, str(ROOT / script), "--device", "cpu", *joined, *map(str, flags)]
-        env = {**environment(), **cluster.environment} | ({"RAY_ADDRESS": address} if address else {})
+        env = {**environment(), **cluster.environment} | ({"RAY_ADDRESS": cluster.address} if by_variable else {})
         with self._output.open("wb") as output:
             self._enter = subprocess.Popen(
                 cluster.hosts[0].command([*words, "--run-dir", str(run_dir)]),
@@ -43,8 +47,7 @@ class HostedRun:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._enter.poll() is None:
-            self.kill()
+        self.end()
 
     @property
     def tail(self) -> str:
@@ -55,9 +58,8 @@ class HostedRun:
         """Exit status of the driver."""
         return self._enter.wait(RUN_LIMIT_S)
 
-    def wait_until(self, what: str, condition: object, limit_s: float = RUN_LIMIT_S) -> None:
+    def wait_until(self, what: str, condition: Callable[[], bool], limit_s: float = RUN_LIMIT_S) -> None:
         """Returns when `condition` holds. Fails if the run ends before, or after `limit_s`."""
-        assert callable(condition), "a condition is called"
         deadline = time.monotonic() + limit_s
         while not condition():
             assert self._enter.poll() is None, f"the run ended before {what}; {self.tail}"
@@ -66,8 +68,13 @@ class HostedRun:
 
     def kill(self) -> None:
         """SIGKILL of the driver alone."""
-        os.kill(_child_of(self._enter.pid), 9)  # `nsenter` waits for it
+        os.kill(child_of(self._enter.pid), signal.SIGKILL)  # `nsenter` waits for it
         self._enter.wait(30)
+
+    def end(self) -> None:
+        """SIGKILL of the driver, unless it has ended."""
+        if self._enter.poll() is None:
+            self.kill()
 
     def left_now(self, host: FakeHost) -> list[str]:
         """What there is of the run on a host."""

@@ -4,24 +4,25 @@ A host has a network of its own (an address on a common bridge), and its own pro
 guardian on one host sees nothing of another, as on real machines. One folder is shared by all. Root is needed, and
 `ip`, `unshare`, `nsenter`.
 
-Consumes nothing of the machine but names that carry this process's pid. Produces hosts for a block. Waits for hosts to
+Consumes nothing of the machine. Produces hosts for a block. Waits for hosts to
 come up and for Ray to start, with limits. Nobody wakes it.
 
 Invariants
 1. A host's first process is init of its process namespace: when it is killed, so is everything on the host.
-2. What the block made (processes, namespaces, bridge) is gone after it, whatever happened in it, by the names and pids
-   that were made here.
+2. What the block made is gone after it, and when the tests are killed: namespaces, bridge and links have no names and
+   end with their processes, which end with the tests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,15 +39,20 @@ TOOLS = ("ip", "unshare", "nsenter")
 UP = """
 set -e
 hostname {name}
-mkdir -p {shared} && mount --bind {shared} {shared}
-mkdir -p {keep} && mount --bind {shared} {keep}
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/shared && mount --bind {shared} /mnt/shared
 mount -t tmpfs tmpfs /tmp
 mount -t tmpfs tmpfs /dev/shm
-mkdir -p {shared} && mount --bind {keep} {shared}
+mkdir -p {shared} && mount --bind /mnt/shared {shared}
+ip link set lo up
 echo up
-exec sleep infinity
+while :; do sleep 3600 & wait; done
 """
-"""What the first process of a host does: its own /tmp and /dev/shm, with the shared folder where it was."""
+"""What the first process of a host does: its own /tmp and /dev/shm, with the shared folder where it was. Then it reaps,
+as an init does: a dead process that nobody waits for would look alive to its children."""
+ISOLATED = ("--net", "--mount", "--pid", "--uts", "--fork", "--kill-child=SIGKILL", "--mount-proc")
+BRIDGE = "hosts"
+PR_SET_PDEATHSIG = 1
 
 
 def why_no_hosts() -> str:
@@ -54,12 +60,8 @@ def why_no_hosts() -> str:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"hosts are namespaces, and {', '.join(missing)} is not installed"
-    probe = f"probe{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if made.returncode:
-        return f"hosts are namespaces, which cannot be made here: {made.stderr.strip()}"
-    tried = subprocess.run(["unshare", "--mount", "--pid", "--uts", "--fork", "true"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", probe], check=False)
+    words = ["unshare", *ISOLATED, "ip", "link", "add", BRIDGE, "type", "bridge"]
+    tried = subprocess.run(words, capture_output=True, text=True, check=False)
     return f"hosts are namespaces, which cannot be made here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -96,7 +98,7 @@ class FakeHost:
         self.run([*ray, *size, "--temp-dir", "/tmp/ray", "--disable-usage-stats"])
 
     def left_of(self, run_id: str) -> list[str]:
-        """Processes of the run here, and what it has in /dev/shm and /tmp beside Ray's own; empty is what was promised."""
+        """Processes of the run here, and what it has in /dev/shm and /tmp; empty is what was promised."""
         mark = f"{RUN_ID_ENV}={run_id}".encode()
         own = os.readlink(f"/proc/{self.init}/ns/pid")
         found = []
@@ -116,11 +118,20 @@ class FakeHost:
         lines = Path(f"/proc/{self.init}/net/tcp").read_text().splitlines()[1:]
         return {int(line.split()[1].rpartition(":")[2], 16) for line in lines if line.split()[3] == "0A"}
 
-    def listening_addresses(self, pids: set[int] | None = None) -> set[str]:
-        """IPv4 addresses on which somebody listens here."""
-        lines = Path(f"/proc/{self.init}/net/tcp").read_text().splitlines()[1:]
-        raw = [line.split()[1].partition(":")[0] for line in lines if line.split()[3] == "0A"]
-        return {".".join(str(b) for b in bytes.fromhex(address)[::-1]) for address in raw}
+    def pids_of(self, words: str) -> list[int]:
+        """Processes here, as the machine numbers them, whose command line holds these words."""
+        own, found = os.readlink(f"/proc/{self.init}/ns/pid"), []
+        for pid in (int(p) for p in os.listdir("/proc") if p.isdigit()):
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                if os.readlink(f"/proc/{pid}/ns/pid") == own and words.encode() in line:
+                    found.append(pid)
+        return found
+
+    def kill(self, words: str) -> None:
+        """SIGKILL to the one process here whose command line holds these words."""
+        (pid,) = self.pids_of(words)
+        os.kill(pid, signal.SIGKILL)
 
 
 @dataclass
@@ -150,44 +161,51 @@ def ray_cluster(shared: Path, cpus: Sequence[int]) -> Iterator[FakeCluster]:
 
 @contextmanager
 def network_of_hosts(shared: Path, count: int) -> Iterator[list[FakeHost]]:
-    """Hosts on one bridge."""
-    tag = f"{os.getpid() % 100000}{secrets.token_hex(1)}"
-    bridge, subnet = f"b{tag}", f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
+    """Hosts on one bridge, which is in the namespace of the first; nothing of the machine's own network is touched."""
+    subnet = "10.77.0"
     with ExitStack() as stack:
-        _ip("link", "add", bridge, "type", "bridge")
-        stack.callback(_ip, "link", "del", bridge)
-        _ip("addr", "add", f"{subnet}.254/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
-        hosts = [
-            stack.enter_context(_host(f"h{n}{tag}", f"{subnet}.{n}", bridge, f"{subnet}.254", shared))
-            for n in range(1, count + 1)
-        ]
+        hosts = []
+        for number in range(1, count + 1):
+            name = f"host{number}-{os.getpid()}"
+            hosts.append(FakeHost(name, f"{subnet}.{number}", stack.enter_context(_first_process(name, shared))))
+        first = hosts[0]
+        for words in (
+            ("link", "add", BRIDGE, "type", "bridge"),
+            ("addr", "add", f"{first.address}/24", "dev", BRIDGE),
+            ("link", "set", BRIDGE, "up"),
+            ("route", "add", "default", "dev", BRIDGE),  # Ray finds its own address by asking for a way out
+        ):
+            _ip(first, *words)
+        for number, host in enumerate(hosts[1:], start=2):
+            _ip(first, *f"link add v{number} type veth peer name eth0 netns {host.init}".split())
+            _ip(first, "link", "set", f"v{number}", "master", BRIDGE, "up")
+            _ip(host, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            _ip(host, "link", "set", "eth0", "up")
+            _ip(host, "route", "add", "default", "via", first.address)
         yield hosts
 
 
 @contextmanager
-def _host(name: str, address: str, bridge: str, gateway: str, shared: Path) -> Iterator[FakeHost]:
+def _first_process(name: str, shared: Path) -> Iterator[int]:
+    """Pid of a host's init."""
     with ExitStack() as stack:
-        _ip("netns", "add", name)
-        stack.callback(_ip, "netns", "del", name)
-        _ip("link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
-        _ip("link", "set", f"v{name}", "master", bridge, "up")
-        for device in ("lo", "eth0"):
-            _ip("-n", name, "link", "set", device, "up")
-        _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-        _ip("-n", name, "route", "add", "default", "via", gateway)
-        keep = stack.enter_context(tempfile.TemporaryDirectory(prefix="host-", dir="/var/tmp"))
-        script = UP.format(name=name, shared=shared, keep=keep)
-        isolated = ["unshare", "--mount", "--pid", "--uts", "--fork", "--mount-proc", "--propagation", "private"]
+        script = UP.format(name=name, shared=shared)
         first = subprocess.Popen(
-            ["ip", "netns", "exec", name, *isolated, "bash", "-c", script], stdout=subprocess.PIPE, text=True
+            ["unshare", *ISOLATED, "--propagation", "private", "bash", "-c", script],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=_die_with_the_tests,
         )
         stack.callback(_end, first)
         assert first.stdout is not None and first.stdout.readline() == "up\n", f"{name} did not come up"
-        yield FakeHost(name, address, _child_of(first.pid))
+        yield child_of(first.pid)
 
 
-def _child_of(pid: int) -> int:
+def _die_with_the_tests() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def child_of(pid: int) -> int:
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
 
@@ -195,7 +213,7 @@ def _child_of(pid: int) -> int:
 def _end(first: subprocess.Popen[str]) -> None:
     """Kills the init of the host's process namespace, and with it everything there."""
     with contextlib.suppress(OSError, ValueError):
-        os.kill(_child_of(first.pid), 9)
+        os.kill(child_of(first.pid), signal.SIGKILL)
     deadline = time.monotonic() + 10
     while first.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -204,5 +222,6 @@ def _end(first: subprocess.Popen[str]) -> None:
     first.wait()
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(host: FakeHost, *words: str) -> None:
+    """Sets up a host's network."""
+    subprocess.run(["nsenter", "-t", str(host.init), "-n", "ip", *words], check=True, capture_output=True)

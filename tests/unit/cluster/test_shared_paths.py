@@ -1,0 +1,63 @@
+"""Law: a folder that a host does not see as the driver does is named with its host, and no token is left behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.cluster.shared_paths import contract_of, not_seen, require_seen
+from slime.core.errors import ConfigError
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Any:
+    """Settings of a run with all its folders below `tmp_path`."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "run").mkdir()
+    return SimpleNamespace(
+        save=str(tmp_path / "deep" / "save"),
+        save_hf=str(tmp_path / "export" / "step_{rollout_id}"),
+        update_weight_transport="disk",
+        update_weight_disk_dir=str(tmp_path / "run" / "weights"),
+        hf_checkpoint=str(tmp_path / "model"),
+        load=None,
+        ref_load=str(tmp_path / "model"),
+        critic_load=None,
+        opd_teacher_load=None,
+    )
+
+
+def test_a_host_that_sees_all_says_nothing(args: Any, tmp_path: Path) -> None:
+    with contract_of(args, tmp_path / "run") as contract:
+        assert set(contract.tokens) == {"--run-dir", "--save", "--save-hf", "--update-weight-disk-dir"}
+        assert contract.tokens["--save-hf"][0].startswith(str(tmp_path / "export" / ".seen-by-every-host"))
+        assert not_seen(contract, limit_s=0) == []
+        require_seen({"b (10.0.0.2)": []})
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "model", "run"], "what was made is removed"
+
+
+def test_each_kind_of_blindness_is_told(args: Any, tmp_path: Path) -> None:
+    """Another file system below the same path; other files in a copy of the model; no such folder."""
+    with contract_of(args, tmp_path / "run") as contract:
+        Path(contract.tokens["--save"][0]).unlink()
+        Path(contract.tokens["--save-hf"][0]).write_text("another run's")
+        (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+        problems = not_seen(contract, limit_s=0)
+        with pytest.raises(ConfigError, match=r"b \(10.0.0.2\) does not see --save .*deep/save \(No such file") as told:
+            require_seen({"a (10.0.0.1)": [], "b (10.0.0.2)": problems})
+        assert "--save-hf" in str(told.value) and "another folder is there" in str(told.value)
+        assert "--hf-checkpoint" in str(told.value) and "--ref-load" in str(told.value)
+        assert "a (10.0.0.1)" not in str(told.value) and "same place" in str(told.value)
+
+
+def test_a_copy_of_the_model_will_do(args: Any, tmp_path: Path) -> None:
+    with contract_of(args, tmp_path / "run") as contract:
+        shutil.move(tmp_path / "model", tmp_path / "away")
+        assert any("no such folder" in problem for problem in not_seen(contract, limit_s=0))
+        shutil.copytree(tmp_path / "away", tmp_path / "model")
+        assert not_seen(contract, limit_s=0) == []
