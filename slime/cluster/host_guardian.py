@@ -17,6 +17,7 @@ by its end.
 Invariants
 1. The guardian is not a child of this process: Ray ends the children of an actor with it.
 2. It has no pipe but the two of this process, so its end-of-file is this process's end.
+3. `close` ends the guardian that watches, and none starts after it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class HostGuardian:
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
         self._run_id, self._log_path = run_id, log_path
-        self._closing, self._over = False, threading.Event()
+        self._lock, self._closing, self._over = threading.Lock(), False, threading.Event()
         self._num_left: int | None = None
         self._process = self._start()
         self._thread = threading.Thread(target=self._listen, name="guardian", daemon=True)
@@ -51,10 +52,11 @@ class HostGuardian:
 
         Raises `EngineError` if some are left, `DeadlineExceeded` if the guardian does not answer.
         """
-        self._closing = True
-        assert self._process.stdin is not None, "the guardian was started without a pipe"
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        with self._lock:  # never the pipe of a guardian that is just being replaced
+            self._closing = True
+            assert self._process.stdin is not None, "the guardian was started without a pipe"
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         if not self._over.wait(limit_s):
             raise DeadlineExceeded.waiting(owner="a host's actor", for_what="its guardian", limit_s=limit_s)
         if self._num_left != 0:
@@ -77,12 +79,13 @@ class HostGuardian:
             word = self._process.stdout.readline()
             if word.startswith(ENDED):
                 self._num_left = int(word.removeprefix(ENDED))
-            if word or self._closing or start == MAX_STARTS:
-                break
-            logger.warning("the guardian of this host was killed; another one starts")
-            try:
-                self._process = self._start()
-            except (OSError, EngineError):
-                logger.exception("no other guardian started")
-                break
+            with self._lock:
+                if word or self._closing or start == MAX_STARTS:
+                    break
+                logger.warning("the guardian of this host was killed; another one starts")
+                try:
+                    self._process = self._start()
+                except (OSError, EngineError):
+                    logger.exception("no other guardian started")
+                    break
         self._over.set()

@@ -193,11 +193,13 @@ def _first_process(name: str, shared: Path) -> Iterator[int]:
         first = subprocess.Popen(
             ["unshare", *ISOLATED, "--propagation", "private", "bash", "-c", script],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             preexec_fn=_die_with_the_tests,
         )
         stack.callback(_end, first)
-        assert first.stdout is not None and first.stdout.readline() == "up\n", f"{name} did not come up"
+        assert first.stdout is not None and first.stderr is not None, "a host was started without pipes"
+        assert first.stdout.readline() == "up\n", f"{name} did not come up: {first.stderr.read()}"
         yield child_of(first.pid)
 
 

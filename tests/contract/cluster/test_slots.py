@@ -1,0 +1,43 @@
+"""Law: neighbouring slots of a host have neighbouring devices, in whatever order Ray gives them to bundles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ray
+from slime.cluster.placement import Host, plan_placement
+from slime.cluster.slots import give_back, on_node, reserve
+
+ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
+node = ray.nodes()[0]
+host = Host("a", node["NodeManagerAddress"], 4, 4, node["NodeID"])
+plan = plan_placement(num_nodes=1, num_per_node=3, num_rollout=1, num_per_engine=1, colocate=False, hosts=[host])
+on_slot = reserve(plan, device="cuda", limit_s=60)
+
+
+@ray.remote
+class Seat:
+    def device(self):
+        return int(ray.get_gpu_ids()[0])
+
+
+seats = [Seat.options(**on_slot(slot, 0.4)).remote() for slot in range(plan.num_slots)]
+seats.append(Seat.options(**on_slot(0, 0.2)).remote())
+print("devices", ray.get([seat.device.remote() for seat in seats]))
+give_back()
+give_back()
+"""
+
+
+@pytest.mark.slow
+def test_slots_follow_devices_and_are_given_back() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_USAGE_STATS_ENABLED": "0"}
+    words = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "devices [0, 1, 2, 3, 0]" in done.stdout, done.stdout
