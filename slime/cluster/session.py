@@ -68,9 +68,9 @@ class RaySession:
         self.run_id, self._start = run_id, start
 
     @classmethod
-    def of_its_own(cls, args: Args, num_cpus: int, num_gpus: int) -> RaySession:
+    def of_its_own(cls, run_id: str, *, num_cpus: int, num_gpus: int) -> RaySession:
         """A cluster that this process starts on this host, with so much to give."""
-        return cls(args.run_id, lambda: _start_local(args.run_id, num_cpus, num_gpus))
+        return cls(run_id, lambda: _start_local(run_id, num_cpus, num_gpus))
 
     @classmethod
     def joined(cls, args: Args) -> RaySession:

@@ -19,20 +19,22 @@ def packages() -> set[str]:
 def no_trace() -> Iterator[None]:
     """Law: environment, working folder and import path are after a test what they were before it.
 
-    The other fixtures of a test, and so `monkeypatch`, are undone before this one looks. A package may set a variable
-    when it is first imported, and stays.
+    The other fixtures of a test, and so `monkeypatch`, are undone before this one looks. A package may set a variable,
+    and setuptools the path to packages of its own, when it is first imported.
     """
     environment, folder, path, imported = dict(os.environ), Path.cwd(), list(sys.path), packages()
     yield
     names = (environment.keys() | os.environ.keys()) - {"PYTEST_CURRENT_TEST"}
     changed = {name for name in names if environment.get(name) != os.environ.get(name)}
+    added = [entry for entry in sys.path if entry not in path]
     if packages() - imported:
         changed &= environment.keys() | {"PYTHONPATH"}
+        added = [entry for entry in added if "site-packages" not in entry]  # setuptools has packages of its own there
     for name in changed:
         os.environ.pop(name, None)
         if name in environment:
             os.environ[name] = environment[name]
-    left, added = Path.cwd(), [entry for entry in sys.path if entry not in path]
+    left = Path.cwd()
     os.chdir(folder)
     sys.path[:] = path
     assert not changed, f"left changed in the environment: {sorted(changed)}"

@@ -44,7 +44,8 @@ def told(ref):
     except Exception as error:
         return [type(error).__name__, str(error), str(error.__cause__)]
 
-with guarded(run_id, log_path=folder / "guardian.log"), RaySession(run_id, num_cpus=1, num_gpus=0):
+guardian = guarded(run_id, log_path=folder / "guardian.log", own_ray=True)
+with guardian, RaySession.of_its_own(run_id, num_cpus=1, num_gpus=0):
     actor, other = TrainActor.remote(), TrainActor.remote()
     pid = wait_for([actor.pid.remote()], for_what="a pid", limit_s=120)[0]
     out = {"pid": pid, "ours": told(other.ours.remote())}

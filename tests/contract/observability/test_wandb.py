@@ -32,7 +32,7 @@ sample = ShownSample(
     kind="rollout", step=0, prompt="1 + 1 =", response="2", reward=1.0, label="2", status="completed",
     response_length=1, weight_version=3, finish_reason="stop", picked="best",
 )
-with guarded(run_id, log_path=path / "guardian.log"), Tracker.with_views(views, folder) as tracker:
+with guarded(run_id, log_path=path / "guardian.log", own_ray=True), Tracker.with_views(views, folder) as tracker:
     for step in range(2):
         tracker.log("rollout", step, {"rollout/raw_reward": step / 4})
         if step == 0:
