@@ -3,7 +3,7 @@
 python -m benchmarks.routing_replay --shape 30b-a3b-6l --dtype bfloat16 --out r3.json       on a GPU
 python -m benchmarks.routing_replay --shape tiny-moe --device cpu --responses 64            a minute, anywhere
 
-An engine with random weights answers through the router; the trainer then evaluates the same weights on these tokens,
+An engine with random weights answers through the client; the trainer then evaluates the same weights on these tokens,
 with its own choice of experts and with the engine's. Every choice of every router is compared with the engine's record.
 Prints one JSON record: tokens sampled, choices compared and equal (a choice: the set of experts of a token in a layer),
 the share in which the trainer's router alone would choose another set, the log-prob difference both ways, and what the
@@ -40,7 +40,6 @@ def sampled(checkpoint: Path, options: argparse.Namespace, folder: Path) -> Any:
     from slime.core.sample import Sample
     from slime.rollout.client import EngineClient
     from slime.serving.plain_http import request
-    from slime.serving.router import Router
     from slime.serving.server import ServerSpec, SGLangServer
 
     config = SHAPES[options.shape]
@@ -71,18 +70,14 @@ def sampled(checkpoint: Path, options: argparse.Namespace, folder: Path) -> Any:
 
     extra = ENGINE | (ON_GPU if options.device == "cuda" else {})
     spec = ServerSpec(str(checkpoint), dtype=options.dtype, device=options.device, extra=extra)
-    server, router = SGLangServer(spec, log_path=folder / "engine.log"), Router(log_path=folder / "router.log")
+    server = SGLangServer(spec, log_path=folder / "engine.log")
     try:
         server.start()
         server.wait_ready(timeout_s=600)
         version = {"new_version": "1", "abort_all_requests": False}
         request("POST", f"{server.url}/update_weight_version", version, timeout_s=30)
-        router.start()
-        router.wait_ready()
-        router.add_worker(server.url)
-        asyncio.run(ask(router.url))
+        asyncio.run(ask(server.url))
     finally:
-        router.stop()
         server.stop()
     made = tuple(TrainSample.from_sample(s, reward=float(rng.normal())) for s in samples)
     return TrainBatch(rollout_id=0, samples=made)

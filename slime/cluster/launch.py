@@ -101,9 +101,8 @@ def _placed(args: Args, startup: StartUp, folder: RunFolder) -> Iterator[Placeme
     if args.ray_address is None:
         plan = plan_here(args)
         num_gpus = plan.num_slots if args.device == "cuda" else 0
-        with _timed(
-            startup, "ray", "Ray is up", RaySession.of_its_own(run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)
-        ):
+        own = RaySession.of_its_own(args.run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)
+        with _timed(startup, "ray", "Ray is up", own):
             yield plan
         return
     with (

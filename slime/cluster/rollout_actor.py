@@ -3,13 +3,20 @@
 An asyncio actor: generation, evaluation, saving and progress run side by side, so that a save never waits for a
 generation to end. Consumes: calls of the driver. Produces: batches, metrics, and the Data Buffer's part of checkpoints.
 Waits for: what the manager's schedule waits for, and for the router at the start. Is woken by: the driver's calls, and
-on its event loop by the end of requests and gradings. The router forwards to an engine only after `admit` (its first
-verified weight sync).
+on its event loop by the end of requests and gradings.
+
+Invariants
+1. Requests go to an engine only after `admit` (its first verified weight sync), and never after `dismiss`. Ours go
+   there directly, because the router neither says nor lets choose which engine has a request, and hands on no abort;
+   it is for others.
+2. The router asks for a key, which is the engines' own: with none it would take anybody's servers, and hand them the
+   key and the requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -20,8 +27,19 @@ from slime.observability.logs import setup_logging
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
 from slime.rollout.types import StepNews
+from slime.rollout.wire import allow_many_connections
 from slime.serving.router import Router
 from slime.settings import Args
+
+KEY_FILE = "router_key"
+"""In the run folder, for its owner's eyes: what others send to the router as their bearer token."""
+
+
+def write_key(path: Path, key: str) -> None:
+    """Writes the key where only this user can read it."""
+    path.unlink(missing_ok=True)
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(key)
 
 
 @ray.remote(max_restarts=0)
@@ -37,30 +55,34 @@ class RolloutActor:
                 host=args.router_host,
                 port=args.router_port,
                 log_path=Path(log_dir) / "router.log",
-                extra_args=args.router,
+                extra_args={**args.router, "api_key": args.router.get("api_key") or api_key},
                 worker_api_key=api_key,
             )
+            write_key(Path(log_dir).parent / KEY_FILE, self._router.api_key)
             self._router.start()
             self._router.wait_ready(args.engine_start_timeout_s)
             args = args.replace(sglang_router_ip=self._router.host, sglang_router_port=self._router.port)
-        url = self._router.url if self._router is not None else None
-        self._manager = RolloutManager(args, router_url=url, num_engines=num_engines, api_key=api_key)
+        allow_many_connections()
+        self._manager = RolloutManager(args, engines=[] if num_engines else None, api_key=api_key)
 
     async def ready(self) -> int:
         """Number of prompts in the training data; answers when the data is loaded."""
         return self._manager.num_prompts
 
     async def admit(self, urls: list[str]) -> None:
-        """Lets traffic reach these engines."""
+        """Lets traffic reach these engines, our own at once and that of others through the router. Known ones stay."""
+        self._manager.admit(urls)
         if self._router is not None:
-            for url in urls:
-                await asyncio.to_thread(self._router.add_worker, url)
+            await asyncio.gather(*(asyncio.to_thread(self._router.add_worker, url) for url in urls))
 
     async def dismiss(self, urls: list[str]) -> None:
-        """Nothing goes to these engines any more; they may be gone already."""
+        """These engines are dead, or go: no traffic reaches them, and requests that run there go on at another one.
+
+        Without another one they wait (`--engine-wait-s`). Ones that are not known are not an error.
+        """
+        self._manager.dismiss(urls)
         if self._router is not None:
-            for url in urls:
-                await asyncio.to_thread(self._router.remove_worker, url)
+            await asyncio.gather(*(asyncio.to_thread(self._router.remove_worker, url) for url in urls))
 
     async def url(self) -> str | None:
         """The router; None without engines."""
@@ -87,9 +109,9 @@ class RolloutActor:
     async def probe(self) -> TrainBatch:
         return await self._manager.probe()
 
-    async def pause(self) -> None:
-        """Ends requests before a weight sync; no other is sent until `resume`."""
-        await self._manager.pause()
+    async def pause(self, hand_back: bool = True) -> None:
+        """Ends requests before a weight sync; no other is sent until `resume`. `hand_back`: a save follows."""
+        await self._manager.pause(hand_back=hand_back)
 
     async def resume(self) -> None:
         self._manager.resume()

@@ -85,7 +85,8 @@ class WeightSyncSequence:
             return
         self._memory.room_for_weights()
         with span("update_weights"):
-            self._send(self._ends(for_save=for_save and self._saves))
+            saves = for_save and self._saves
+            self._send(self._ends(for_save=saves), hand_back=saves)
         self._memory.room_for_the_rest()
         self._engines.end_sync(self._takers, self._version)
 
@@ -109,10 +110,13 @@ class WeightSyncSequence:
         """Whether this weight sync ends the requests that run."""
         return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
 
-    def _send(self, ends_requests: bool) -> None:
-        """Steps 2 to 4, until they succeed or fail for another reason than the loss of an engine."""
+    def _send(self, ends_requests: bool, *, hand_back: bool) -> None:
+        """Steps 2 to 4, until they succeed or fail for another reason than the loss of an engine.
+
+        `hand_back`: the Data Buffer gets the tokens of the requests that end.
+        """
         if ends_requests:
-            self._actors.on_rollout("pause", for_what="requests to end", limit_s=REQUESTS_LIMIT_S)
+            self._actors.on_rollout("pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S)
         while not (metrics := self._try(None)):
             logger.warning("an engine was lost during the weight sync; it is repeated with the others")
         if ends_requests:

@@ -1,103 +1,112 @@
-"""`EngineClient`: token ids in; token ids, log-probs and weight version out, through one connection pool.
+"""`EngineClient`: token ids in; token ids, log-probs and weight versions out, whatever happens to engines meanwhile.
 
-Consumes: requests of rollout tasks (`generate`, `stream`). Produces: a `Generation`, or its parts. Waits for: a free
-connection, then the engine's answer, within `--request-timeout-s`; while it is paused, for `resume`. Is woken by: the
-answer, the limit, `resume`, or the end of its `RequestScope`, by which the loop ends every request that its tasks have
-running, wherever they are in user code. A cancelled or expired request is aborted in its engine by a background task,
-because an engine does not notice at once that a client hung up; `drain` waits for those tasks.
+Consumes: calls of rollout tasks (`generate`, `stream`), and the list of engines (`admit`, `dismiss`). Produces: a
+`Generation`, or its parts. A call waits for a place at an engine (`engines`), then for the events of its request, with
+a limit on the time without progress; while the client is paused, for `resume`. It is woken by an event, the limit, the
+end of its `RequestScope`, by which the loop ends every request that its tasks have running, or the dismissal of its
+engine. What is left of a request in an engine is ended by a background task (`wire`); `drain` waits for those.
 
 Invariants
-1. Only what can succeed is tried again: connection errors, 408, 429, 502, 503, 504; a 500 once; no other 4xx ever. Each
-   try has an id of its own, because an engine refuses one that it is still working on; the try before is aborted.
-2. What is sent and what is returned has passed the checks of `generation`.
-3. The parts of a stream, one after the other, are what `generate` would return. Only the first is asked for again: a
-   stream that breaks later is an error, because its tokens have been handed out.
+1. A call outlives its requests. One that is cut off, by an abort, a weight sync, the death of its engine or a status
+   that may pass, is sent again with the tokens that it has (`call`), and the answer is all of them. Finish reason
+   `abort` is for those who ask for it: `returns_partial`, or a scope that the run ends.
+2. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
+   ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try: the call
+   waits until one can be, within `engine_wait_s`.
+3. Each request has an id of its own, because an engine refuses one that it is still working on, and is at one engine,
+   which alone is told of its end.
+4. There is no limit on the length of an answer, and none on queueing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
-from slime.core.ports import ROUTED_EXPERTS_MARK
 from slime.core.routed_experts import ExpertFormat
-from slime.rollout.generation import (
-    NEVER_SENT,
-    Generation,
-    check_request,
-    decode,
-    parse_experts,
-    parse_generation,
-    parse_part,
-)
+from slime.rollout.call import Call, EndOfText, Refused, require_joinable
+from slime.rollout.engines import DISMISSED, LATE, PAUSED, EnginePool, Interrupted, Try
+from slime.rollout.generation import Generation, check_request
+from slime.rollout.scope import REQUEST_SCOPE, RequestScope
+from slime.rollout.wire import Events, Wire
+
+__all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
 
 logger = logging.getLogger(__name__)
 
-RETRY_STATUSES = frozenset({408, 429, 502, 503, 504})
+RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
-"""The router gave up on an engine that may still work on the request."""
+"""Somebody gave up on an engine that may still work on the request."""
 MAX_TRIES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
-ABORT_TIMEOUT_S = 10.0
-EVERY_REQUEST = ""
-PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 200
+TOGETHER = 32
+"""A scope that has so many requests at an engine, and all that this client has there, is ended by one message. Requests
+of others at that engine end, too."""
+PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so it is repeated."""
-ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-"""Read by the router under its consistent-hashing and manual policies."""
+STREAM_INTERVAL = 32
+"""Tokens of an event. Each event costs engine and client some 0.1 ms; what an engine that dies has not sent is sampled
+again."""
 
 
 @dataclass(slots=True)
-class RequestScope:
-    """The requests of one rollout. Tasks inherit it through `REQUEST_SCOPE`; aborting it reaches all of them."""
+class _Job:
+    """A call under way."""
 
-    rids: set[str] = field(default_factory=set)
-    aborted: bool = False
+    call: Call
+    scope: RequestScope | None
+    session: str | None
+    partial: bool
+    interval: int
+    tries: int = 0
+    """Requests in a row that brought no token."""
+    internal_errors: int = 0
 
-
-REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope", default=None)
-
-
-Post = Callable[[Mapping[str, Any], Mapping[str, str], RequestScope | None], Awaitable[tuple[int, bytes]]]
-"""Sends one try and returns status and body."""
+    def is_over(self) -> bool:
+        """Whether it is handed back as it is."""
+        scope = self.scope
+        return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
 
 class EngineClient:
-    """One router (or one server), many requests. Use on one event loop; `close` at the end."""
+    """Some engines, many requests. Use on one event loop; `close` at the end."""
 
     def __init__(
         self,
-        base_url: str,
-        *,
+        *urls: str,
         request_timeout_s: float = 600.0,
+        engine_wait_s: float = 900.0,
         max_concurrency: int = 256,
         vocab_size: int | None = None,
         api_key: str | None = None,
         token_versions: bool = False,
         experts: ExpertFormat | None = None,
+        end: EndOfText | None = None,
     ) -> None:
-        """`max_concurrency`: requests in flight at most. `vocab_size`: ids beyond it kill an engine and are refused.
-        `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each token.
-        `experts`: engines are asked for the routed experts, which look like this.
+        """`urls`: engines that are admitted from the beginning.
+
+        `request_timeout_s`: seconds without progress. `engine_wait_s`: seconds in which no engine can be reached.
+        `max_concurrency`: requests in flight at most, per engine. `vocab_size`: ids beyond it kill an engine and are
+        refused. `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each
+        token. `experts`: engines are asked for the routed experts, which look like this. `end`: how answers end.
         """
-        self.base_url = base_url.rstrip("/")
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
-        self._token_versions, self._experts = token_versions, experts
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._session: aiohttp.ClientSession | None = None
-        self._background: set[asyncio.Task[None]] = set()
-        self._open = asyncio.Event()
-        self._open.set()
+        self._token_versions, self._experts, self._end = token_versions, experts, end
+        self._wire = Wire(api_key)
+        self._pool = EnginePool(
+            urls, most_per_engine=max_concurrency, silence_limit_s=request_timeout_s, wait_limit_s=engine_wait_s
+        )
+        self._handing_back: list[RequestScope] = []
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -106,31 +115,21 @@ class EngineClient:
         *,
         session_id: str | None = None,
         experts_from: int = 0,
+        returns_partial: bool = False,
     ) -> Generation:
         """Samples a continuation of `input_ids`. `experts_from`: routed experts of earlier tokens are not sent again.
 
-        Raises `RequestRejected` if the request can never succeed, `EngineError` if engine or router fail or answer
-        nonsense, `DeadlineExceeded` after `request_timeout_s` (queueing in this client not counted).
+        `session_id`: requests of one go to one engine, as long as it lives. `returns_partial`: an interrupted request
+        comes back with what it has, finish reason `abort`, instead of going on.
+
+        Raises `RequestRejected` if the request can never succeed, `EngineError` if engines fail or answer nonsense,
+        `DeadlineExceeded` after `request_timeout_s` without progress, or `engine_wait_s` without an engine.
         """
-        scope = REQUEST_SCOPE.get()
-        payload, headers = self._request(input_ids, sampling_params, session_id, experts_from)
-        async with self._slots:
-            await self._open.wait()
-            if scope is not None and scope.aborted:
-                return NEVER_SENT
-            try:
-                async with asyncio.timeout(self._request_timeout_s):
-                    answer = await self._post_with_retries(payload, headers, scope)
-            except TimeoutError as expiry:
-                self._abort_later([payload["rid"]])
-                raise self._late(payload) from expiry
-            except asyncio.CancelledError:
-                self._abort_later([payload["rid"]])
-                raise
-        if answer is None:
-            return NEVER_SENT
-        generation = parse_generation(answer, self._token_versions)
-        return self._with_experts(generation, answer, payload, len(generation.tokens))
+        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, STREAM_INTERVAL)
+        async with aclosing(self._parts(job)) as parts:
+            async for _ in parts:
+                pass
+        return job.call.answer()
 
     async def stream(
         self,
@@ -139,225 +138,231 @@ class EngineClient:
         *,
         session_id: str | None = None,
         experts_from: int = 0,
+        returns_partial: bool = False,
+        interval: int = 1,
     ) -> AsyncGenerator[Generation, None]:
         """As `generate`, in parts: yields what was sampled since the part before, for functions that stop early.
 
         Closing the iterator aborts the request in its engine; what it sampled beyond the last part is nobody's. Each
-        part but the last has the finish reason `abort`, which is what it is if none comes after it. Engines send what
-        is new in each part (`incremental_streaming_output`, which slime's engines are started with). The last part
-        has the routed experts of all: a stream that is closed before it has none.
+        part but the last has the finish reason `abort`, which is what it is if none comes after it. `interval`: tokens
+        of a part, about. The last part has the routed experts of all: a stream that is closed before it has none.
         """
-        scope = REQUEST_SCOPE.get()
-        payload, headers = self._request(input_ids, sampling_params, session_id, experts_from)
-        payload["stream"], content, rids = True, list[aiohttp.StreamReader](), set[str]()
-        num_sampled = 0
+        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, interval)
+        held: Generation | None = None
+        async with aclosing(self._parts(job)) as parts:
+            async for part in parts:
+                if held is not None:
+                    yield held
+                held = None
+                if job.call.finish is None and part.tokens:
+                    yield part
+                else:
+                    held = part
+        yield job.call.last_part(held)
 
-        async def post(*_: Any) -> tuple[int, bytes]:
-            rids.add(payload["rid"])
-            if scope is not None:
-                scope.rids.add(payload["rid"])
-            sent = self._get_session().post(f"{self.base_url}/generate", json=payload, headers=headers)
-            response = await connection.enter_async_context(sent)
-            if response.status != 200:
-                return response.status, await response.read()
-            content[:] = [response.content]
-            body = await _event(response.content)
-            error = decode(body).get("error")
-            return int(error.get("code") or 500) if error else 200, body
+    # ---- engines ---------------------------------------------------------------------------------------------------
 
-        async with self._slots, AsyncExitStack() as connection:
-            await self._open.wait()
-            ends_at, ended = asyncio.get_running_loop().time() + self._request_timeout_s, False
-            try:
-                async with asyncio.timeout_at(ends_at):
-                    aborted = scope is not None and scope.aborted
-                    answer = None if aborted else await self._post_with_retries(payload, headers, scope, post)
-                while answer is not None and not ended:
-                    part, ended = parse_part(answer, self._token_versions)
-                    num_sampled += len(part.tokens)
-                    yield self._with_experts(part, answer, payload, num_sampled) if ended else part
-                    if not ended:
-                        async with asyncio.timeout_at(ends_at):
-                            answer = decode(await _event(content[0]))
-                if not ended:
-                    yield NEVER_SENT
-            except TimeoutError as expiry:
-                raise self._late(payload) from expiry
-            except aiohttp.ClientError as broken:
-                raise EngineError(f"the stream of request {payload['rid']} broke: {broken!r}") from broken
-            finally:
-                if rids and not ended:
-                    self._abort_later([payload["rid"]])
-                if scope is not None:
-                    scope.rids.difference_update(rids)
+    def engines(self) -> list[str]:
+        """Addresses of the engines that are admitted."""
+        return [engine.url for engine in self._pool.engines]
+
+    def admit(self, urls: Iterable[str]) -> None:
+        """Requests may go to these engines, also those that wait for one."""
+        self._pool.admit(urls)
+
+    def dismiss(self, urls: Iterable[str]) -> None:
+        """Takes engines away: requests that run there go on at another one at once, or wait for one."""
+        for url in self._pool.dismiss(urls):
+            self._wire.abort(url)
+
+    def set_engines(self, urls: Iterable[str]) -> None:
+        """Admits exactly these engines, as `admit` and `dismiss` do."""
+        for url in self._pool.set_engines(urls):
+            self._wire.abort(url)
+
+    # ---- all requests at once --------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
         """Ends all requests of a scope: running ones return their partial tokens, later ones are never sent."""
         scope.aborted = True
-        await self._abort(list(scope.rids))
+        for engine in {one.engine for one in scope.tries}:
+            own = [one for one in scope.tries if one.engine is engine]
+            if len(own) == len(engine.tries) and len(own) >= TOGETHER:
+                self._wire.abort(engine.url)
+            else:
+                for one in own:
+                    self._wire.abort(engine.url, one.rid)
+        self._pool.wake_all()
+        await self._wire.drain()
 
-    async def pause(self, scope: RequestScope) -> None:
-        """Ends every request of the engines; those of `scope` return what they have. Later ones wait for `resume`.
+    async def pause(self, scope: RequestScope | None = None) -> None:
+        """Ends every request of the engines; they go on after `resume`, with the tokens they have.
 
-        What has not ended after `PAUSE_POLLS` is left to the engine.
+        Those of `scope` return what they have instead. A request that its engine does not end in time is cut off.
         """
-        self._open.clear()
+        self._pool.close_gate()
+        if scope is not None:
+            scope.hands_back = True
+            self._handing_back.append(scope)
+        self._pool.wake_all()
         for turn in range(PAUSE_POLLS):
-            if not scope.rids:
+            if not self._pool.tries:
                 return
             if turn % PAUSE_REPEAT == 0:
-                await self._abort([EVERY_REQUEST])
+                for engine in self._pool.engines:
+                    if engine.tries or not turn:
+                        self._wire.abort(engine.url)
             await asyncio.sleep(PAUSE_POLL_S)
+        for one in self._pool.tries:
+            one.interrupt(PAUSED)
 
     def resume(self) -> None:
         """Requests go again."""
-        self._open.set()
-
-    async def workers(self) -> list[str]:
-        """Addresses of the servers behind the router; a server that is not a router is its own only worker."""
-        try:
-            async with self._get_session().get(f"{self.base_url}/workers", timeout=_limit(ABORT_TIMEOUT_S)) as response:
-                if response.status == 404:
-                    return [self.base_url]
-                return [str(worker["url"]).rstrip("/") for worker in (await response.json())["workers"]]
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as problem:
-            raise EngineError(f"{self.base_url}/workers did not list its workers: {problem!r}") from problem
+        for scope in self._handing_back:
+            scope.hands_back = False
+        self._handing_back.clear()
+        self._pool.open_gate()
 
     async def drain(self) -> None:
         """Waits until every abort that was started in the background has been delivered (or given up)."""
-        while self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
+        await self._wire.drain()
 
     async def close(self) -> None:
-        """Delivers pending aborts, then closes the pool."""
-        await self.drain()
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Delivers pending aborts, then closes the connections."""
+        await self._pool.close()
+        await self._wire.close()
 
-    def _request(
+    # ---- one call --------------------------------------------------------------------------------------------------
+
+    def _job(
         self,
         input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        session_id: str | None,
-        experts_from: int = 0,
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Payload and headers of a request that may be sent. Raises `RequestRejected`."""
-        check_request(input_ids, sampling_params, self._vocab_size)
-        params = {**sampling_params, "no_stop_trim": False}
-        rid = uuid.uuid4().hex
-        if self._experts is not None:
-            # The engine takes a start up to the number of ids that it is given.
-            rid += f"{ROUTED_EXPERTS_MARK}{min(max(experts_from, 0), len(input_ids))}"
-        payload = {"rid": rid, "input_ids": list(input_ids), "sampling_params": params}
-        return {**payload, "return_logprob": True}, {ROUTING_KEY_HEADER: session_id} if session_id else {}
+        params: Mapping[str, Any],
+        session: str | None,
+        experts_from: int,
+        partial: bool,
+        interval: int,
+    ) -> _Job:
+        """Raises `RequestRejected` for what may not be sent."""
+        check_request(input_ids, params, self._vocab_size)
+        call = Call(
+            input_ids,
+            params,
+            token_versions=self._token_versions,
+            experts=self._experts,
+            experts_from=experts_from,
+            end=self._end,
+        )
+        return _Job(call, REQUEST_SCOPE.get(), session, partial, interval)
 
-    def _with_experts(
-        self, generation: Generation, answer: Mapping[str, Any], payload: Mapping[str, Any], num_sampled: int
-    ) -> Generation:
-        """The last part of a request that sampled `num_sampled` tokens, with its routed experts if asked for."""
-        if self._experts is None or not num_sampled:
-            return generation
-        start = int(payload["rid"].partition(ROUTED_EXPERTS_MARK)[2])
-        total = len(payload["input_ids"]) + num_sampled
-        return replace(generation, routed_experts=parse_experts(answer, self._experts, start=start, num_tokens=total))
-
-    def _late(self, payload: Mapping[str, Any]) -> DeadlineExceeded:
-        owner, what = f"request {payload['rid']}", f"{self.base_url}/generate"
-        return DeadlineExceeded.waiting(owner=owner, for_what=what, limit_s=self._request_timeout_s)
-
-    async def _post_with_retries(
-        self, payload: dict[str, Any], headers: dict[str, str], scope: RequestScope | None, post: Post | None = None
-    ) -> dict[str, Any] | None:
-        """The engine's answer; None if the scope was aborted between two tries. `payload["rid"]` is the try's.
-
-        `post`: sends one try, `_post` unless said otherwise.
-        """
-        retry_s, problem = FIRST_RETRY_S, "no try"
-        for attempt in range(MAX_TRIES):
-            if attempt:
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
-                if scope is not None and scope.aborted:
-                    return None
-                payload["rid"] = uuid.uuid4().hex + "".join(payload["rid"].partition(ROUTED_EXPERTS_MARK)[1:])
-            try:
-                status, body = await (post or self._post)(payload, headers, scope)
-            except aiohttp.ClientError as broken:
-                problem = f"{type(broken).__name__}: {broken}"
-                if not isinstance(broken, aiohttp.ClientConnectorError):
-                    self._abort_later([payload["rid"]])  # it may have reached the engine
-                continue
-            text = body[:300].decode(errors="replace")
-            if status == 200:
-                return decode(body)
-            problem = f"HTTP {status}: {text}"
-            if status in MAY_RUN_STATUSES:
-                self._abort_later([payload["rid"]])
-            if status == 500 and attempt > 0:
-                break
-            if status not in RETRY_STATUSES and status != 500:
-                raise RequestRejected(
-                    f"{self.base_url}/generate refused a request of {len(payload['input_ids'])} ids: {problem}"
-                )
-        raise EngineError(f"{self.base_url}/generate failed after {attempt + 1} tries; the last one said: {problem}")
-
-    async def _post(
-        self, payload: Mapping[str, Any], headers: Mapping[str, str], scope: RequestScope | None
-    ) -> tuple[int, bytes]:
-        """One try: status and body. The scope can abort it while it lasts."""
-        rid = payload["rid"]
-        if scope is not None:
-            scope.rids.add(rid)
-        try:
-            async with self._get_session().post(f"{self.base_url}/generate", json=payload, headers=headers) as response:
-                return response.status, await response.read()
-        finally:
-            if scope is not None:
-                scope.rids.discard(rid)
-
-    def _get_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # the semaphore is the limit; aborts must not queue behind it
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+    async def _parts(self, job: _Job) -> AsyncGenerator[Generation, None]:
+        """Request after request, until the answer has ended or the call is handed back."""
+        call, handed_out = job.call, False
+        ids = call.input_ids
+        prompt = hash((len(ids), *ids[:64], *ids[-64:]))
+        while call.finish is None:
+            one = await self._pool.acquire(
+                uuid.uuid4().hex, session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over
             )
-        return self._session
+            if one is None:
+                return
+            delay_s, before = 0.0, len(call.tokens)
+            try:
+                async with aclosing(self._listen(one, job)) as parts:
+                    async for part in parts:
+                        handed_out = True
+                        yield part
+                if call.finish is None:  # aborted
+                    delay_s = self._again(job, "aborted by its engine", before)
+            except (Interrupted, aiohttp.ClientError, TimeoutError, Refused, EngineError) as problem:
+                call.settle()
+                if call.finish is None:
+                    delay_s = self._after(problem, one, job, before)
+            finally:
+                self._pool.release(one)
+            if call.finish is None:
+                if job.partial or job.is_over():
+                    return
+                require_joinable(call, handed_out)
+                await asyncio.sleep(delay_s)
 
-    def _abort_later(self, rids: list[str]) -> None:
-        task = asyncio.get_running_loop().create_task(self._abort(rids))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _abort(self, rids: Iterable[str]) -> None:
-        """Tells every worker to abort these requests; a worker that does not know one ignores it. Never raises."""
-        rids = list(rids)
-        if not rids:
-            return
+    async def _listen(self, one: Try, job: _Job) -> AsyncGenerator[Generation, None]:
+        """One request: its parts. Ends with its last event; leaves nothing in the engine. Raises as `_after` takes."""
+        payload = job.call.payload(one.rid, job.interval)
+        one.rid, response, ended, reached = payload["rid"], None, False, False
+        now = asyncio.get_running_loop().time
         try:
-            urls = await self.workers()
-        except EngineError as problem:
-            logger.warning("%d requests could not be aborted: %s", len(rids), problem)
-            return
-        await asyncio.gather(*(self._abort_one(url, rid) for url in urls for rid in rids))
+            url = f"{one.engine.url}/generate"
+            reached = True
+            response = await one.wait(lambda: self._wire.post(url, payload))
+            self._pool.heard(one.engine)
+            if response.status != 200:
+                ended = response.status not in MAY_RUN_STATUSES
+                text = (await one.wait(response.read))[:300].decode(errors="replace")
+                raise Refused(response.status, text)
+            events = Events(response)
+            while not ended:
+                for event in await one.wait(events.next):
+                    part, ended = job.call.take(event)
+                    if part.tokens:
+                        one.got_tokens(now())
+                    if job.call.finish is None or part.tokens:
+                        yield part
+                    if ended:
+                        break
+            ended = bool((event.get("meta_info") or {}).get("finish_reason"))  # or cut at a stop string
+            if ended:
+                await self._wire.finish(response)
+        except aiohttp.ClientConnectorError:
+            reached = False
+            raise
+        except Refused as refusal:
+            ended = refusal.status not in MAY_RUN_STATUSES
+            raise
+        finally:
+            if response is not None:
+                response.release()
+            if not ended and reached and one.engine.admitted:
+                self._wire.abort(one.engine.url, one.rid)
 
-    async def _abort_one(self, url: str, rid: str) -> None:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._get_session().post(
-                f"{url}/abort_request",
-                json={"rid": rid, "abort_all": rid == EVERY_REQUEST},
-                timeout=_limit(ABORT_TIMEOUT_S),
-            ):
-                pass
+    def _after(self, problem: Exception, one: Try, job: _Job, before: int) -> float:
+        """What a request that was cut off or refused means to its call: seconds to wait. Raises if it is the end."""
+        url = f"{one.engine.url}/generate"
+        match problem:
+            case Interrupted(why=why) if why == LATE:
+                raise DeadlineExceeded.waiting(
+                    owner=f"request {one.rid}",
+                    for_what=f"a token of {url} (--request-timeout-s)",
+                    limit_s=self._request_timeout_s,
+                    last_progress=f"{len(job.call.tokens)} tokens",
+                ) from problem
+            case Interrupted(why=why):
+                assert why in (DISMISSED, PAUSED), why
+                return 0.0
+            case Refused(status=status, text=text):
+                said = f"{url}: HTTP {status}: {text}"
+                if status not in RETRY_STATUSES:
+                    num = len(job.call.input_ids) + before
+                    raise RequestRejected(f"{url} refused a request of {num} ids: HTTP {status}: {text}") from problem
+                job.internal_errors += status == 500
+                if job.internal_errors > 1 and len(job.call.tokens) == before:
+                    raise EngineError(f"a request failed after {job.tries + 1} tries; the last one: {said}")
+                return self._again(job, said, before)
+            case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
+                self._pool.failed(one.engine)
+                return 0.0
+            case aiohttp.ClientError() | TimeoutError():
+                self._pool.failed(one.engine)
+                return self._again(job, f"{url}: {type(problem).__name__}: {problem}", before)
+            case _:
+                raise problem
 
-
-def _limit(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)
-
-
-async def _event(content: aiohttp.StreamReader) -> bytes:
-    """The next event of a stream, as JSON."""
-    while line := await content.readline():
-        if line.startswith(b"data:") and b"[DONE]" not in line:
-            return line[5:]
-    raise aiohttp.ClientPayloadError("it ended without a finish reason")
+    def _again(self, job: _Job, said: str, before: int) -> float:
+        """Counts a try; seconds to wait before the next one. Raises `EngineError` after `MAX_TRIES` without a token."""
+        if len(job.call.tokens) > before or not self._pool.is_open:
+            job.tries = 0
+            return 0.0
+        job.tries += 1
+        if job.tries >= MAX_TRIES:
+            raise EngineError(f"a request failed after {job.tries} tries; the last one: {said}")
+        return min(FIRST_RETRY_S * 2 ** (job.tries - 1), LONGEST_RETRY_S)

@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.core.hf_config import num_experts_of, read_hf_config
 from slime.core.routed_experts import ExpertFormat
 from slime.models.common.hf_config import is_sparse
 from slime.rewards.pool import GraderPool
+from slime.rollout.call import EndOfText
 from slime.rollout.client import EngineClient
 from slime.rollout.teacher import TeacherClient
 from slime.settings import Args
 from slime.settings.eval_config import eval_datasets
 
 
-def engine_client(args: Args, router_url: str | None, *, num_engines: int, api_key: str | None) -> EngineClient | None:
-    """The client of the engines behind the router; None without one. `api_key`: the token that the engines ask for."""
-    if router_url is None:
-        return None
+def engine_client(args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: str | None) -> EngineClient:
+    """The client of the run's engines: those at `urls`, and the ones that are admitted later.
+
+    `api_key`: the token that they ask for.
+
+    `tokenizer`: the one that the engines decode with; None where there is none.
+    """
     return EngineClient(
-        router_url,
+        *urls,
         request_timeout_s=args.request_timeout_s,
-        max_concurrency=args.sglang_server_concurrency * max(num_engines, 1),
+        engine_wait_s=args.engine_wait_s,
+        max_concurrency=args.sglang_server_concurrency,
         vocab_size=_vocab_size(args.hf_checkpoint),
         api_key=api_key,
         token_versions=args.pause_generation_mode != "abort",
         experts=_expert_format(args),
+        end=end_of_text(args.hf_checkpoint, tokenizer),
     )
+
+
+def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
+    """How SGLang sees that an answer has ended: by config, generation config and tokenizer of the checkpoint."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(hf_checkpoint) / name
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        for found in (known.get("eos_token_id"), known.get("text_config", {}).get("eos_token_id")):
+            ids.update([found] if isinstance(found, int) else found or ())
+    if tokenizer is None:
+        return EndOfText(frozenset(ids))
+    if isinstance(tokenizer.eos_token_id, int):
+        ids.add(tokenizer.eos_token_id)
+
+    def decode(tokens: Sequence[int], skip_special: bool) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+
+    return EndOfText(frozenset(ids), decode)
 
 
 def teacher_client(args: Args) -> TeacherClient | None:

@@ -1,7 +1,7 @@
 """What an engine is asked for, and what it answers: checked on the way out and on the way in.
 
 Invariants
-1. Nothing is sent that the engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
+1. Nothing is sent that an engine or the router is known to mishandle: an id outside the vocabulary kills the SGLang
    0.5.16 scheduler, and sglang-router 0.3.2 drops sampling parameters that it does not know.
 2. The ids of a `Generation` are the ids that the engine sampled, the end-of-sequence or stop token included; the text
    has lost the end token but keeps a matched stop string.
@@ -12,7 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ FORWARDED_SAMPLING_PARAMS = frozenset(
         "sampling_seed",
     )
 )
-"""What sglang-router 0.3.2 passes on; seen by sending every parameter to an echoing worker."""
+"""What an answer may be asked for with, also through sglang-router 0.3.2, which drops others without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,8 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
-            f"got sampling parameters {unknown}, which the router would silently drop; use only "
-            f"{sorted(FORWARDED_SAMPLING_PARAMS)}"
+            f"got sampling parameters {unknown}, which a way to an engine would silently drop, or which make several "
+            f"answers; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
         )
     if not input_ids:
         raise RequestRejected("got an empty prompt; an engine needs at least one token to continue")
@@ -110,17 +109,6 @@ def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> 
         text=text,
         routed_experts=experts,
     )
-
-
-def decode(body: bytes) -> dict[str, Any]:
-    """The answer to one prompt. Raises `EngineError` if it is none."""
-    try:
-        answer = json.loads(body)
-    except ValueError as problem:
-        raise EngineError(f"got an answer of {len(body)} bytes that is not JSON: {body[:100]!r}") from problem
-    if not isinstance(answer, dict):
-        raise EngineError(f"got a {type(answer).__name__} as answer to one prompt; expected an object")
-    return answer
 
 
 def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) -> Generation:
@@ -198,7 +186,7 @@ def parse_experts(
         raise EngineError(f"the engine's answer is not usable: {problem}") from problem
 
 
-def parse_part(answer: dict[str, Any], token_versions: bool = False) -> tuple[Generation, bool]:
+def parse_part(answer: Mapping[str, Any], token_versions: bool = False) -> tuple[Generation, bool]:
     """Reads one event of a stream, and whether it is the last. Raises `EngineError` as `parse_generation` does."""
     meta = answer.get("meta_info") or {}
     if meta.get("finish_reason"):

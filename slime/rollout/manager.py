@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime.buffer.data_buffer import DataBuffer
@@ -45,8 +45,10 @@ BUFFER_FILE = "data_buffer.json"
 class RolloutManager:
     """Built once per run, before or after its event loop starts."""
 
-    def __init__(self, args: Args, *, router_url: str | None, num_engines: int, api_key: str | None = None) -> None:
-        """Loads tokenizer and data. `api_key`: the token that the engines ask for.
+    def __init__(self, args: Args, *, engines: Sequence[str] | None, api_key: str | None = None) -> None:
+        """Loads tokenizer and data. `engines`: those admitted from the beginning, None if the run has none.
+
+        `api_key`: the token that the engines ask for.
 
         Raises `DataError`, `HookError`, `ConfigError`.
         """
@@ -58,7 +60,7 @@ class RolloutManager:
         self._loss_datasets = tuple(one for one in datasets if measures_loss(args, one.config))
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
-        self._client = engine_client(args, router_url, num_engines=num_engines, api_key=api_key)
+        self._client = None if engines is None else engine_client(args, engines, self._tokenizer, api_key=api_key)
         self._teacher = teacher_client(args)
         self._graders = grader_pool(args)
         self._source.max_staleness = args.max_weight_staleness
@@ -120,9 +122,23 @@ class RolloutManager:
         """Fresh answers to compare log-probs on (`mismatch_probe`)."""
         return await self._probe.ask(self._client, self._args)
 
-    async def pause(self) -> None:
-        """Ends the requests of a schedule that generates between steps; it sends no more until `resume`."""
-        await self._schedule.pause()
+    def admit(self, urls: Sequence[str]) -> None:
+        """Requests may go to these engines."""
+        if self._client is not None:
+            self._client.admit(urls)
+
+    def dismiss(self, urls: Sequence[str]) -> None:
+        """These engines are gone, or go: their requests go on at others, or wait for one."""
+        if self._client is not None:
+            self._client.dismiss(urls)
+
+    async def pause(self, *, hand_back: bool = True) -> None:
+        """Ends the requests of a schedule that generates between steps; it sends no more until `resume`.
+
+        `hand_back`: their tokens go to the Data Buffer, which is about to be saved; otherwise requests go on by
+        themselves.
+        """
+        await self._schedule.pause(hand_back=hand_back)
 
     def resume(self) -> None:
         """Requests go again."""

@@ -1,46 +1,99 @@
 """`TeacherClient`: how probable a served teacher finds given tokens.
 
-Waits for: the teacher's server (or its router). Is woken by: its answer.
+Consumes: finished samples. Produces: a log-prob for each token. Waits for: a free place, then the teacher's server (or
+its router), within `--request-timeout-s` for each question. Is woken by: its answer.
 
 Invariants
 1. The ids that the teacher judged are the ids that were asked for; anything else is an error.
-2. What can succeed is asked again within the request's limit, as `EngineClient` does it.
+2. What can succeed is asked again within the request's limit: lost connections, 408, 429, 502, 503, 504; a 500 once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.core.errors import DeadlineExceeded, EngineError
-from slime.rollout.client import EngineClient
+import aiohttp
+
+from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.rollout.client import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
+from slime.rollout.generation import check_request
+from slime.rollout.wire import Wire, decode
 
 
-class TeacherClient(EngineClient):
-    """Client of a server (or router) whose model judges given tokens."""
+class TeacherClient:
+    """Client of a server (or router) whose model judges given tokens. `close` at the end."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout_s: float = 600.0,
+        max_concurrency: int = 256,
+        vocab_size: int | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """`max_concurrency`: questions at once. The others are as `EngineClient` has them."""
+        self._url, self._request_timeout_s, self._vocab_size = url.rstrip("/"), request_timeout_s, vocab_size
+        self._slots, self._wire = asyncio.Semaphore(max_concurrency), Wire(api_key)
 
     async def log_probs(self, tokens: Sequence[int], num_response: int) -> list[float]:
         """[num_response] nats: log-probs of the last tokens given all before each, at temperature 1.
 
-        Raises `RequestRejected`, `EngineError`, `DeadlineExceeded` as `EngineClient.generate` does.
+        Raises `RequestRejected`, `EngineError`, or `DeadlineExceeded` after `request_timeout_s`.
         """
         if not num_response:
             return []
-        payload, headers = self._request(tokens, {"max_new_tokens": 0, "temperature": 1.0}, None)
-        payload["logprob_start_len"] = len(tokens) - num_response - 1
+        params = {"max_new_tokens": 0, "temperature": 1.0}
+        check_request(tokens, params, self._vocab_size)
+        start = len(tokens) - num_response - 1
+        payload = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
         async with self._slots:
             try:
                 async with asyncio.timeout(self._request_timeout_s):
-                    answer = await self._post_with_retries(payload, headers, None)
+                    answer = await self._ask({**payload, "logprob_start_len": start})
             except TimeoutError as expiry:
-                self._abort_later([payload["rid"]])
                 raise DeadlineExceeded.waiting(
-                    owner="distillation", for_what=f"the teacher {self.base_url}", limit_s=self._request_timeout_s
+                    owner="distillation", for_what=f"the teacher {self._url}", limit_s=self._request_timeout_s
                 ) from expiry
-        assert answer is not None, "a request without a scope is never aborted"
         return parse_log_probs(answer, tokens[-num_response:])
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._wire.close()
+
+    async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the try that got one. A try that may still run is aborted."""
+        retry_s, problem = FIRST_RETRY_S, "no try"
+        for attempt in range(MAX_TRIES):
+            if attempt:
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            rid, may_run = uuid.uuid4().hex, True
+            try:
+                response = await self._wire.post(f"{self._url}/generate", {**payload, "rid": rid})
+                async with response:
+                    body = await response.read()
+                status = response.status
+                may_run = status in MAY_RUN_STATUSES
+                if status == 200:
+                    return decode(body)
+                problem = f"HTTP {status}: {body[:300].decode(errors='replace')}"
+                if status not in RETRY_STATUSES:
+                    raise RequestRejected(f"{self._url} refused {len(payload['input_ids'])} ids: {problem}")
+                if status == 500 and attempt:
+                    break
+            except aiohttp.ClientConnectorError as broken:
+                problem, may_run = f"{type(broken).__name__}: {broken}", False
+            except aiohttp.ClientError as broken:
+                problem = f"{type(broken).__name__}: {broken}"
+            finally:
+                if may_run:
+                    self._wire.abort(self._url, rid)
+        raise EngineError(f"{self._url}/generate failed after {attempt + 1} tries; the last one said: {problem}")
 
 
 def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int]) -> list[float]:

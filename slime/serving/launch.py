@@ -13,7 +13,8 @@ are copies of the server instead (`slime.compat.sglang_cpu.forked_children`).
 Invariants
 1. Imported under its own name, this module does nothing.
 2. Server, router and their children get SIGKILL when the process that started them ends, for whatever reason.
-3. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place.
+3. The token comes from the environment and is in no log.
+4. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 
 from slime.core.errors import EngineError
 from slime.core.lifeline import die_with_parent
+from slime.serving.secret import Secret
 
 ROUTER_FLAG = "--router"
 TOKEN_VERSIONS_FLAG = "--token-versions"
@@ -70,8 +72,11 @@ def serve(arguments: list[str]) -> None:
     missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang logs it and goes on
     if missing:
         raise EngineError(f"got an SGLang without {sorted(missing)}, where hooks belong; install the pinned version")
+    settings = prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG])
+    if settings.api_key:
+        settings.api_key = Secret(settings.api_key)
     try:
-        run_server(prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG]))
+        run_server(settings)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -134,7 +134,7 @@ class ChildProcess:
         # run id in it lets the guardian remove the folder if this process is killed.
         self._scratch = Path(tempfile.mkdtemp(prefix=f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-"))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
-        # For our eyes only: SGLang writes all its arguments to its log, the token included.
+        # For our eyes only: prompts and answers may be in it.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._log_start = log.tell()
             log.write(f"$ {' '.join(self.command)}\n".encode())

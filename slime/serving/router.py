@@ -6,13 +6,15 @@ The owner adds a server once its weights are verified and removes it before it i
 Invariants
 1. `add_worker` returns only when the router itself lists the server as healthy, `remove_worker` only when it is gone.
 2. The router's metrics port is leased like its own, and on loopback: its default would collide between two runs.
-3. With a key of its own the router answers nobody else, on any route but its health checks. The key is the engines',
-   because the router hands on what a client sends.
+3. The router always has a key, and answers nobody without it, on any route but its health checks: else any user of the
+   host could register a server of his own, and would be sent requests with the engines' key. The key is the engines',
+   because the router hands on what a client sends. It travels in the environment, and is in no log.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -72,7 +74,7 @@ class Router(LeasedServer):
         worker_api_key: str | None = None,
     ) -> None:
         """`port`: None takes a free one. `extra_args`: router arguments by field name (`args.router`); its `api_key` is
-        what the router asks for. `worker_api_key`: what the servers ask for.
+        what the router asks for, else `worker_api_key`, what the servers ask for, else one that is made here.
         """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
@@ -80,7 +82,8 @@ class Router(LeasedServer):
         super().__init__(host=host, log_path=log_path)
         self._fixed_port = port
         self._extra = dict(extra_args or {})
-        self._api_key = self._extra.pop("api_key", None)
+        self.api_key: str = self._extra.pop("api_key", None) or worker_api_key or secrets.token_hex(32)
+        """What every request carries as its bearer token."""
         self._worker_api_key = worker_api_key
 
     @property
@@ -100,7 +103,7 @@ class Router(LeasedServer):
             f"router {self.url}",
             python_module("slime.serving.launch", [ROUTER_FLAG, *command_line_flags(fields)]),
             log_path=self.log_path,
-            env={API_KEY_ENV: self._api_key, **NO_PROXIES},
+            env={API_KEY_ENV: self.api_key, **NO_PROXIES},
         )
         self._process.start()
 
@@ -116,7 +119,7 @@ class Router(LeasedServer):
 
     def workers(self) -> list[Worker]:
         """The servers that the router knows. Raises `EngineError` if it does not answer."""
-        status, text = request("GET", f"{self.url}/workers", api_key=self._api_key)
+        status, text = request("GET", f"{self.url}/workers", api_key=self.api_key)
         if status != 200:
             raise EngineError(f"got status {status} from {self.url}/workers: {text[:500]}")
         return [
@@ -132,7 +135,7 @@ class Router(LeasedServer):
         if any(w.url == url and w.healthy for w in self.workers()):
             return
         body = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
-        status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s, api_key=self._api_key)
+        status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300:
             raise EngineError(f"got status {status} from the router for the new server {url}: {text[:500]}")
         self._wait(lambda ws: any(w.url == url and w.healthy for w in ws), f"the router to register {url}", timeout_s)
@@ -146,7 +149,7 @@ class Router(LeasedServer):
             if worker.url != url:
                 continue
             address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
-            status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self._api_key)
+            status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
             if not 200 <= status < 300 and status != 404:
                 raise EngineError(f"got status {status} from the router for the removal of {url}: {text[:500]}")
         self._wait(lambda ws: all(w.url != url for w in ws), f"the router to forget {url}", timeout_s)

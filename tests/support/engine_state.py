@@ -8,8 +8,8 @@ from typing import Any
 from slime.serving.plain_http import request
 
 
-def _call(method: str, url: str, body: Any = None) -> str:
-    status, text = request(method, url, body, timeout_s=30)
+def _call(method: str, url: str, body: Any = None, api_key: str | None = None) -> str:
+    status, text = request(method, url, body, timeout_s=30, api_key=api_key)
     assert status == 200, f"{url}: {status} {text}"
     return text
 
@@ -20,7 +20,7 @@ def num_running(url: str) -> int:
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
-def relabel(url: str, version: int) -> None:
+def relabel(url: str, version: int, api_key: str | None = None) -> None:
     """The server calls the weights that it has `version`."""
     body = {"new_version": str(version), "abort_all_requests": False}
-    _call("POST", f"{url}/update_weight_version", body)
+    _call("POST", f"{url}/update_weight_version", body, api_key)

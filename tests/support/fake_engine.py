@@ -41,6 +41,10 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     most_running: int = 0
+    transports: dict[str, asyncio.BaseTransport] = field(default_factory=dict)
+    """Request -> its connection, of those that run."""
+    _sampled: dict[str, list[int]] = field(default_factory=dict)
+    """Request -> what a stream has sampled so far."""
     url: str = ""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -54,39 +58,89 @@ class FakeEngine:
             request.transport.close()
             return web.Response()
         stop = self.running[body["rid"]] = asyncio.Event()
+        assert request.transport is not None
+        self.transports[body["rid"]] = request.transport
         self.most_running = max(self.most_running, len(self.running))
         try:
             if fault == "hang":
                 await stop.wait()
-            whole = await self._sample(body, stop)
             if body.get("stream"):
-                return await self._stream(request, whole, cut=fault == "cut")
-            return web.json_response(whole)
+                return await self._stream(request, body, stop, cut=fault == "cut")
+            return web.json_response(await self._sample(body, stop))
         finally:
             self.running.pop(body["rid"], None)
+            self.transports.pop(body["rid"], None)
 
-    async def _stream(self, request: web.Request, whole: dict[str, Any], *, cut: bool) -> web.StreamResponse:
-        """An event per token, which holds what is new."""
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], stop: asyncio.Event, *, cut: bool
+    ) -> web.StreamResponse:
+        """Events of `stream_interval` tokens, which hold what is new."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        meta, ids = whole["meta_info"], whole["output_ids"]
-        for i, pair in enumerate(meta["output_token_logprobs"]):
-            last = i + 1 == len(ids)
-            new = {**meta, "output_token_logprobs": [pair], "finish_reason": meta["finish_reason"] if last else None}
-            event = {"text": whole["text"][i : i + 1], "output_ids": [ids[i]], "meta_info": new}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await asyncio.sleep(self.tick_s)
-            if cut and i == 1:
-                assert request.transport is not None
-                request.transport.close()
-                return response
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        interval = body["sampling_params"].get("stream_interval") or 1
+        sampled = self._sampled[body["rid"]] = list[int]()
+        work, sent, told, num_events = asyncio.create_task(self._sample(body, stop)), 0, 0, 0
+        try:
+            while True:
+                await asyncio.wait([work], timeout=self.tick_s or 0.005)
+                whole = work.result() if work.done() else None
+                ids = whole["output_ids"] if whole else sampled
+                while whole or len(ids) - sent >= (interval if sent else 1):
+                    new = ids[sent : sent + (interval if sent else 1)]
+                    last = whole is not None and sent + len(new) == len(ids)
+                    event = self._event(body, new, sent, told, whole, last=last)
+                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                    sent, told, num_events = sent + len(new), told + len(event["text"]), num_events + 1
+                    if last:
+                        await response.write(b"data: [DONE]\n\n")
+                        return response
+                    if cut and num_events == 2:
+                        assert request.transport is not None
+                        request.transport.close()
+                        return response
+        except ConnectionError:
+            return response
+        finally:
+            self._sampled.pop(body["rid"], None)
+            work.cancel()
+
+    def _event(
+        self, body: dict[str, Any], new: list[int], sent: int, told: int, whole: dict[str, Any] | None, *, last: bool
+    ) -> dict[str, Any]:
+        """An event behind so many tokens and characters of a stream; `whole`: all of it, when it is known."""
+        if whole is None:
+            pairs = [[self.log_prob(body, sent + i), token, None] for i, token in enumerate(new)]
+            text, meta = self.text(new), self._meta(body, new)
+        else:
+            meta = whole["meta_info"]
+            pairs = meta["output_token_logprobs"][sent : sent + len(new)]
+            text = whole["text"][told:] if last else whole["text"][told : told + len(new)]
+        meta = {**meta, "output_token_logprobs": pairs, "finish_reason": meta["finish_reason"] if last else None}
+        return {"text": text, "output_ids": new, "meta_info": meta}
+
+    def _meta(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+        return {"weight_version": self.weight_version, "prompt_tokens": len(body["input_ids"]), "cached_tokens": 0}
+
+    def token(self, body: dict[str, Any], i: int) -> int:
+        """The id that it samples as number `i` of a request."""
+        return 10 + i % 50
+
+    def is_end(self, token: int) -> bool:
+        """Whether it ends an answer by itself."""
+        return False
+
+    def log_prob(self, body: dict[str, Any], i: int) -> float:
+        """Nats, of that id."""
+        return -0.5 - i / 1000
+
+    def text(self, ids: list[int]) -> str:
+        """A character for each id but the end token."""
+        return "".join(chr(55 + i) for i in ids if i != 1)
 
     async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
         limit = body["sampling_params"]["max_new_tokens"]
         stop_after = self.stops.popleft() if self.stops else self.stop_after
-        ids: list[int] = []
+        ids = self._sampled.get(body["rid"], [])
         reason: dict[str, Any] = {"type": "length", "length": limit}
         while len(ids) < limit:
             if stop.is_set():
@@ -96,10 +150,13 @@ class FakeEngine:
                 ids.append(1)
                 reason = {"type": "stop", "matched": 1}
                 break
-            ids.append(10 + len(ids) % 50)
+            ids.append(self.token(body, len(ids)))
+            if self.is_end(ids[-1]) and len(ids) < limit:
+                reason = {"type": "stop", "matched": ids[-1]}
+                break
             if self.tick_s:
                 await asyncio.sleep(self.tick_s)
-        text = "".join(chr(55 + i) for i in ids if i != 1)
+        text = self.text(ids)
         _, mark, start = body["rid"].partition(ROUTED_EXPERTS_MARK)
         recorded = {}
         if mark and self.records:
@@ -110,12 +167,10 @@ class FakeEngine:
             "text": text,
             "output_ids": ids,
             "meta_info": {
+                **self._meta(body, ids),
                 "finish_reason": reason,
-                "weight_version": self.weight_version,
-                "prompt_tokens": len(body["input_ids"]),
-                "cached_tokens": 0,
                 **recorded,
-                "output_token_logprobs": [[-0.5 - i / 1000, token, None] for i, token in enumerate(ids)],
+                "output_token_logprobs": [[self.log_prob(body, i), token, None] for i, token in enumerate(ids)],
             },
         }
 

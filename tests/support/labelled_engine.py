@@ -58,14 +58,14 @@ def log_prob(token: int, version: int) -> float:
 
 
 class LabelledEngine:
-    """One server behind a router; `async_laws.Engine`. Made on an event loop."""
+    """One server; `async_laws.Engine`. Made on an event loop."""
 
     pace = 0.1
 
-    def __init__(self, url: str, router_url: str, model_path: Path, pause_mode: str = "abort") -> None:
+    def __init__(self, url: str, model_path: Path, pause_mode: str = "abort") -> None:
         """`pause_mode`: what a weight sync does to requests under way; the server tells the version of each token."""
         self.url, self._pause_mode = url, pause_mode
-        self.client = EngineClient(router_url, request_timeout_s=60, token_versions=pause_mode != "abort")
+        self.client = EngineClient(url, request_timeout_s=60, token_versions=pause_mode != "abort")
         self.version = 0
         self.pause_s: list[float] = []
         self._table, self._state = read_model(model_path)

@@ -72,7 +72,7 @@ def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40, synchronous: b
 async def with_manager(args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]]) -> Any:
     """Runs `work` on a manager whose engine is the fake one."""
     async with serve(engine):
-        manager = RolloutManager(args, router_url=engine.url, num_engines=1)
+        manager = RolloutManager(args, engines=[engine.url])
         try:
             return await work(manager)
         finally:

@@ -44,9 +44,10 @@ class RolloutSchedule(ABC):
         `context` is current while it runs. `source` is the same in every step.
         """
 
-    async def pause(self) -> None:  # noqa: B027
+    async def pause(self, *, hand_back: bool) -> None:  # noqa: B027
         """Weights are about to be synced: ends the requests under way; no other is sent until `resume`.
 
+        They go on by themselves then, unless `hand_back`: a save follows, and the source is to hold their tokens.
         Called between steps. A schedule that is not `continuous` has no request then.
         """
 

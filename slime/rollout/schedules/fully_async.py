@@ -8,10 +8,10 @@ there is one or when it has failed. All on the manager's event loop.
 Invariants
 1. At most `--max-groups-in-flight` groups run, or are finished and wait. The worker rests only when finished groups
    fill that bound.
-2. A group that a weight sync interrupts (any with `--pause-generation-mode abort`, one before a checkpoint with the
-   others) goes back to the buffer and on at once, with its tokens: the client holds its requests back until engines
-   serve the new weights. Interrupted `MAX_TRIES` times in one step it counts as failed. Through other weight syncs
-   requests live.
+2. Requests live through weight syncs: with `--pause-generation-mode abort` the client ends them and sends them again
+   with their tokens as soon as engines serve the new weights. A group that the weight sync before a checkpoint
+   interrupts goes back to the buffer and on at once, so that the checkpoint holds its tokens. Interrupted `MAX_TRIES`
+   times in one step it counts as failed.
 3. A batch holds no token older than `--max-weight-staleness`: the buffer looks when a group is issued and when it is
    taken. No group starves, since a trainer that waits syncs no weights, and what runs then finishes in time.
 4. An error of the worker is raised by the step that waits for it, or by the next; all its groups are then put back.
@@ -49,10 +49,10 @@ class FullyAsync(RolloutSchedule):
         self._worker = self._worker or RolloutWorker(context, source)
         return await self._worker.step(context, rollout_id)
 
-    async def pause(self) -> None:
+    async def pause(self, *, hand_back: bool) -> None:
         """Ends the requests of the worker."""
         if self._worker is not None:
-            await self._worker.pause()
+            await self._worker.pause(hand_back=hand_back)
 
     def resume(self) -> None:
         """The worker's requests go again."""
@@ -134,10 +134,13 @@ class RolloutWorker:
         self._policy.interrupted.clear()
         return output
 
-    async def pause(self) -> None:
-        """Ends all requests; the groups go on at `resume`, with the tokens they have."""
+    async def pause(self, *, hand_back: bool) -> None:
+        """Ends all requests; they go on at `resume`, with the tokens they have.
+
+        `hand_back`: the groups go back to the buffer with those tokens, and on from there.
+        """
         if self._loop.context.client is not None:
-            await self._loop.context.client.pause(self.scope)
+            await self._loop.context.client.pause(self.scope if hand_back else None)
 
     def resume(self) -> None:
         """Requests go again."""

@@ -22,10 +22,13 @@ class ServingSettings:
     engine_start_timeout_s: float = opt(600.0, gt=0)
     """Limit of one engine's start, in seconds."""
     request_timeout_s: float = opt(600.0, gt=0)
-    """Limit of one generate request, in seconds."""
+    """Seconds that a generate request may be without progress: without a new token, and not queueing in an engine that
+    makes progress with others. The length of an answer has no limit in seconds."""
+    engine_wait_s: float = opt(900.0, gt=0)
+    """Seconds that requests wait while no engine can be reached, as when the only one is started again."""
     router_host: str = "127.0.0.1"
-    """Address that the router listens on; it is not that of the engines. Others than loopback need --router-api-key,
-    which every request then has to carry as its bearer token."""
+    """Address that the router listens on; it is not that of the engines. Requests carry --router-api-key as their
+    bearer token; without one the run makes a key of its own, and others than loopback are refused."""
     router_port: int | None = opt(None, ge=1, le=65535)
     """Port of the router. Default: a free one."""
     sglang_router_ip: str | None = internal()

@@ -10,7 +10,7 @@ from tests.support.engine_state import relabel
 
 
 @pytest.fixture
-def front(engine_server: Any, router: Any) -> Any:
-    """The router, before an engine that serves as version 1."""
+def front(engine_server: Any) -> Any:
+    """The engine, which serves as version 1."""
     relabel(engine_server.url, 1)
-    return router
+    return engine_server

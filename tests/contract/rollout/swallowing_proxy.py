@@ -1,4 +1,4 @@
-"""A proxy in front of a router that swallows requests: the client waits for an answer that never comes."""
+"""A proxy in front of an engine that swallows requests: the client waits for an answer that never comes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ class SwallowingProxy:
                 request.method, f"{self.target}{request.path}", data=body, headers={"Content-Type": "application/json"}
             ) as answer,
         ):
-            return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+            handed_on = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+            await handed_on.prepare(request)
+            async for piece in answer.content.iter_any():
+                await handed_on.write(piece)
+            return handed_on
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""The worker of `--fully-async` on a real engine behind a real router, while real weight syncs change its weights.
+"""The worker of `--fully-async` on a real engine, while real weight syncs change its weights.
 
 The laws are those of the fake clock (`tests/support/async_laws.py`), and each token says by its log-prob what sampled
 it (`tests/support/labelled_engine.py`).
@@ -31,7 +31,7 @@ MODES = ("abort", "retract", "in_place")
 """What a weight sync does to requests under way."""
 
 
-def run_schedules(tmp_path: Path, engine_server: Any, router: Any, seeds: range, num_steps: int) -> Counter[str]:
+def run_schedules(tmp_path: Path, engine_server: Any, seeds: range, num_steps: int) -> Counter[str]:
     """Schedule by schedule, the modes in turn. Returns what happened in them."""
     flags = ("--fully-async", "--rm-type", "random", "--custom-generate-function-path", HEAVY_TAILED)
     settings = rollout_args(tmp_path, *flags, synchronous=False)
@@ -39,7 +39,7 @@ def run_schedules(tmp_path: Path, engine_server: Any, router: Any, seeds: range,
     pauses: list[float] = []
 
     async def work(seed: int, mode: str) -> None:
-        engine = LabelledEngine(engine_server.url, router.url, Path(engine_server.model_path), mode)
+        engine = LabelledEngine(engine_server.url, Path(engine_server.model_path), mode)
         schedule = Schedule(settings, seed, num_steps=num_steps, faults=False)
         try:
             await engine.sync_weights(1)
@@ -61,13 +61,13 @@ def run_schedules(tmp_path: Path, engine_server: Any, router: Any, seeds: range,
     return seen
 
 
-def test_the_laws_hold_on_a_real_engine(tmp_path: Path, engine_server: Any, router: Any) -> None:
-    seen = run_schedules(tmp_path, engine_server, router, range(6), num_steps=3)
+def test_the_laws_hold_on_a_real_engine(tmp_path: Path, engine_server: Any) -> None:
+    seen = run_schedules(tmp_path, engine_server, range(6), num_steps=3)
     assert seen["kills"] and seen["evaluations"] and seen["stale tokens"], seen
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_laws_hold_on_a_real_engine_under_many_schedules(tmp_path: Path, engine_server: Any, router: Any) -> None:
-    seen = run_schedules(tmp_path, engine_server, router, range(100, 160), num_steps=5)
+def test_the_laws_hold_on_a_real_engine_under_many_schedules(tmp_path: Path, engine_server: Any) -> None:
+    seen = run_schedules(tmp_path, engine_server, range(100, 160), num_steps=5)
     assert len(seen) == 6 and min(seen.values()) >= 5, seen

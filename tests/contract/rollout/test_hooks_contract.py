@@ -52,7 +52,7 @@ def run(
     args = rollout_args(tmp_path, *small, *flags)
 
     async def main() -> Any:
-        manager = RolloutManager(args, router_url=front.url, num_engines=1)
+        manager = RolloutManager(args, engines=[front.url])
         try:
             return await work(manager)
         finally:

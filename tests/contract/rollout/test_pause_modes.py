@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from slime.rollout.client import EngineClient
 from slime.rollout.generation import Generation
 from slime.serving.control import HttpEngineControl
-from slime.serving.router import Router
 from slime.serving.server import ServerSpec, SGLangServer
 from tests.support.engine_state import num_running
 from tests.support.engines import serving
@@ -141,21 +140,21 @@ def check(results: list[Generation]) -> int:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_each_token_is_labelled_with_the_weights_that_sampled_it(
-    mode: str, engine_server: SGLangServer, router: Router, models: Models
+    mode: str, engine_server: SGLangServer, models: Models
 ) -> None:
     updates = Updates(engine_server.url, models)
     try:
-        lived_through(router.url, updates, mode, num_tokens=(60, 240, 900), last=4, at_least=40)
+        lived_through(engine_server.url, updates, mode, num_tokens=(60, 240, 900), last=4, at_least=40)
     finally:
         updates.sync_weights(1, "abort", engine_server.model_path)
 
 
-def test_leaving_a_stream_ends_the_request_in_the_engine(engine_server: SGLangServer, router: Router) -> None:
+def test_leaving_a_stream_ends_the_request_in_the_engine(engine_server: SGLangServer) -> None:
     """A stream that is as long, and was opened before, goes on when the engine has nothing else to do."""
     long = {**PARAMS, "max_new_tokens": 900}
 
     async def main() -> int:
-        client = EngineClient(router.url)
+        client = EngineClient(engine_server.url)
         try:
             async with aclosing(client.stream([2, 41], long)) as other:
                 seen = len((await anext(other)).tokens)

@@ -1,4 +1,4 @@
-"""The rollout against the real engine and router: what they answer is what the client and the loop rely on."""
+"""The rollout against the real engine: what it answers is what the client and the loop rely on."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_steps_and_evaluation_through_the_router(front: Any, engine_server: Any,
     args = rollout_args(tmp_path, *flags)
 
     async def work() -> None:
-        manager = RolloutManager(args, router_url=front.url, num_engines=1)
+        manager = RolloutManager(args, engines=[front.url])
         try:
             seen: set[int] = set()
             for step in range(3):

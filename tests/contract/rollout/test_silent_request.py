@@ -1,4 +1,4 @@
-"""One of 64 requests never answers, on the real engine and router: the others train, its group is quarantined at the
+"""One of 64 requests never answers, on the real engine: the others train, its group is quarantined at the
 deadline and survives a resume."""
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def is_the_prompt_of(proxy: SwallowingProxy, request: dict[str, Any]) -> bool:
     return bool(request["input_ids"][: len(asked)] == asked)
 
 
-async def in_turn(args: Any, router_url: str, engine_url: str, folder: Path) -> None:
+async def in_turn(args: Any, engine_url: str, folder: Path) -> None:
     trained: set[int] = set()
-    async with swallowing(router_url) as proxy:
-        manager = RolloutManager(args, router_url=proxy.url, num_engines=1)
+    async with swallowing(engine_url) as proxy:
+        manager = RolloutManager(args, engines=[proxy.url])
         try:
             metrics, ledger = await step(manager, 0, engine_url, trained)
             assert metrics["rollout/num_quarantined_groups"] == 1 and metrics["rollout/num_failed_groups"] == 0
@@ -68,7 +68,7 @@ async def in_turn(args: Any, router_url: str, engine_url: str, folder: Path) -> 
             await manager.close()
     buffered = json.loads((folder / BUFFER_FILE).read_text())["buffered"]
     assert 0 in [group["group_index"] for group in buffered]
-    manager = RolloutManager(args, router_url=router_url, num_engines=1)
+    manager = RolloutManager(args, engines=[engine_url])
     try:
         manager.load(folder)
         _, ledger = await step(manager, 1, engine_url, trained)
@@ -77,10 +77,10 @@ async def in_turn(args: Any, router_url: str, engine_url: str, folder: Path) -> 
         await manager.close()
 
 
-async def without_pause(args: Any, router_url: str, engine_url: str, folder: Path) -> None:
+async def without_pause(args: Any, engine_url: str, folder: Path) -> None:
     trained: set[int] = set()
-    async with swallowing(router_url) as proxy:
-        manager = RolloutManager(args, router_url=proxy.url, num_engines=1)
+    async with swallowing(engine_url) as proxy:
+        manager = RolloutManager(args, engines=[proxy.url])
         try:
             began = asyncio.get_running_loop().time()
             await step(manager, 0, engine_url, trained)
@@ -92,7 +92,7 @@ async def without_pause(args: Any, router_url: str, engine_url: str, folder: Pat
             await manager.save(folder)
         finally:
             await manager.close()
-    manager = RolloutManager(args, router_url=router_url, num_engines=1)
+    manager = RolloutManager(args, engines=[engine_url])
     try:
         manager.load(folder)
         for number in range(2, 6):
@@ -104,15 +104,15 @@ async def without_pause(args: Any, router_url: str, engine_url: str, folder: Pat
         await manager.close()
 
 
-def test_the_others_train_and_the_group_survives_a_resume(tmp_path: Path, engine_server: Any, router: Any) -> None:
+def test_the_others_train_and_the_group_survives_a_resume(tmp_path: Path, engine_server: Any) -> None:
     relabel(engine_server.url, 1)
     args = settings(tmp_path, engine_server, synchronous=True)
-    asyncio.run(in_turn(args, router.url, engine_server.url, tmp_path))
+    asyncio.run(in_turn(args, engine_server.url, tmp_path))
     relabel(engine_server.url, 1)
 
 
-def test_a_worker_goes_on_and_the_group_survives_a_resume(tmp_path: Path, engine_server: Any, router: Any) -> None:
+def test_a_worker_goes_on_and_the_group_survives_a_resume(tmp_path: Path, engine_server: Any) -> None:
     relabel(engine_server.url, 1)
     args = settings(tmp_path, engine_server, "--fully-async", "--max-groups-in-flight", "10", synchronous=False)
-    asyncio.run(without_pause(args, router.url, engine_server.url, tmp_path))
+    asyncio.run(without_pause(args, engine_server.url, tmp_path))
     relabel(engine_server.url, 1)

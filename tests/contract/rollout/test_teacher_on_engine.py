@@ -16,7 +16,7 @@ def test_a_teacher_with_the_students_weights_agrees_with_it(front: Any, tmp_path
     args = rollout_args(tmp_path, "--use-opd", "--opd-type", "sglang", "--opd-teacher-url", front.url)
 
     async def main() -> Any:
-        manager = RolloutManager(args, router_url=front.url, num_engines=1)
+        manager = RolloutManager(args, engines=[front.url])
         try:
             return await manager.generate(0)
         finally:

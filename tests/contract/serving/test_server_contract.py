@@ -20,7 +20,7 @@ def test_the_router_forwards_token_ids_and_returns_ids_with_log_probs(router: Ro
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True},
         "return_logprob": True,
     }
-    status, text = request("POST", f"{router.url}/generate", body, timeout_s=60)
+    status, text = request("POST", f"{router.url}/generate", body, timeout_s=60, api_key=router.api_key)
     assert status == 200, text
     answer = json.loads(text)
     assert len(answer["output_ids"]) == 8

@@ -22,7 +22,7 @@ from slime.rollout.generation import Generation
 from slime.serving.plain_http import request
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import relabel
-from tests.support.engines import fronting, serving, spec_of
+from tests.support.engines import serving, spec_of
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_layouts
@@ -49,10 +49,9 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def url(server: SGLangServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The router before it."""
-    with fronting(server.url, tmp_path_factory.mktemp("router")) as front:
-        yield front.url
+def url(server: SGLangServer) -> str:
+    """Where it is."""
+    return server.url
 
 
 def asking(url: str, work: Callable[[EngineClient], Awaitable[Any]]) -> Any:
@@ -86,7 +85,7 @@ def append(sample: Sample, made: Generation) -> None:
 
 
 def sampled(url: str, num: int, length: int) -> TrainBatch:
-    """`num` responses of `length` tokens, through router and client."""
+    """`num` responses of `length` tokens, through the client."""
     rng = np.random.default_rng(7)
     prompts = [rng.integers(3, 100, int(rng.integers(2, 30))).tolist() for _ in range(num)]
     samples = [Sample(group_index=i // 2, index=i, tokens=ids) for i, ids in enumerate(prompts)]

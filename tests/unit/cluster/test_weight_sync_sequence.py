@@ -14,7 +14,8 @@ from slime.core.errors import EngineError, WeightSyncError
 from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off
 
-SYNC, PAUSE, RESUME, ADMIT = "trainers sync_weights", "rollout pause", "rollout resume", "rollout admit ['http://0']"
+SYNC, RESUME, ADMIT = "trainers sync_weights", "rollout resume", "rollout admit ['http://0']"
+PAUSE, HAND_BACK = "rollout pause False", "rollout pause True"
 HANDED_OVER = [
     "engines release_memory",
     "trainers wake",
@@ -93,25 +94,26 @@ def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, for_save, ends",
+    "given, for_save, pause",
     [
-        ({}, False, False),
-        ({}, True, False),
-        ({"fully_async": True}, False, True),
-        ({"fully_async": True}, True, True),
-        ({"fully_async": True, "pause_generation_mode": "retract"}, False, False),
-        ({"fully_async": True, "pause_generation_mode": "retract"}, True, True),
-        ({"fully_async": True, "pause_generation_mode": "in_place"}, True, True),
-        ({"fully_async": True, "pause_generation_mode": "in_place", "save": None}, True, False),
+        ({}, False, None),
+        ({}, True, None),
+        ({"fully_async": True}, False, PAUSE),
+        ({"fully_async": True}, True, HAND_BACK),
+        ({"fully_async": True, "save": None}, True, PAUSE),
+        ({"fully_async": True, "pause_generation_mode": "retract"}, False, None),
+        ({"fully_async": True, "pause_generation_mode": "retract"}, True, HAND_BACK),
+        ({"fully_async": True, "pause_generation_mode": "in_place"}, True, HAND_BACK),
+        ({"fully_async": True, "pause_generation_mode": "in_place", "save": None}, True, None),
     ],
 )
 def test_requests_end_where_nothing_else_would_keep_their_tokens(
-    given: dict[str, Any], for_save: bool, ends: bool
+    given: dict[str, Any], for_save: bool, pause: str | None
 ) -> None:
     actors = RecordingActors()
     weight_sync, _, _ = sequence(actors, **given)
     weight_sync.run(for_save=for_save)
-    assert actors.log == ([PAUSE, SYNC, RESUME, ADMIT] if ends else [SYNC, ADMIT])
+    assert actors.log == ([pause, SYNC, RESUME, ADMIT] if pause else [SYNC, ADMIT])
 
 
 def test_after_an_error_nothing_is_served() -> None:

@@ -134,7 +134,7 @@ def test_an_evaluation_over_two_weight_versions_is_refused(tmp_path: Path) -> No
 
     class Moving(FakeEngine):
         async def _sample(self, body: Any, stop: Any) -> Any:
-            self.weight_version = str(1 + len(self.requests) % 2)
+            self.weight_version = str(3 - int(self.weight_version))
             return await super()._sample(body, stop)
 
     engine = Moving()

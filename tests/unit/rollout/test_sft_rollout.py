@@ -18,7 +18,7 @@ SFT = ("--rollout-function-path", "slime.rollout.sft.generate_rollout", "--n-sam
 
 def step(args: Any) -> Any:
     async def work() -> Any:
-        manager = RolloutManager(args, router_url=None, num_engines=0)
+        manager = RolloutManager(args, engines=None)
         try:
             batch, metrics = await manager.generate(0)
             return batch, metrics, manager.commit(0)
@@ -63,7 +63,7 @@ def test_a_text_and_its_answer_are_a_conversation_of_one_turn(tmp_path: Path) ->
 
 def held_out(args: Any) -> Any:
     async def work() -> Any:
-        manager = RolloutManager(args, router_url=None, num_engines=0)
+        manager = RolloutManager(args, engines=None)
         try:
             return await manager.held_out()
         finally:

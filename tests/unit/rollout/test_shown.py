@@ -99,7 +99,7 @@ def test_long_texts_lose_their_middle_and_private_metadata_stays(tmp_path: Path)
 
 def shown_of(args: Any) -> list[ShownSample]:
     async def work() -> list[ShownSample]:
-        manager = RolloutManager(args, router_url=None, num_engines=0)
+        manager = RolloutManager(args, engines=None)
         try:
             await manager.generate(0)
             return manager.showcase.take("rollout", 0)

@@ -283,7 +283,7 @@ def test_recorded_rollouts_replay_exactly(tmp_path: Path) -> None:
     args = rollout_args(tmp_path, *REWARD, "--load-debug-rollout-data", template)
 
     async def replay() -> Any:
-        manager = RolloutManager(args, router_url=None, num_engines=0)
+        manager = RolloutManager(args, engines=None)
         try:
             return [(await manager.generate(i))[0] for i in range(2)]
         finally:

@@ -63,12 +63,27 @@ def test_leaving_the_loop_aborts_the_request_and_frees_its_slot() -> None:
     assert engine.aborted == [request["rid"] for request in engine.requests] and not scope.rids
 
 
-def test_a_broken_stream_is_an_error_and_not_asked_for_again() -> None:
+def test_a_broken_stream_goes_on_behind_what_it_has_handed_out() -> None:
     engine = FakeEngine()
     engine.faults.append("cut")
-    with pytest.raises(EngineError, match="broke"):
-        with_client(engine, all_parts)
-    assert len(engine.requests) == 1
+    parts = with_client(engine, all_parts)
+    first, second = engine.requests
+    assert second["input_ids"] == [*first["input_ids"], 10, 11] and second["sampling_params"]["max_new_tokens"] == 6
+    assert sum(len(p.tokens) for p in parts) == 8 and [p.finish_reason for p in parts] == ["abort"] * 7 + ["length"]
+
+
+def test_a_broken_stream_that_its_grammar_forbids_to_continue_is_an_error() -> None:
+    engine = FakeEngine()
+    engine.faults.append("cut")
+
+    async def work(client: EngineClient) -> Any:
+        return [part async for part in client.stream([5, 6], {**PARAMS, "regex": "A*"})]
+
+    with pytest.raises(EngineError, match="cannot continue"):
+        with_client(engine, work)
+    engine.faults.append("cut")
+    whole = with_client(engine, lambda client: client.generate([5, 6], {**PARAMS, "regex": "A*"}))
+    assert len(whole.tokens) == 8 and engine.requests[-1]["input_ids"] == [5, 6], "it starts over"
 
 
 @pytest.mark.parametrize(("fault", "error"), [(400, RequestRejected), ("hang", DeadlineExceeded)])

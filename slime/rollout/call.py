@@ -1,0 +1,279 @@
+"""`Call`: one call of the client, through however many requests it takes: what is asked next, and what there is so far.
+
+Consumes: the events of the requests, in order. Produces: the payload of the next request, the part of each event that
+is new, and in the end the answer. Waits for nothing.
+
+Invariants
+1. Parts joined are what one request would have been: every token that an event brought is in the answer once, at its
+   place, with the log-prob and the version that it was sampled with; the next request reads them all and may sample
+   only what is left of `max_new_tokens` and `min_new_tokens`.
+2. An answer ends where one request would have: an interruption that falls on the last allowed token, on an end token or
+   on the end of a stop string ends it, and so does a stop string that one request began and the next one completes.
+   Engines look for stop strings in new text only, hence `EndOfText` looks across the joint.
+3. What a grammar constrains cannot be continued, because an engine would begin its grammar anew: it starts over.
+4. Penalties count tokens of the running request only: after a joint they begin anew. Log-probs are exact all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from slime.core.errors import EngineError
+from slime.core.ports import ROUTED_EXPERTS_MARK
+from slime.core.routed_experts import ExpertFormat, RoutedExperts
+from slime.core.sample import NOT_SAMPLED
+from slime.rollout.generation import NEVER_SENT, Generation, parse_experts, parse_part
+
+ENGINE_MAX_NEW_TOKENS = 128
+"""What SGLang takes where none is asked for."""
+GRAMMARS = ("json_schema", "regex", "ebnf")
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfText:
+    """What the client must know of the model to see, as an engine does, that an answer has ended."""
+
+    token_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer whatever is asked for."""
+    decode: Callable[[Sequence[int], bool], str] | None = None
+    """(ids, whether to skip special tokens) -> text; without it stop strings across a joint are not found."""
+
+
+class Refused(Exception):
+    """An engine refused a request: HTTP status, or that of an error in its stream, and what it said."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status, self.text = status, text
+
+
+class Call:
+    """What was asked, and what engines have sampled of it."""
+
+    def __init__(
+        self,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        *,
+        token_versions: bool = False,
+        experts: ExpertFormat | None = None,
+        experts_from: int = 0,
+        end: EndOfText | None = None,
+    ) -> None:
+        """`experts`: routed experts are asked for, from token `experts_from` on, and look like this."""
+        self.input_ids, self._params = list(input_ids), {"max_new_tokens": ENGINE_MAX_NEW_TOKENS, **params}
+        self._token_versions, self._format, self._experts_from = token_versions, experts, experts_from
+        self._end = end or EndOfText()
+        stop = params.get("stop") or ()
+        self._stops = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
+        self._window = 4 * max(map(len, self._stops), default=0) + 1
+        """Tokens in which a stop string fits: a character may take four."""
+        self.can_continue = not any(params.get(name) for name in GRAMMARS)
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+        """stop | length, as soon as the answer has ended."""
+        self.num_requests = 0
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self._texts: list[str] = []
+        self._experts: RoutedExperts | None = None
+        self._version, self._prompt_tokens, self._cached_tokens = NOT_SAMPLED, 0, 0
+        self._joint = 0
+        """Tokens that earlier requests sampled."""
+        self._received, self._start = 0, 0
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def payload(self, rid: str, stream_interval: int) -> dict[str, Any]:
+        """The next request: goes on behind the tokens that there are. `stream_interval`: tokens of an event."""
+        self.num_requests += 1
+        self._joint, self._received = len(self.tokens), 0
+        params = {**self._params, "no_stop_trim": False, "stream_interval": stream_interval}
+        if self._joint and params["max_new_tokens"] is not None:
+            params["max_new_tokens"] -= self._joint
+        if self._joint and params.get("min_new_tokens"):
+            params["min_new_tokens"] = max(0, params["min_new_tokens"] - self._joint)
+        ids = [*self.input_ids, *self.tokens]
+        if self._format is not None:
+            # The engine takes a start up to the number of ids that it is given.
+            known = self._experts_from if self._experts is None else self._experts.end
+            self._start = min(max(known, 0), len(ids))
+            rid = f"{rid}{ROUTED_EXPERTS_MARK}{self._start}"
+        return {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": True}
+
+    def start_over(self) -> None:
+        """Forgets what was sampled."""
+        for part in (self.tokens, self._log_probs, self._versions, self._texts):
+            part.clear()
+        self._experts, self._cached_tokens = None, 0
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def take(self, event: Mapping[str, Any]) -> tuple[Generation, bool]:
+        """The new part of an event, and whether its request has ended: sets `finish` if the answer has, too.
+
+        Raises `Refused` for a request that the engine turned down, `EngineError` for what cannot be trained on.
+        """
+        _refuse(event)
+        part, ended = parse_part(self._new_of(event), self._token_versions)
+        self._received += len(part.tokens)
+        experts = self._new_experts(event) if ended and self._format is not None and self._received else None
+        kept, stopped = self._until_stop(part)
+        if ended or stopped:
+            self.finish = "stop" if stopped else None if part.finish_reason == "abort" else part.finish_reason
+        self._append(kept)
+        if experts is not None:
+            self._join_experts(experts.upto(len(self.input_ids) + len(self.tokens) - 1))
+        if ended and self.finish is None:
+            self.settle()
+        return replace(kept, finish_reason="abort"), ended or stopped
+
+    def settle(self) -> None:
+        """After an interruption: sets `finish` if the tokens are a whole answer."""
+        if not self.tokens:
+            return
+        most = self._params["max_new_tokens"]
+        if most is not None and len(self.tokens) >= most:
+            self.finish = "length"
+        elif self._stopped_at(len(self.tokens)) or self._ends_with_token():
+            self.finish = "stop"
+
+    def answer(self) -> Generation:
+        """All parts joined. Without `finish` its finish reason is `abort`."""
+        if not self.num_requests:
+            return NEVER_SENT
+        return Generation(
+            tokens=tuple(self.tokens),
+            log_probs=tuple(self._log_probs),
+            finish_reason=self.finish or "abort",
+            weight_version=self._labels(self._versions),
+            text=self._text(),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            routed_experts=self._experts,
+        )
+
+    def last_part(self, part: Generation | None) -> Generation:
+        """`part` as the end of a stream, or an empty one; with the routed experts of all."""
+        if not self.num_requests:
+            return NEVER_SENT
+        part = part or Generation((), (), "abort", () if self._token_versions else self._version, "")
+        return replace(part, finish_reason=self.finish or "abort", routed_experts=self._experts)
+
+    def _new_of(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The event without what earlier ones brought.
+
+        SGLang 0.5.16 repeats all log-probs and text of a request that is aborted while it waits (again) for its turn,
+        and tells no prompt length then. Its tokens have no labels in that event.
+        """
+        meta = event.get("meta_info") or {}
+        if (meta.get("finish_reason") or {}).get("type") != "abort" or "prompt_tokens" in meta:
+            return event
+        total = int(meta.get("completion_tokens") or 0)
+        pairs = [] if self._token_versions else list(meta.get("output_token_logprobs") or ())
+        new = pairs[len(pairs) - total :][self._received :] if 0 < total <= len(pairs) else []
+        text = str(event.get("text", "")) if new else ""
+        return {"text": text, "meta_info": {**meta, "output_token_logprobs": new}}
+
+    def _append(self, part: Generation) -> None:
+        self.tokens += part.tokens
+        self._log_probs += part.log_probs
+        versions = part.weight_version
+        self._versions += [versions] * len(part.tokens) if isinstance(versions, int) else versions
+        self._version = max(versions, default=self._version) if isinstance(versions, tuple) else versions
+        self._texts.append(part.text)
+        if part.prompt_tokens:
+            self._prompt_tokens = part.prompt_tokens - self._joint
+            if self.num_requests == 1:
+                self._cached_tokens = part.cached_tokens
+
+    def _labels(self, versions: list[int]) -> int | tuple[int, ...]:
+        if not versions:
+            return self._version
+        return versions[0] if len(set(versions)) == 1 and not self._token_versions else tuple(versions)
+
+    # ---- the end of the text ---------------------------------------------------------------------------------------
+
+    def _until_stop(self, part: Generation) -> tuple[Generation, bool]:
+        """The part up to a stop string that began before the joint, and whether there is one."""
+        before, joint = len(self.tokens), self._joint
+        if not joint or not self._stops or self._end.decode is None or before >= joint + self._window:
+            return part, False
+        tokens, versions = [*self.tokens, *part.tokens], part.weight_version
+        for num in range(before + 1, min(len(tokens), joint + self._window) + 1):
+            if self._stopped_at(num, tokens):
+                kept = num - before
+                return (
+                    replace(
+                        part,
+                        tokens=part.tokens[:kept],
+                        log_probs=part.log_probs[:kept],
+                        weight_version=versions if isinstance(versions, int) else versions[:kept],
+                    ),
+                    True,
+                )
+        return part, False
+
+    def _stopped_at(self, num: int, tokens: Sequence[int] | None = None) -> bool:
+        """Whether the first `num` tokens end with, or just behind, a stop string."""
+        if not self._stops or self._end.decode is None:
+            return False
+        tail = self._end.decode((tokens or self.tokens)[max(0, num - self._window) : num], False)
+        return any(stop in tail for stop in self._stops)
+
+    def _ends_with_token(self) -> bool:
+        if self._params.get("ignore_eos"):
+            return False
+        last = self.tokens[-1]
+        return last in self._end.token_ids or last in (self._params.get("stop_token_ids") or ())
+
+    def _text(self) -> str:
+        """For one request what the engine said; across a joint, where it may have cut a character, decoded anew."""
+        if not self._joint or self._end.decode is None:
+            return "".join(self._texts)
+        skip = bool(self._params.get("skip_special_tokens", True))
+        body = self.tokens[:-1] if self.finish == "stop" and self.tokens and self._ends_with_token() else self.tokens
+        before = self.input_ids[-5:]
+        text = self._end.decode([*before, *body], skip)[len(self._end.decode(before, skip)) :]
+        found = [(text.find(stop) + len(stop)) for stop in self._stops if stop in text]
+        return text[: min(found)] if self.finish == "stop" and found else text
+
+    # ---- routed experts --------------------------------------------------------------------------------------------
+
+    def _new_experts(self, event: Mapping[str, Any]) -> RoutedExperts | None:
+        assert self._format is not None
+        total = len(self.input_ids) + self._joint + self._received
+        return parse_experts(event, self._format, start=self._start, num_tokens=total)
+
+    def _join_experts(self, more: RoutedExperts) -> None:
+        known = self._experts
+        if known is None:
+            self._experts = more
+        elif more.end > known.end:
+            self._experts = RoutedExperts(np.concatenate([known.ids, more.ids[known.end - more.start :]]), known.start)
+
+
+def _refuse(event: Mapping[str, Any]) -> None:
+    """Raises `Refused` for an error in a stream."""
+    error = event.get("error")
+    if error:
+        raise Refused(int(error.get("code") or 500), str(error.get("message", error)))
+    finish = (event.get("meta_info") or {}).get("finish_reason") or {}
+    if finish.get("type") == "abort" and finish.get("status_code"):
+        raise Refused(int(finish["status_code"]), str(finish.get("message", "")))
+
+
+def require_joinable(call: Call, handed_out: bool) -> None:
+    """After an interruption: a call that cannot be continued starts over. Raises `EngineError` if parts are out."""
+    if call.can_continue or not call.tokens:
+        return
+    if handed_out:
+        raise EngineError(
+            "got an interruption of a stream whose grammar an engine cannot continue, and parts of it were handed out; "
+            "do: ask for it with generate(), which starts over"
+        )
+    call.start_over()

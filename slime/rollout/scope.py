@@ -1,0 +1,33 @@
+"""`RequestScope`: the requests of one rollout, wherever they are in user code, so that the run can end them together.
+
+Tasks inherit it through `REQUEST_SCOPE`. Consumes nothing; `client` puts the tries in that run. All on one event loop.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.rollout.engines import Try
+
+
+@dataclass(slots=True, eq=False)
+class RequestScope:
+    """The requests of one rollout. What the run ends through it comes back with finish reason `abort`."""
+
+    tries: set[Try] = field(default_factory=set)
+    """Those that are with an engine now."""
+    aborted: bool = False
+    """Its requests come back with what they have, and no other is sent."""
+    hands_back: bool = False
+    """Its requests come back with what they have; others are sent after the pause."""
+
+    @property
+    def rids(self) -> set[str]:
+        """Ids of the requests that are with an engine now."""
+        return {one.rid for one in self.tries}
+
+
+REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope", default=None)

@@ -1,0 +1,363 @@
+"""A request that survives: whatever interrupts it, the joined answer is that of one request that nothing interrupted.
+
+The engine of these tests is deterministic: the id and the log-prob of a token follow from all ids before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.routed_experts import ExpertFormat
+from slime.rollout.call import Call, EndOfText
+from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.generation import Generation
+from tests.support.fake_engine import FakeEngine, serve
+
+LETTERS = 26
+END = EndOfText(
+    frozenset([0]), lambda ids, skip: "".join("" if skip and i == 0 else chr(97 + i % LETTERS) for i in ids)
+)
+EOS = 0
+
+
+def sampled(ids: Sequence[int]) -> tuple[int, float]:
+    """The id that follows on `ids`, and its log-prob; an end token now and then."""
+    digest = hashlib.blake2b(bytes(i % 256 for i in ids), digest_size=4).digest()
+    return (EOS if digest[0] < 2 else 1 + digest[1] % 25), -digest[2] / 100 - 0.01
+
+
+def uninterrupted(prompt: Sequence[int], most: int, stop: str | None = None) -> tuple[list[int], list[float], str]:
+    """Ids, log-probs and finish reason of one request, by the order in which an engine looks for its end."""
+    ids, log_probs = list(prompt), list[float]()
+    while True:
+        token, log_prob = sampled(ids)
+        ids.append(token)
+        log_probs.append(log_prob)
+        made = ids[len(prompt) :]
+        if len(made) >= most:
+            return made, log_probs, "length"
+        if token == EOS or (stop and stop in END.decode(made, False)):  # type: ignore[misc]
+            return made, log_probs, "stop"
+
+
+def events(call: Call, version: int, cut_after: int | None, size: int, abort: bool) -> list[dict[str, Any]]:
+    """What an engine sends for the next request of a call: cut off after some tokens, or to its end."""
+    payload = call.payload("r", size)
+    prompt, params = payload["input_ids"], payload["sampling_params"]
+    stop = (params.get("stop") or [None])[0]
+    made, log_probs, reason = uninterrupted(prompt, params["max_new_tokens"], stop)
+    cut = cut_after is not None and cut_after < len(made)
+    made, finish = (made[:cut_after], {"type": "abort"}) if cut else (made, {"type": reason})
+    out = []
+    for begin in range(0, max(len(made), 1), size):
+        new = made[begin : begin + size]
+        last = begin + size >= len(made)
+        meta = {
+            "finish_reason": finish if last and (abort or not cut) else None,
+            "weight_version": str(version),
+            "prompt_tokens": len(prompt),
+            "output_token_logprobs": [[p, t, None] for p, t in zip(log_probs[begin:], new, strict=False)],
+        }
+        out.append({"text": END.decode(new, True), "output_ids": new, "meta_info": meta})  # type: ignore[misc]
+    return out
+
+
+@settings(max_examples=400)
+@given(
+    seed=st.integers(0, 2**16),
+    most=st.integers(1, 60),
+    cuts=st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=8),
+    size=st.integers(1, 9),
+    stop=st.sampled_from([None, "ab", "q", "xyz", "aa"]),
+)
+def test_joined_parts_are_one_request(
+    seed: int, most: int, cuts: list[tuple[int, bool]], size: int, stop: str | None
+) -> None:
+    """Law: ids, log-probs and finish reason are those of one request; each id has the version that sampled it."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(256) for _ in range(rng.randint(1, 5))]
+    params = {"max_new_tokens": most, **({"stop": [stop]} if stop else {})}
+    call, versions = Call(prompt, params, end=END), list[int]()
+    for version, (cut_after, abort) in enumerate([*cuts, (10**9, True)], start=1):
+        for event in events(call, version, cut_after, size, abort):
+            part, ended = call.take(event)
+            versions += [version] * len(part.tokens)
+            if ended:
+                break
+        if call.finish is None:
+            call.settle()
+        if call.finish is not None:
+            break
+    got = call.answer()
+    assert (list(got.tokens), list(got.log_probs), got.finish_reason) == uninterrupted(prompt, most, stop)
+    labels = got.weight_version
+    assert ([labels] * len(got.tokens) if isinstance(labels, int) else list(labels)) == versions
+    body = got.tokens[:-1] if got.finish_reason == "stop" and got.tokens[-1] == EOS else got.tokens
+    assert got.text == END.decode(body, True)  # type: ignore[misc]
+
+
+def test_an_engine_that_repeats_what_it_has_sent_is_not_believed_twice() -> None:
+    """SGLang repeats all of a request that is aborted while it waits for its turn."""
+    call = Call([5], {"max_new_tokens": 9})
+    call.payload("r", 1)
+    pairs = [[-0.1, 7, None], [-0.2, 8, None]]
+    meta = {"finish_reason": None, "weight_version": "3", "prompt_tokens": 1}
+    call.take({"text": "ab", "output_ids": [7, 8], "meta_info": {**meta, "output_token_logprobs": pairs}})
+    waiting = {"finish_reason": {"type": "abort"}, "weight_version": "4", "completion_tokens": 2}
+    event = {"text": "ab", "output_ids": [8], "meta_info": {**waiting, "output_token_logprobs": pairs}}
+    part, ended = call.take(event)
+    assert ended and call.finish is None and not part.tokens and call.tokens == [7, 8]
+    assert call.answer().weight_version == 3 and call.answer().text == "ab"
+
+
+def test_what_is_left_is_asked_for() -> None:
+    call = Call([5, 6], {"max_new_tokens": 9, "min_new_tokens": 4, "sampling_seed": 3})
+    first = call.payload("a", 1)["sampling_params"]
+    pairs = [[-0.1, 7 + i, None] for i in range(6)]
+    meta = {"weight_version": "3", "prompt_tokens": 2, "output_token_logprobs": pairs, "finish_reason": None}
+    call.take({"text": "x", "meta_info": meta})
+    second = call.payload("b", 1)
+    assert first["max_new_tokens"] == 9 and second["sampling_params"]["max_new_tokens"] == 3
+    assert first["min_new_tokens"] == 4 and second["sampling_params"]["min_new_tokens"] == 0
+    assert second["input_ids"] == [5, 6, 7, 8, 9, 10, 11, 12] and second["sampling_params"]["sampling_seed"] == 3
+
+
+def test_routed_experts_join_without_gap() -> None:
+    call = Call([5, 6, 7], {"max_new_tokens": 4}, experts=ExpertFormat(200, 2, (True,)), experts_from=1)
+    engine = FakeEngine()
+
+    async def answer(rid_and: dict[str, Any], reason: str, num: int) -> dict[str, Any]:
+        body = {**rid_and, "sampling_params": {**rid_and["sampling_params"], "max_new_tokens": num}}
+        whole = await engine._sample(body, asyncio.Event())
+        whole["meta_info"]["finish_reason"] = {"type": reason}
+        return whole
+
+    call.take(asyncio.run(answer(call.payload("a", 1), "abort", 2)))
+    second = call.payload("b", 1)
+    assert second["rid"].endswith("4"), "rows up to the last token but one are known"
+    call.take(asyncio.run(answer(second, "length", 2)))
+    made = call.answer()
+    assert made.routed_experts is not None and made.routed_experts.start == 1
+    read = [*[5, 6, 7], *made.tokens][1:-1]
+    assert [int(i) for i in made.routed_experts.ids[:, 0, 0]] == [i % 100 for i in read]
+
+
+@dataclass
+class Deterministic(FakeEngine):
+    """Samples as `sampled` does."""
+
+    def token(self, body: dict[str, Any], i: int) -> int:
+        return sampled(self._ids(body)[: len(body["input_ids"]) + i])[0]
+
+    def log_prob(self, body: dict[str, Any], i: int) -> float:
+        return sampled(self._ids(body)[: len(body["input_ids"]) + i])[1]
+
+    def _ids(self, body: dict[str, Any]) -> list[int]:
+        return [*body["input_ids"], *self._sampled.get(body["rid"], [])]
+
+    def is_end(self, token: int) -> bool:
+        return token == EOS
+
+    def text(self, ids: list[int]) -> str:
+        return END.decode(ids, True)  # type: ignore[misc]
+
+
+PARAMS = {"temperature": 1.0, "max_new_tokens": 40}
+
+
+async def settled(client: EngineClient, prompts: list[list[int]], trouble: Any) -> list[Generation]:
+    """The answers to these prompts, while `trouble` goes on."""
+    tasks = [
+        asyncio.create_task(client.generate(prompt, PARAMS, session_id=f"s{i}")) for i, prompt in enumerate(prompts)
+    ]
+    troubling = asyncio.create_task(trouble)
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        troubling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await troubling
+
+
+def check(prompts: list[list[int]], answers: list[Generation]) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids, log_probs, reason = uninterrupted(prompt, PARAMS["max_new_tokens"])  # type: ignore[arg-type]
+        assert (list(answer.tokens), list(answer.log_probs), answer.finish_reason) == (ids, log_probs, reason)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_requests_survive_engines_that_come_and_go(seed: int) -> None:
+    """Law: with engines killed, dismissed, admitted, failing and paused, each answer is as if nothing had been."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(1, 256) for _ in range(4)] for _ in range(24)]
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serve(Deterministic(tick_s=0.004))) for _ in range(3)]
+        client = EngineClient(*(e.url for e in engines), end=END, max_concurrency=16)
+
+        spare = [[503, None, 502]] * 4
+
+        async def trouble() -> None:
+            while True:
+                await asyncio.sleep(rng.random() / 20)
+                engine = rng.choice(engines)
+                match rng.randrange(5):
+                    case 0:
+                        client.dismiss([engine.url])
+                        await asyncio.sleep(0.02)
+                        client.admit([engine.url])
+                    case 1:
+                        for transport in list(engine.transports.values()):
+                            transport.close()
+                    case 2:
+                        engine.faults.extend(spare.pop() if spare else [])
+                    case 3:
+                        await client.pause()
+                        await asyncio.sleep(0.01)
+                        client.resume()
+                    case _:
+                        for stop in engine.running.values():
+                            stop.set()
+
+        check(prompts, await settled(client, prompts, trouble()))
+        assert sum(len(e.requests) for e in engines) > len(prompts), "nothing was interrupted"
+        await client.close()
+
+
+async def test_without_an_engine_requests_wait_for_one() -> None:
+    async with serve(Deterministic(tick_s=0.002)) as one, serve(Deterministic()) as other:
+        client = EngineClient(one.url, end=END)
+        task = asyncio.create_task(client.generate([3, 4], PARAMS))
+        while not one.running:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.03)
+        client.dismiss([one.url])
+        await asyncio.sleep(0.1)
+        assert not task.done() and client.engines() == []
+        client.set_engines([other.url])
+        check([[3, 4]], [await task])
+        assert len(other.requests[0]["input_ids"]) > 2, "it began again"
+        await client.close()
+
+
+async def test_the_wait_for_an_engine_has_a_limit_and_a_name() -> None:
+    client = EngineClient(engine_wait_s=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"--engine-wait-s.*none is admitted"):
+        await client.generate([3], PARAMS)
+    await client.close()
+
+
+async def test_who_asks_for_it_sees_the_abort() -> None:
+    async with serve(Deterministic(tick_s=0.01)) as engine:
+        client = EngineClient(engine.url, end=END)
+        scope = RequestScope()
+        asking = asyncio.create_task(client.generate([3], PARAMS, returns_partial=True))
+        REQUEST_SCOPE.set(scope)
+        scoped = asyncio.create_task(client.generate([4], PARAMS))
+        REQUEST_SCOPE.set(None)
+        other = asyncio.create_task(client.generate([5], PARAMS))
+        while len(engine.running) < 3:
+            await asyncio.sleep(0.005)
+        await client.pause(scope)
+        client.resume()
+        assert [(await asking).finish_reason, (await scoped).finish_reason] == ["abort", "abort"]
+        check([[5]], [await other])
+        await client.close()
+
+
+async def test_a_session_stays_with_its_engine_and_prompts_share_one() -> None:
+    async with serve(FakeEngine()) as one, serve(FakeEngine()) as two:
+        client = EngineClient(one.url, two.url)
+        for turn in range(3):
+            await asyncio.gather(*(client.generate([s, turn], PARAMS, session_id=f"{s}") for s in range(8)))
+        for engine in (one, two):
+            assert len(engine.requests) == 12 and len({r["input_ids"][0] for r in engine.requests}) == 4
+        await asyncio.gather(*(client.generate([77, 78], PARAMS) for _ in range(6)))
+        shared = [sum(r["input_ids"] == [77, 78] for r in e.requests) for e in (one, two)]
+        assert sorted(shared) == [0, 6]
+        await client.close()
+
+
+async def test_the_end_of_everything_is_one_message_for_each_engine() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serve(FakeEngine(tick_s=0.01))) for _ in range(3)]
+        client, scope = EngineClient(*(e.url for e in engines)), RequestScope()
+        REQUEST_SCOPE.set(scope)
+        long = {**PARAMS, "max_new_tokens": 10_000}
+        tasks = [asyncio.create_task(client.generate([i], long)) for i in range(120)]
+        while sum(len(e.running) for e in engines) < 120:
+            await asyncio.sleep(0.01)
+        await client.abort_scope(scope)
+        assert {r.finish_reason for r in await asyncio.gather(*tasks)} == {"abort"}
+        assert [e.aborted for e in engines] == [[""]] * 3
+        await client.close()
+
+
+async def test_an_abort_goes_to_the_engine_that_has_the_request() -> None:
+    async with serve(FakeEngine(tick_s=0.01)) as one, serve(FakeEngine(tick_s=0.01)) as two:
+        client = EngineClient(one.url, two.url)
+        tasks = [asyncio.create_task(client.generate([i], {**PARAMS, "max_new_tokens": 10_000})) for i in range(6)]
+        while len(one.running) + len(two.running) < 6:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.drain()
+        for engine in (one, two):
+            assert sorted(engine.aborted) == sorted(r["rid"] for r in engine.requests)
+        await client.close()
+
+
+async def test_the_limit_counts_time_without_progress_not_the_answer() -> None:
+    async with serve(FakeEngine(tick_s=0.03)) as engine:
+        client = EngineClient(engine.url, request_timeout_s=1.5)
+        assert len((await client.generate([3], {**PARAMS, "max_new_tokens": 120})).tokens) == 120
+        await client.close()
+
+
+@dataclass
+class OneAtATime(FakeEngine):
+    """Answers one after the other, in the order of the requests; a lost one never."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lost: int = -1
+
+    async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
+        if body["input_ids"] == [self.lost]:
+            await asyncio.sleep(60)
+        async with self.turn:
+            return await super()._sample(body, stop)
+
+
+async def test_queueing_is_no_silence_and_being_passed_by_is() -> None:
+    async with serve(OneAtATime(tick_s=0.01, lost=0)) as engine:
+        client = EngineClient(engine.url, request_timeout_s=0.8)
+        brief = {**PARAMS, "max_new_tokens": 30}
+        lost = asyncio.create_task(client.generate([0], brief))
+        await asyncio.sleep(0.05)
+        began = asyncio.get_running_loop().time()
+        queued = [asyncio.create_task(client.generate([1 + i], brief)) for i in range(8)]
+        with pytest.raises(DeadlineExceeded, match="--request-timeout-s"):
+            await lost
+        assert all(len(r.tokens) == 30 for r in await asyncio.gather(*queued))
+        assert asyncio.get_running_loop().time() - began > 1.6, "the last one waited longer than the limit"
+        await client.close()
+
+
+async def test_tries_without_a_token_are_bounded() -> None:
+    async with serve(FakeEngine()) as engine:
+        engine.faults.extend([503] * 99)
+        client = EngineClient(engine.url)
+        with pytest.raises(EngineError, match="after 5 tries"):
+            await client.generate([3], PARAMS)
+        await client.close()
