@@ -8,7 +8,8 @@ driver is gone, so this is how a host hears of it:
     this host's raylet  its workers, the actor too        the same
     Ray's head          the raylets, after their limit    the same
     the actor           the guardian, by its pipe         the same; the driver hears of actors that died
-    the guardian        the actor, by the other pipe      the actor starts another one, `MAX_STARTS` times
+    the guardian        the actor, by the other pipe      it starts another one, in a tenth of a second; an actor that
+                                                          is killed in that time leaves none
 
 Consumes the guardian's words. Produces a guardian as long as this process lives, and at `close` an empty host. `close`
 waits for the guardian's last word, with a limit. One thread waits for the guardian's next word and is woken by it, or

@@ -21,10 +21,8 @@ from tests.support.e2e import Flags, latest_step
 from tests.support.hosted_run import HostedRun
 from tests.support.hosts import FakeCluster, ray_cluster, why_no_hosts
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
-]
+NO_HOSTS = why_no_hosts()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are hosts")]
 STEPS = 2
 SMALL = ["--rollout-batch-size", "4", "--num-rollout", str(STEPS), "--lr", "2e-2", "--lr-decay-style", "constant"]
 ASK = """
@@ -157,8 +155,8 @@ def test_nothing_is_left_on_any_host(killed: str, two: FakeCluster, shared: Path
             run.end()
         else:
             if killed != "driver":
-                other.kill("slime.cluster.guardian")
-                run.wait_until("another guardian", lambda: bool(other.pids_of("slime.cluster.guardian")), 60)
+                gone = other.kill("slime.cluster.guardian")
+                run.wait_until("another guardian", lambda: bool(other.detached("slime.cluster.guardian") - {gone}), 60)
             run.kill()
         assert run.left_on_hosts() == []
         print(f"{killed}: clean after {run.clean_s:.1f} s")

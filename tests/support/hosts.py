@@ -128,10 +128,16 @@ class FakeHost:
                     found.append(pid)
         return found
 
-    def kill(self, words: str) -> None:
-        """SIGKILL to the one process here whose command line holds these words."""
+    def detached(self, words: str) -> set[int]:
+        """Those of `pids_of` whose parent is the init of the host."""
+        stats = {pid: read_stat(pid) for pid in self.pids_of(words)}
+        return {pid for pid, stat in stats.items() if stat is not None and stat.parent == self.init}
+
+    def kill(self, words: str) -> int:
+        """SIGKILL to the one process here whose command line holds these words; its pid."""
         (pid,) = self.pids_of(words)
         os.kill(pid, signal.SIGKILL)
+        return pid
 
 
 @dataclass
