@@ -96,17 +96,17 @@ def launch(args: Args) -> Iterator[Run]:
 @contextmanager
 def _placed(args: Args, startup: StartUp, folder: RunFolder) -> Iterator[PlacementPlan]:
     """The block has a Ray cluster, and hosts that can hold the run; how long that took are phases of the start."""
-    from slime.cluster.session import RaySession
+    from slime.cluster.session import JoinedRay, RaySession
 
     if args.ray_address is None:
         plan = plan_here(args)
         num_gpus = plan.num_slots if args.device == "cuda" else 0
-        own = RaySession.of_its_own(args.run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)
-        with _timed(startup, "ray", "Ray is up", own):
+        session = RaySession(args.run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)
+        with _timed(startup, "ray", "Ray is up", session):
             yield plan
         return
     with (
-        _timed(startup, "ray", f"the run has joined {args.ray_address}", RaySession.joined(args)),
+        _timed(startup, "ray", f"the run has joined {args.ray_address}", JoinedRay(args)),
         _timed(startup, "hosts", "the hosts are ready", hosts_of_run(args, folder)) as plan,
     ):
         yield plan

@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -47,7 +47,7 @@ def ray_folder(run_id: str) -> Path:
 
 
 @contextmanager
-def guarded(run_id: str, *, log_path: Path, own_ray: bool) -> Iterator[None]:
+def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[None]:
     """Nothing of the run outlives the block on this host, nor this process.
 
     `log_path`: where the guardian writes what it did. `own_ray`: the run starts its own Ray.
@@ -61,31 +61,37 @@ def guarded(run_id: str, *, log_path: Path, own_ray: bool) -> Iterator[None]:
 
 
 class RaySession:
-    """Context manager around the Ray cluster of one run."""
+    """Context manager around the Ray cluster of one run, which it starts on this host."""
 
-    def __init__(self, run_id: str, start: Callable[[], None]) -> None:
-        """`start`: starts or joins the cluster. The class methods know two."""
-        self.run_id, self._start = run_id, start
-
-    @classmethod
-    def of_its_own(cls, run_id: str, *, num_cpus: int, num_gpus: int) -> RaySession:
-        """A cluster that this process starts on this host, with so much to give."""
-        return cls(run_id, lambda: _start_local(run_id, num_cpus, num_gpus))
-
-    @classmethod
-    def joined(cls, args: Args) -> RaySession:
-        """The cluster of `args.ray_address`. Raises `ActorFailed` if it does not take the driver."""
-        return cls(args.run_id, lambda: _join(args))
+    def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int) -> None:
+        """`num_cpus`, `num_gpus`: what the cluster has to give."""
+        self.run_id = run_id
+        self._num_cpus, self._num_gpus = num_cpus, num_gpus
 
     def __enter__(self) -> RaySession:
         self._start()
         signal.signal(signal.SIGTERM, _raise_exit)  # Ray puts a handler of its own there when it starts
         return self
 
+    def _start(self) -> None:
+        _start_local(self.run_id, self._num_cpus, self._num_gpus)
+
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         ray.shutdown()
+
+
+class JoinedRay(RaySession):
+    """Context manager around a run's use of the cluster of `args.ray_address`; its daemons are left alone."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__(args.run_id, num_cpus=0, num_gpus=0)
+        self._args = args
+
+    def _start(self) -> None:
+        """Raises `ActorFailed` if the cluster does not take the driver."""
+        _join(self._args)
 
 
 def _join(args: Args) -> None:

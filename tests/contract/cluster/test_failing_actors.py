@@ -45,7 +45,7 @@ def told(ref):
         return [type(error).__name__, str(error), str(error.__cause__)]
 
 guardian = guarded(run_id, log_path=folder / "guardian.log", own_ray=True)
-with guardian, RaySession.of_its_own(run_id, num_cpus=1, num_gpus=0):
+with guardian, RaySession(run_id, num_cpus=1, num_gpus=0):
     actor, other = TrainActor.remote(), TrainActor.remote()
     pid = wait_for([actor.pid.remote()], for_what="a pid", limit_s=120)[0]
     out = {"pid": pid, "ours": told(other.ours.remote())}
