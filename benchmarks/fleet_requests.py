@@ -30,7 +30,7 @@ from aiohttp import web
 
 from slime.rollout.call import Call
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
-from slime.rollout.wire import allow_many_connections
+from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 
 INTERVAL, PROMPT_TOKENS, MAX_NEW_TOKENS = 32, 64, 100_000
 STALL_POLL_S = 0.005
@@ -173,17 +173,17 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(0)
     while sum(len(engine.running) for engine in engines) < total:
         await asyncio.sleep(0.05)
-    out: dict[str, Any] = {"start_s": time.monotonic() - began}
+    out: dict[str, Any] = {"start_s": time.monotonic() - began, "worst_stall_s_start": stalls.take()}
     await asyncio.sleep(options.every_s)
     out["worst_stall_s_steady"] = stalls.take()
     out |= await change(client, engines, stalls, options.changes)
     stalls.take()
     before = sum(engine.num_aborts for engine in engines)
-    began = time.monotonic()
+    began, cpu_s = time.monotonic(), time.process_time()
     await client.abort_scope(scope)
     out["abort_delivered_s"] = time.monotonic() - began
     answers = await asyncio.gather(*tasks)
-    out["abort_all_s"] = time.monotonic() - began
+    out["abort_all_s"], out["abort_all_cpu_s"] = time.monotonic() - began, time.process_time() - cpu_s
     out["abort_posts"] = sum(engine.num_aborts for engine in engines) - before
     out["worst_stall_s_abort"] = stalls.take()
     for answer in answers:  # law 1: no token lost, none twice
@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     allow_many_connections()
+    collect_garbage_rarely()
     name = f"{options.engines}x{options.requests}{' over HTTP' if options.sockets else ''}"
     made = asyncio.run(measure(options))
     costs = {str(n): round(event_cost(n), 1) for n in (1, 8, 32, 128)}

@@ -27,7 +27,7 @@ from slime.observability.logs import setup_logging
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
 from slime.rollout.types import StepNews
-from slime.rollout.wire import allow_many_connections
+from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.serving.router import Router
 from slime.settings import Args
 
@@ -64,6 +64,7 @@ class RolloutActor:
             args = args.replace(sglang_router_ip=self._router.host, sglang_router_port=self._router.port)
         allow_many_connections()
         self._manager = RolloutManager(args, engines=[] if num_engines else None, api_key=api_key)
+        collect_garbage_rarely()
 
     async def ready(self) -> int:
         """Number of prompts in the training data; answers when the data is loaded."""

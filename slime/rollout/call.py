@@ -10,8 +10,8 @@ Invariants
 2. An answer ends where one request would have: an interruption that falls on the last allowed token, on an end token or
    on the end of a stop string ends it, and so does a stop string that one request began and the next one completes.
    Engines look for stop strings in new text only, hence `EndOfText` looks across the joint.
-3. What a grammar constrains cannot be continued, because an engine would begin its grammar anew: it starts over.
-4. Penalties count tokens of the running request only: after a joint they begin anew. Log-probs are exact all the same.
+3. What a grammar constrains cannot be continued, because an engine would begin its grammar again: it starts over.
+4. Penalties count tokens of the running request only: after a joint they begin at zero. Log-probs are exact all the same.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Call:
             self._join_experts(experts.upto(len(self.input_ids) + len(self.tokens) - 1))
         if ended and self.finish is None:
             self.settle()
-        return replace(kept, finish_reason="abort"), ended or stopped
+        return kept if kept.finish_reason == "abort" else replace(kept, finish_reason="abort"), ended or stopped
 
     def settle(self) -> None:
         """After an interruption: sets `finish` if the tokens are a whole answer."""
@@ -232,7 +232,7 @@ class Call:
         return last in self._end.token_ids or last in (self._params.get("stop_token_ids") or ())
 
     def _text(self) -> str:
-        """For one request what the engine said; across a joint, where it may have cut a character, decoded anew."""
+        """For one request what the engine said; across a joint, where it may have lost a character, decoded again."""
         if not self._joint or self._end.decode is None:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))
@@ -245,7 +245,7 @@ class Call:
     # ---- routed experts --------------------------------------------------------------------------------------------
 
     def _new_experts(self, event: Mapping[str, Any]) -> RoutedExperts | None:
-        assert self._format is not None
+        assert self._format is not None, "experts were not asked for"
         total = len(self.input_ids) + self._joint + self._received
         return parse_experts(event, self._format, start=self._start, num_tokens=total)
 

@@ -7,14 +7,14 @@ end of its `RequestScope`, by which the loop ends every request that its tasks h
 engine. What is left of a request in an engine is ended by a background task (`wire`); `drain` waits for those.
 
 Invariants
-1. A call outlives its requests. One that is cut off, by an abort, a weight sync, the death of its engine or a status
+1. A call outlives its requests. One that is interrupted, by an abort, a weight sync, the death of its engine or a status
    that may pass, is sent again with the tokens that it has (`call`), and the answer is all of them. Finish reason
    `abort` is for those who ask for it: `returns_partial`, or a scope that the run ends.
 2. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try: the call
    waits until one can be, within `engine_wait_s`.
 3. Each request has an id of its own, because an engine refuses one that it is still working on, and is at one engine,
-   which alone is told of its end.
+   which alone hears of its end.
 4. There is no limit on the length of an answer, and none on queueing.
 """
 
@@ -53,8 +53,10 @@ of others at that engine end, too."""
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so it is repeated."""
 STREAM_INTERVAL = 32
-"""Tokens of an event. Each event costs engine and client some 0.1 ms; what an engine that dies has not sent is sampled
-again."""
+"""Tokens of an event. An event costs the client some 15 microseconds and 0.5 more for each token; what an engine that
+dies has not sent is sampled again."""
+STARTS_AT_ONCE = 32
+"""Requests that are made in one turn of the event loop: those of an engine that is gone are a thousand."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class EngineClient:
             urls, most_per_engine=max_concurrency, silence_limit_s=request_timeout_s, wait_limit_s=engine_wait_s
         )
         self._handing_back: list[RequestScope] = []
+        self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class EngineClient:
     async def pause(self, scope: RequestScope | None = None) -> None:
         """Ends every request of the engines; they go on after `resume`, with the tokens they have.
 
-        Those of `scope` return what they have instead. A request that its engine does not end in time is cut off.
+        Those of `scope` return what they have instead. A request that its engine does not end in time is interrupted.
         """
         self._pool.close_gate()
         if scope is not None:
@@ -288,12 +291,15 @@ class EngineClient:
 
     async def _listen(self, one: Try, job: _Job) -> AsyncGenerator[Generation, None]:
         """One request: its parts. Ends with its last event; leaves nothing in the engine. Raises as `_after` takes."""
-        payload = job.call.payload(one.rid, job.interval)
-        one.rid, response, ended, reached = payload["rid"], None, False, False
-        now = asyncio.get_running_loop().time
+        response, ended, reached = None, False, False
+        now, url = asyncio.get_running_loop().time, f"{one.engine.url}/generate"
         try:
-            url = f"{one.engine.url}/generate"
-            reached = True
+            async with self._starting:
+                await asyncio.sleep(0)
+                if job.is_over() or not self._pool.is_open:
+                    raise Interrupted(PAUSED)
+                payload = job.call.payload(one.rid, job.interval)
+            one.rid, reached = payload["rid"], True
             response = await one.wait(lambda: self._wire.post(url, payload))
             self._pool.heard(one.engine)
             if response.status != 200:
@@ -310,7 +316,7 @@ class EngineClient:
                         yield part
                     if ended:
                         break
-            ended = bool((event.get("meta_info") or {}).get("finish_reason"))  # or cut at a stop string
+            ended = bool((event.get("meta_info") or {}).get("finish_reason"))  # or it ends at a stop string
             if ended:
                 await self._wire.finish(response)
         except aiohttp.ClientConnectorError:
@@ -326,7 +332,7 @@ class EngineClient:
                 self._wire.abort(one.engine.url, one.rid)
 
     def _after(self, problem: Exception, one: Try, job: _Job, before: int) -> float:
-        """What a request that was cut off or refused means to its call: seconds to wait. Raises if it is the end."""
+        """What a request that was interrupted or refused means to its call: seconds to wait. Raises if it is the end."""
         url = f"{one.engine.url}/generate"
         match problem:
             case Interrupted(why=why) if why == LATE:

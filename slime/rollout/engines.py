@@ -40,7 +40,7 @@ LOOKS = 8
 
 
 class Interrupted(Exception):
-    """A try was cut off from outside; `why` is one of the words above."""
+    """A try was ended from outside; `why` is one of the words above."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -69,8 +69,8 @@ class Try:
     """One request at one engine."""
 
     __slots__ = (
-        "_cut",
         "_fresh_at",
+        "_guard",
         "_number",
         "_place",
         "_served",
@@ -84,7 +84,7 @@ class Try:
     def __init__(self, engine: Engine, rid: str, scope: RequestScope | None, now: float) -> None:
         self.engine, self.rid, self.scope = engine, rid, scope
         self.interrupted: str | None = None
-        self._cut: asyncio.Timeout | None = None
+        self._guard: asyncio.Timeout | None = None
         self.heard_at = self._fresh_at = now
         self._number = self._place = engine.asked
         self._served = False
@@ -100,7 +100,7 @@ class Try:
 
     def silent_s(self, now: float) -> float:
         """Seconds without progress (invariant 4), as far as somebody waits for it."""
-        if self._cut is None:
+        if self._guard is None:
             self._fresh_at = now
         overtaken = self.engine.served > self._place
         self._fresh_at = max(self._fresh_at, self.heard_at, 0.0 if overtaken else self.engine.progress_at)
@@ -110,20 +110,20 @@ class Try:
         """Ends the wait for its engine, now or the next one: `wait` raises `Interrupted`."""
         if self.interrupted is None:
             self.interrupted = why
-            if self._cut is not None:
-                self._cut.reschedule(0.0)
+            if self._guard is not None:
+                self._guard.reschedule(0.0)
 
     async def wait(self, what: Callable[[], Awaitable[T]]) -> T:
         """What the engine answers. Raises `Interrupted`, and what `what` raises."""
         if self.interrupted is None:
             try:
-                async with asyncio.timeout(None) as self._cut:
+                async with asyncio.timeout(None) as self._guard:
                     return await what()
             except TimeoutError:
                 if self.interrupted is None:
                     raise
             finally:
-                self._cut = None
+                self._guard = None
         raise Interrupted(self.interrupted)
 
 

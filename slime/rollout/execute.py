@@ -61,7 +61,7 @@ class Outcome(str, Enum):
     UNSCORED = "unscored"
     FAILED = "failed"
     EXPIRED = "expired"
-    """A request found no answer within `--request-timeout-s`: not tried again in this step."""
+    """A request made no progress within `--request-timeout-s`: not tried again in this step."""
     REJECTED = "rejected"
     """The engine can never serve it (HTTP 4xx): not tried again."""
 

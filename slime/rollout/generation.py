@@ -121,6 +121,13 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) ->
     reason = finish.get("type")
     if reason not in FINISH_REASONS:
         raise EngineError(f"got finish_reason {finish!r}; expected one of {sorted(FINISH_REASONS)}")
+    return _parse(answer, meta, finish, reason, token_versions)
+
+
+def _parse(
+    answer: Mapping[str, Any], meta: Mapping[str, Any], finish: Mapping[str, Any], reason: str, token_versions: bool
+) -> Generation:
+    """An answer, or a part of one, that is called to have ended for `reason`."""
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
         raise EngineError("got an answer without output_token_logprobs; was return_logprob dropped on the way?")
@@ -143,7 +150,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False) ->
             "serve only after a verified weight sync"
         )
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
-    if token_versions and tokens and not versions and reason == "abort":  # ended while it waited to be read again
+    if token_versions and tokens and not versions and finish.get("type") == "abort":  # ended while it waited
         return Generation((), (), reason, int(version), "")
     odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: no weights were ever synced
     if token_versions and (odd or len(versions) != len(tokens)):
@@ -191,6 +198,4 @@ def parse_part(answer: Mapping[str, Any], token_versions: bool = False) -> tuple
     meta = answer.get("meta_info") or {}
     if meta.get("finish_reason"):
         return parse_generation(answer, token_versions), True
-    unfinished = {**meta, "finish_reason": {"type": "length"}}  # a reason that needs no further check
-    part = parse_generation({**answer, "meta_info": unfinished}, token_versions)
-    return replace(part, finish_reason="abort"), False
+    return _parse(answer, meta, {}, "abort", token_versions), False

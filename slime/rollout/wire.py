@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +34,7 @@ EVERYTHING = ""
 
 
 class Events:
-    """The events of an answer, in the pieces in which they come."""
+    """The events of an answer, as they come."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._content = response.content
@@ -42,10 +43,10 @@ class Events:
     async def next(self) -> list[dict[str, Any]]:
         """All events that have come since. Raises `EngineError` if one is not JSON, `ClientError` if no more come."""
         while True:
-            piece = await self._content.readany()
-            if not piece:
+            chunk = await self._content.readany()
+            if not chunk:
                 raise aiohttp.ClientPayloadError("it ended without a finish reason")
-            self._rest += piece
+            self._rest += chunk
             end = self._rest.rfind(b"\n\n", self._seen)
             if end < 0:
                 self._seen = max(0, len(self._rest) - 1)
@@ -65,6 +66,16 @@ def allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def collect_garbage_rarely() -> None:
+    """Python looks at all objects again and again while thousands of requests are made: seconds in which nothing runs.
+
+    What there is now is never looked at again, and the rest when much more has come.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 20)
 
 
 def decode(body: bytes) -> dict[str, Any]:
