@@ -11,7 +11,7 @@ Invariants
    on the end of a stop string ends it, and so does a stop string that one request began and the next one completes.
    Engines look for stop strings in new text only, hence `EndOfText` looks across the joint.
 3. What a grammar constrains cannot be continued, because an engine would begin its grammar again: it starts over.
-4. Penalties count tokens of the running request only: after a joint they begin at zero. Log-probs are exact all the same.
+4. Penalties count tokens of the running request only: after a joint they begin at zero. Log-probs are exact.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ end of its `RequestScope`, by which the loop ends every request that its tasks h
 engine. What is left of a request in an engine is ended by a background task (`wire`); `drain` waits for those.
 
 Invariants
-1. A call outlives its requests. One that is interrupted, by an abort, a weight sync, the death of its engine or a status
+1. A call outlives its requests. One that is interrupted, by an abort, a weight sync, the end of its engine or a status
    that may pass, is sent again with the tokens that it has (`call`), and the answer is all of them. Finish reason
    `abort` is for those who ask for it: `returns_partial`, or a scope that the run ends.
 2. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
@@ -332,7 +332,7 @@ class EngineClient:
                 self._wire.abort(one.engine.url, one.rid)
 
     def _after(self, problem: Exception, one: Try, job: _Job, before: int) -> float:
-        """What a request that was interrupted or refused means to its call: seconds to wait. Raises if it is the end."""
+        """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end."""
         url = f"{one.engine.url}/generate"
         match problem:
             case Interrupted(why=why) if why == LATE:

@@ -75,7 +75,7 @@ def collect_garbage_rarely() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 50, 20)
+    gc.set_threshold(50_000, 1000, 100)
 
 
 def decode(body: bytes) -> dict[str, Any]:
@@ -109,6 +109,9 @@ class Wire:
 
     async def finish(self, response: aiohttp.ClientResponse) -> None:
         """The last event has come: reads the end of the answer, so that the connection can be used again."""
+        response.content.read_nowait(-1)
+        if response.content.at_eof():
+            return
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 while await response.content.readany():
@@ -127,7 +130,6 @@ class Wire:
         if url not in self._delivering:
             task = asyncio.get_running_loop().create_task(self._deliver(url), name=f"aborts {url}")
             self._delivering[url] = task
-            task.add_done_callback(lambda _: self._delivering.pop(url, None))
 
     async def drain(self) -> None:
         """Waits until every abort has been delivered (or given up)."""
@@ -151,12 +153,15 @@ class Wire:
         return self._session
 
     async def _deliver(self, url: str) -> None:
-        while waiting := self._to_abort.pop(url, None):
-            rids = [EVERYTHING] if EVERYTHING in waiting else list(waiting)
-            for begin in range(0, len(rids), ABORTS_AT_ONCE):
-                reached = await asyncio.gather(*(self._abort(url, rid) for rid in rids[begin : begin + ABORTS_AT_ONCE]))
-                if not all(reached):
-                    break
+        try:
+            while waiting := self._to_abort.pop(url, None):
+                rids = [EVERYTHING] if EVERYTHING in waiting else list(waiting)
+                for begin in range(0, len(rids), ABORTS_AT_ONCE):
+                    some = rids[begin : begin + ABORTS_AT_ONCE]
+                    if not all(await asyncio.gather(*(self._abort(url, rid) for rid in some))):
+                        break
+        finally:
+            del self._delivering[url]  # in the turn in which nothing was left: an abort after it starts another task
 
     async def _abort(self, url: str, rid: str) -> bool:
         """Whether the engine could be reached."""
