@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime.cluster.actors import Actors
 from slime.cluster.held_out import HeldOutLoss
 from slime.cluster.memory import MemoryHandOver
+from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
@@ -136,7 +138,8 @@ class Run:
         An engine that ends is started again. Raises `EngineError` with exit status and log if the router has ended.
         """
         url = self._actors.on_rollout("url", for_what="the router", limit_s=ROUTER_LIMIT_S)
-        logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C", url)
+        key = Path(self.args.run_dir) / KEY_FILE
+        logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C, with the key in %s", url, key)
         while True:
             self._tend_and_join()
             self._actors.on_rollout("require_alive", for_what="a look at the router", limit_s=ROUTER_LIMIT_S)

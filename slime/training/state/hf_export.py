@@ -32,6 +32,7 @@ def export(
     there. Raises `CheckpointError`, and touches nothing, if anything but an export is in the way.
     """
     require_room(directory)  # on every rank: the others would wait for one that has given up
+    writers.meet()  # or a slow one would look at a folder that is half made
     if writers.rank == 0:
         begin_export(directory)
     writers.meet()  # the folder is there
