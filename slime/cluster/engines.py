@@ -136,9 +136,14 @@ class Engines:
 
     def settle(self) -> None:
         """Waits until no engine is taking memory that a trainer is about to take."""
-        deadline = time.monotonic() + self._args.engine_start_timeout_s
-        while self._port.takes_memory and time.monotonic() < deadline:
+        limit_s = self._args.engine_start_timeout_s
+        deadline = time.monotonic() + limit_s
+        while self._port.takes_memory:
             self.tend()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded.waiting(
+                    owner="trainer", for_what="an engine that starts on its GPU to have its memory", limit_s=limit_s
+                )
             time.sleep(LOOK_AGAIN_S)
 
     def stop(self) -> list[Any]:

@@ -55,7 +55,12 @@ def _command_of(pid: int) -> bytes:
     [
         ("train.py", "server", signal.SIGKILL, []),
         ("train_async.py", "sglang::schedul", signal.SIGSTOP, ["--update-weight-transport", "distributed"]),
-        ("train.py", "sglang::schedul", signal.SIGKILL, ["--colocate", "--update-weight-transport", "disk"]),
+        (
+            "train.py",
+            "sglang::schedul",
+            signal.SIGKILL,
+            ["--colocate", "--actor-num-gpus-per-node", "2", "--update-weight-transport", "disk"],
+        ),
     ],
 )
 def test_an_engine_that_is_lost_serves_again(
