@@ -27,8 +27,6 @@ from slime.settings import Args
 LOOK_AGAIN_S = 0.2
 NOTICE_S = 5.0
 """How long it may take until the end of an engine is noticed that a call to it failed of."""
-DISMISS_LIMIT_S = 60.0
-"""Limit of telling the rollout side that an engine is gone."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
 """Those that answer."""
 
@@ -44,7 +42,6 @@ class Engines:
         self._admitted: set[str] = set()
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._dismiss
-        self._dismissing: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self.members.engines)
@@ -62,6 +59,11 @@ class Engines:
         if self:
             self._supervisor.tend()
 
+    def tended(self) -> str:
+        """`tend` while something else is waited for; which of them do not serve, as its progress."""
+        self.tend()
+        return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"
+
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of every engine that answers. One may be lost meanwhile."""
         engines = self.members.of(*ASKED)
@@ -71,7 +73,7 @@ class Engines:
                 refs,
                 for_what=f"{method} on {len(refs)} engines",
                 limit_s=self._args.weight_sync_timeout_s,
-                on_poll=self._tended,
+                on_poll=self.tended,
             )
         except Exception:
             if not self.lost_any(engines):
@@ -79,17 +81,15 @@ class Engines:
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
         """Those that take weights now: `engines`, or all that answer. Waits until there is one."""
-        deadline = time.monotonic() + self._args.engine_start_timeout_s
-        while not (takers := self._still(engines)):
-            self.tend()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded.waiting(
-                    owner="weight sync",
-                    for_what="an engine that answers",
-                    limit_s=self._args.engine_start_timeout_s,
-                    last_progress="; ".join(map(str, self.members.engines)),
-                )
-            time.sleep(LOOK_AGAIN_S)
+        limit_s = self._args.engine_start_timeout_s
+        if not self._tend_until(lambda: bool(self._still(engines)), limit_s):
+            raise DeadlineExceeded.waiting(
+                owner="weight sync",
+                for_what="an engine that answers",
+                limit_s=limit_s,
+                last_progress="; ".join(map(str, self.members.engines)),
+            )
+        takers = self._still(engines)
         self._supervisor.syncing(takers)
         return tuple(self.members[engine.index] for engine in takers)
 
@@ -112,14 +112,7 @@ class Engines:
 
     def lost_any(self, engines: Sequence[Engine]) -> bool:
         """Whether one of these is not any more what it was; waits a little for that to show."""
-        deadline = time.monotonic() + NOTICE_S
-        while True:
-            self.tend()
-            if len(self._still(engines)) < len(engines):
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(LOOK_AGAIN_S)
+        return self._tend_until(lambda: len(self._still(engines)) < len(engines), NOTICE_S)
 
     def joiners(self) -> tuple[Engine, ...]:
         """Those that answer and serve no version."""
@@ -137,14 +130,10 @@ class Engines:
     def settle(self) -> None:
         """Waits until no engine is taking memory that a trainer is about to take."""
         limit_s = self._args.engine_start_timeout_s
-        deadline = time.monotonic() + limit_s
-        while self._port.takes_memory:
-            self.tend()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded.waiting(
-                    owner="trainer", for_what="an engine that starts on its GPU to have its memory", limit_s=limit_s
-                )
-            time.sleep(LOOK_AGAIN_S)
+        if not self._tend_until(lambda: not self._port.takes_memory, limit_s):
+            raise DeadlineExceeded.waiting(
+                owner="trainer", for_what="an engine that starts on its GPU to have its memory", limit_s=limit_s
+            )
 
     def stop(self) -> list[Any]:
         """Asks all of them to end; references to their answers."""
@@ -162,8 +151,14 @@ class Engines:
         """Nothing is sent there any more. The answer is not waited for: requests there fail by themselves meanwhile."""
         if engine.url in self._admitted:
             self._admitted.discard(engine.url)
-            self._dismissing = [*self._dismissing[-8:], self._rollout.dismiss.remote([engine.url])]
+            self._rollout.dismiss.remote([engine.url])
 
-    def _tended(self) -> str:
-        self.tend()
-        return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"
+    def _tend_until(self, holds: Callable[[], bool], limit_s: float) -> bool:
+        """Looks after them until something holds; False if it does not within the limit."""
+        deadline = time.monotonic() + limit_s
+        while not holds():
+            if time.monotonic() > deadline:
+                return False
+            self.tend()
+            time.sleep(LOOK_AGAIN_S)
+        return True

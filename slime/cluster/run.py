@@ -155,7 +155,7 @@ class Run:
                 [trainer.train.remote(batch) for trainer in self._actors.trainers],
                 for_what=f"training step {rollout_id}",
                 limit_s=TRAIN_STEP_LIMIT_S,
-                on_poll=self._tend,
+                on_poll=self._actors.engines.tended,
             )
         ledger = self._actors.on_rollout("commit", rollout_id, for_what="the ledger", limit_s=60)
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
@@ -257,16 +257,11 @@ class Run:
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
-    def _tend(self) -> str:
-        """Looks after the engines while the driver waits for something else."""
-        self._actors.engines.tend()
-        return "none"
-
     def _tend_and_join(self) -> str:
-        """The same while no trainer has anything to do: one that was started again gets its weights."""
-        self._tend()
+        """Looks after the engines while no trainer has anything to do: one that was started again gets its weights."""
+        progress = self._actors.engines.tended()
         self._weight_sync.join(fresh=not self._trained_since_sync)
-        return "none"
+        return progress
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,9 @@ class WeightSyncSequence:
         """One weight sync to these engines, or to all that answer. The ranks' metrics; none if an engine was lost."""
         takers = self._takers = self._engines.begin_sync(engines)
         try:
-            metrics = self._actors.on_trainers("sync_weights", self._engines.infos(takers), on_poll=self._tended)
+            metrics = self._actors.on_trainers(
+                "sync_weights", self._engines.infos(takers), on_poll=self._engines.tended
+            )
         except SlimeError as error:
             if not self._engines.failed_sync(takers, str(error)):
                 raise
@@ -136,7 +138,3 @@ class WeightSyncSequence:
             return []
         self._version = int(metrics[0][WEIGHT_VERSION]) if metrics else 0
         return metrics or [{}]
-
-    def _tended(self) -> str:
-        self._engines.tend()
-        return "none"

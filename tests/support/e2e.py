@@ -237,11 +237,7 @@ class RealRun:
 
     def wait_until(self, what: str, condition: Callable[[], bool], limit_s: float = RUN_LIMIT_S) -> None:
         """Returns when `condition` holds. Fails if the run ends before, or after `limit_s`."""
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert self._driver.poll() is None, f"the run ended ({self._driver.returncode}) before {what}; {self.tail}"
-            assert time.monotonic() < deadline, f"no {what} after {limit_s:.0f} s; {self.tail}"
-            time.sleep(0.02)
+        wait_until(self._driver, what, condition, limit_s, tail=lambda: self.tail)
 
     def kill(self) -> None:
         """SIGKILL of the driver alone, as the kernel's out-of-memory killer would."""
@@ -279,6 +275,22 @@ class RealRun:
         """One metric over the steps, in order."""
         rows = self.metrics(kind)
         return [rows[step][name] for step in sorted(rows)]
+
+
+def wait_until(
+    driver: subprocess.Popen[bytes],
+    what: str,
+    condition: Callable[[], bool],
+    limit_s: float,
+    *,
+    tail: Callable[[], str],
+) -> None:
+    """Returns when `condition` holds. Fails with `tail` if the driver ends before, or after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert driver.poll() is None, f"the run ended ({driver.returncode}) before {what}; {tail()}"
+        assert time.monotonic() < deadline, f"no {what} after {limit_s:.0f} s; {tail()}"
+        time.sleep(0.02)
 
 
 def digits_task(model: Path, data: Path) -> Flags:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.observability.sinks import AXES, read_jsonl
-from tests.support.e2e import MARKERS, ROOT, Flags, Metrics, environment
+from tests.support.e2e import MARKERS, ROOT, Flags, Metrics, environment, wait_until
 from tests.support.hosts import FakeCluster, FakeHost, child_of
 
 RUN_LIMIT_S = 600.0
@@ -60,11 +60,7 @@ class HostedRun:
 
     def wait_until(self, what: str, condition: Callable[[], bool], limit_s: float = RUN_LIMIT_S) -> None:
         """Returns when `condition` holds. Fails if the run ends before, or after `limit_s`."""
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert self._enter.poll() is None, f"the run ended before {what}; {self.tail}"
-            assert time.monotonic() < deadline, f"no {what} after {limit_s:.0f} s; {self.tail}"
-            time.sleep(0.1)
+        wait_until(self._enter, what, condition, limit_s, tail=lambda: self.tail)
 
     def kill(self) -> None:
         """SIGKILL of the driver alone."""

@@ -43,8 +43,8 @@ class RecordingEngines:
     def settle(self) -> None:
         pass
 
-    def tend(self) -> None:
-        pass
+    def tended(self) -> str:
+        return "none"
 
 
 class RecordingActors:
