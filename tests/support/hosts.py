@@ -151,6 +151,10 @@ class FakeCluster:
     """What drivers need to join."""
 
 
+LATE_PORT = 44217
+"""Metrics of Ray's autoscaler (2.60): its head opens it some seconds after it is up, and it is no run's."""
+
+
 @contextmanager
 def ray_cluster(shared: Path, cpus: Sequence[int]) -> Iterator[FakeCluster]:
     """One host for each number of CPUs, the first with Ray's head. `shared`: the folder that all of them see."""
@@ -162,6 +166,10 @@ def ray_cluster(shared: Path, cpus: Sequence[int]) -> Iterator[FakeCluster]:
         for number, host in enumerate(hosts):
             host.environment = variables
             host.start_ray(cpus[number], head=None if number == 0 else address)
+        deadline = time.monotonic() + 60.0
+        while LATE_PORT not in hosts[0].ports():
+            assert time.monotonic() < deadline, f"Ray's head did not listen on {LATE_PORT}"
+            time.sleep(0.1)
         yield FakeCluster(hosts, address, variables)
 
 
