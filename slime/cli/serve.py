@@ -1,4 +1,5 @@
-"""`slime serve --hf-checkpoint DIR --port N [flags]`: engines and router without training, until Ctrl-C.
+"""`slime serve [TOPOLOGY.yaml] --hf-checkpoint DIR --port N [flags]`: engines and routers without training, until
+Ctrl-C. The file is what `--sglang-config` reads; the policy's checkpoint may then be left out.
 
 The loop's own mode for it (`--debug-rollout-only --num-rollout 0`) under a shorter name; every other flag of the loop
 may follow.
@@ -10,11 +11,13 @@ import argparse
 
 DEFAULT_PORT = 30000
 """SGLang's own."""
+CHECKPOINT = "--hf-checkpoint"
 ONLY_SERVES = ("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-size", "1")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Where to listen; further flags are for the loop."""
+    """Where to listen; a first word without dashes is a file, further flags are for the loop."""
+    parser.usage = "slime serve [TOPOLOGY.yaml] [--port N] [--host ADDRESS] [flags of the loop]"
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help=f"where clients reach the router (default {DEFAULT_PORT})"
     )
@@ -24,7 +27,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def words_of(options: argparse.Namespace) -> list[str]:
     """The flags of the loop; those that make it serve alone come last, so that no other flag turns them off."""
     host = ["--router-host", options.host] if options.host is not None else []
-    return ["--router-port", str(options.port), *host, *options.words, *ONLY_SERVES]
+    words: list[str] = options.words
+    if words and not words[0].startswith("-"):
+        words = [*_of_topology(words[0], words[1:]), *words[1:]]
+    return ["--router-port", str(options.port), *host, *words, *ONLY_SERVES]
+
+
+def _of_topology(file: str, words: list[str]) -> list[str]:
+    """The flags that a file stands for. Where no model is the policy, the first one is what rollouts would ask."""
+    from slime.settings.topology import first_path
+
+    given = any(word == CHECKPOINT or word.startswith(f"{CHECKPOINT}=") for word in words)
+    return ["--sglang-config", file, *([] if given else [CHECKPOINT, first_path(file)])]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -47,9 +47,9 @@ class Actors:
         what = f"{method} on {len(refs)} training ranks"
         return wait_for(refs, for_what=what, limit_s=TRAINERS_LIMIT_S, on_poll=on_poll)
 
-    def on_engines(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every engine that answers."""
-        self.engines.call(method, *arguments)
+    def on_lenders(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every engine that answers and lends its memory to trainers."""
+        self.engines.call_lenders(method, *arguments)
 
     def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> Any:
         """Calls a method of the rollout side; its answer."""

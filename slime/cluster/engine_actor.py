@@ -26,9 +26,18 @@ from slime.settings import Args
 class EngineActor:
     """Shell around `SGLangServer`."""
 
-    def __init__(self, name: str, spec: ServerSpec, log_dir: str, args: Args, host: str = LOOPBACK) -> None:
-        """`name`: number of the engine, and of its incarnation after the first; logs are called so. `host`: the address
-        of this host that the server listens on.
+    def __init__(
+        self,
+        name: str,
+        spec: ServerSpec,
+        log_dir: str,
+        args: Args,
+        host: str = LOOPBACK,
+        meeting_point: str | None = None,
+    ) -> None:
+        """`name`: number of the engine, of its incarnation after the first, and of its host after the first; logs are
+        called so. `host`: the address of this host that the server listens on. `meeting_point`: where the servers of an
+        engine on several hosts meet; None on the first of them.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log")
         self._server = SGLangServer(spec, host=host, log_path=Path(log_dir) / f"engine_{name}.log")

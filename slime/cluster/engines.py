@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ray
+
 from slime.cluster.actors import EngineInfo
 from slime.cluster.ray_engines import RayEngines
 from slime.cluster.waiting import wait_for
 from slime.core.errors import DeadlineExceeded
 from slime.core.ports import WeightVersion
-from slime.fleet.engine import Engine, State
+from slime.fleet.engine import POLICY, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.supervisor import Supervisor
 from slime.settings import Args
@@ -34,12 +36,13 @@ ASKED = (State.SYNCING, State.READY, State.TAINTED)
 class Engines:
     """All engines of a run; none with --debug-train-only."""
 
-    def __init__(self, args: Args, port: RayEngines, engines: Sequence[Engine], rollout: Any, api_key: str) -> None:
-        """`engines`: as they are placed; `rollout`: the actor that holds the router."""
+    def __init__(self, args: Args, port: RayEngines, rollout: Any, api_key: str) -> None:
+        """`rollout`: the actor that holds the routers."""
         self._args, self._port, self._rollout, self._api_key = args, port, rollout, api_key
-        self.members = Membership(engines)
+        self.members = Membership(port.engines())
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
-        self._admitted: set[str] = set()
+        self._admissions: dict[str, Any] = {}
+        """By address, the answers of the routers that were asked to take an engine."""
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._dismiss
 
@@ -58,16 +61,17 @@ class Engines:
         """Looks after them once, without waiting. Raises `EngineError` if one cannot be kept alive."""
         if self:
             self._supervisor.tend()
+            self._admit()
 
     def tended(self) -> str:
         """`tend` while something else is waited for; which of them do not serve, as its progress."""
         self.tend()
         return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"
 
-    def call(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every engine that answers. One may be lost meanwhile."""
-        engines = self.members.of(*ASKED)
-        refs = [getattr(self._port.actors[engine.index], method).remote(*arguments) for engine in engines]
+    def call_lenders(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every engine that answers and lends its memory. One may be lost meanwhile."""
+        engines = [engine for engine in self.members.of(*ASKED) if engine.lends]
+        refs = [getattr(self._port.heads[engine.index], method).remote(*arguments) for engine in engines]
         try:
             wait_for(
                 refs,
@@ -96,12 +100,9 @@ class Engines:
     def end_sync(self, engines: Sequence[Engine], version: WeightVersion) -> None:
         """These serve a version now, and get requests."""
         self._supervisor.synced(engines, version)
-        fresh = [e.url for e in self.members.of(State.READY) if e.url and e.url not in self._admitted]
-        if not fresh:
-            return
+        self._admit()
         limit_s = self._args.engine_start_timeout_s
-        wait_for([self._rollout.admit.remote(fresh)], for_what="the router to take the engines", limit_s=limit_s)
-        self._admitted |= set(fresh)
+        wait_for(list(self._admissions.values()), for_what="the routers to take the engines", limit_s=limit_s)
 
     def failed_sync(self, engines: Sequence[Engine], reason: str) -> bool:
         """A weight sync to these failed. Whether because one of them was lost: then another one may succeed."""
@@ -119,9 +120,14 @@ class Engines:
         return self._supervisor.wants_weights()
 
     @property
+    def take_weights(self) -> bool:
+        """Whether any of them is the policy's."""
+        return any(engine.role == POLICY for engine in self.members.engines)
+
+    @property
     def any_ready(self) -> bool:
-        """Whether one serves."""
-        return bool(self.members.of(State.READY))
+        """Whether one of the policy's serves."""
+        return any(engine.role == POLICY for engine in self.members.of(State.READY))
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
         """What the weight sync needs to know of these."""
@@ -140,18 +146,26 @@ class Engines:
         return [actor.stop.remote() for actor in self._port.actors]
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
-        """Of these, or of all, those that answer and are of the same incarnation."""
-        now = self.members.of(*ASKED)
+        """Of these, or of all of the policy's, those that answer and are of the same incarnation."""
+        now = tuple(engine for engine in self.members.of(*ASKED) if engine.role == POLICY)
         if engines is None:
             return now
         known = {(engine.index, engine.incarnation) for engine in now}
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
 
+    def _admit(self) -> None:
+        """Requests may go to every engine that is ready, ours at once. Raises what routers said to earlier ones."""
+        if asked := list(self._admissions.values()):
+            ray.get(ray.wait(asked, timeout=0, num_returns=len(asked))[0])
+        for engine in self.members.of(State.READY):
+            if engine.url and engine.url not in self._admissions:
+                self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url])
+
     def _dismiss(self, engine: Engine) -> None:
         """Nothing is sent there any more. The answer is not waited for: requests there fail by themselves meanwhile."""
-        if engine.url in self._admitted:
-            self._admitted.discard(engine.url)
-            self._rollout.dismiss.remote([engine.url])
+        if engine.url in self._admissions:
+            del self._admissions[engine.url]
+            self._rollout.dismiss.remote(engine.model, [engine.url])
 
     def _tend_until(self, holds: Callable[[], bool], limit_s: float) -> bool:
         """Looks after them until something holds; False if it does not within the limit."""

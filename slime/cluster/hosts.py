@@ -22,11 +22,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from slime.cluster.placement import Host, PlacementPlan, plan_placement
+from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.core.addresses import LOOPBACK
 from slime.core.errors import ConfigError, SlimeError
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
+from slime.settings.topology import topology_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,7 @@ def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:
     return plan_placement(
         num_nodes=0 if args.debug_rollout_only else args.actor_num_nodes,
         num_per_node=args.actor_num_gpus_per_node,
-        num_rollout=0 if args.debug_train_only else args.rollout_num_gpus,
-        num_per_engine=args.rollout_num_gpus_per_engine,
+        engines=[EngineDemand(wanted.num_gpus, wanted.runs) for wanted in topology_of(args).wanted()],
         colocate=args.colocate,
         hosts=hosts,
         max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,

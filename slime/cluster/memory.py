@@ -60,7 +60,7 @@ class MemoryHandOver:
             self._on_trainers("keep_weights", "keep_weights")
             self._trainer_lent = False
         if self._engines_lent:
-            self._actors.on_engines("resume_memory", ["weights"])
+            self._actors.on_lenders("resume_memory", ["weights"])
 
     def room_for_the_rest(self) -> None:
         """Engines can generate; the trainer sleeps."""
@@ -68,14 +68,14 @@ class MemoryHandOver:
             self._on_trainers("sleep", "sleep")
             self._trainer_lent = True
         if self._engines_lent:
-            self._actors.on_engines("resume_memory", ["kv_cache", "cuda_graph"])
+            self._actors.on_lenders("resume_memory", ["kv_cache", "cuda_graph"])
             self._engines_lent = False
 
     def _engines_give(self) -> None:
         """All that engines have, unless they gave it already."""
         if self._engines_lend and not self._engines_lent:
             with span("offload_rollout"):
-                self._actors.on_engines("release_memory")
+                self._actors.on_lenders("release_memory")
             self._engines_lent = True
 
     def _on_trainers(self, method: str, what: str) -> None:

@@ -1,12 +1,15 @@
 """Which process gets which slot of which host: a pure plan, made before any process of the run is placed.
 
 A *slot* is one GPU, or on a host without GPUs one of the CPUs that Ray counts there. Training takes `num_nodes` hosts
-with `num_per_node` slots each; an engine takes slots of one host, those of training ranks when colocated.
+with `num_per_node` slots each. An engine takes slots of one host, or equal parts of several if it is wider than any.
+With `colocate` the first engines share the slots of training ranks, until all of these are shared; the others, if there
+are more, have slots of their own.
 
 Invariants
-1. Every training rank has exactly one slot and every engine `num_per_engine` consecutive ones, all of one host.
+1. Every training rank has exactly one slot, and every engine consecutive ones on each of its hosts.
 2. Slots are numbered host by host, so training ranks that are neighbours are on one host as long as it has slots.
-3. Without `colocate` no slot is used twice; with it, a slot holds at most one training rank and one engine rank.
+3. A slot holds at most one training rank and one engine rank, and both only with `colocate`; an engine shares all its
+   slots or none.
 4. The threads of processes that compute on one host at the same time never add up to more than its cores (one at least
    each).
 5. The choice is greedy, the fullest host that has room first: among the hosts of a plan alone it is the same plan.
@@ -14,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,16 +45,30 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineDemand:
+    """Slots for one engine."""
+
+    num_slots: int
+    runs: bool = True
+    """False: the slots are kept free."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnginePlacement:
     """One inference engine."""
 
     index: int
-    slots: tuple[int, ...]
-    """Slots of its ranks, in order."""
+    parts: tuple[tuple[int, ...], ...]
+    """Of each host that it is on the slots of its ranks there, in order of the ranks; most engines are on one."""
     colocated: bool
-    """True if a training rank lives on one of its slots."""
+    """True if training ranks live on its slots."""
     num_threads: int
     """CPU threads per engine rank (meaningful on a CPU only)."""
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of its ranks, in order."""
+        return tuple(slot for part in self.parts for slot in part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +104,48 @@ class PlacementPlan:
         return any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size))
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one demand is met."""
+
+    demand: EngineDemand
+    on: tuple[int, ...]
+    """Its hosts; each gives the same number of slots."""
+    shared: bool
+
+    @property
+    def width(self) -> int:
+        """Slots on each host."""
+        return self.demand.num_slots // len(self.on)
+
+
 def plan_placement(
     *,
     num_nodes: int,
     num_per_node: int,
-    num_rollout: int,
-    num_per_engine: int,
+    engines: Sequence[EngineDemand],
     colocate: bool,
     hosts: Sequence[Host],
     max_threads: int | None = None,
 ) -> PlacementPlan:
-    """Plans `num_nodes` x `num_per_node` training ranks, and `num_rollout` engine slots in engines of `num_per_engine`.
+    """Plans `num_nodes` x `num_per_node` training ranks and the engines, which get their places in order.
 
     `hosts`: those that may be used, the driver's first. `num_nodes` is 0 without training. `max_threads`: most threads
-    of one process. Raises `ConfigError` if engine slots do not divide into engines, or the hosts have too few slots.
+    of one process. Raises `ConfigError` if the hosts have too few slots, or if engines cannot share those of training
+    whole.
     """
-    if num_rollout % max(num_per_engine, 1):
-        raise ConfigError(
-            f"got {num_rollout} rollout GPUs for engines of {num_per_engine}, which does not divide them; "
-            "change --rollout-num-gpus or --rollout-num-gpus-per-engine"
-        )
-    num_engines = num_rollout // num_per_engine if num_per_engine else 0
     free = [host.num_slots for host in hosts]
     train_on = _training_hosts(num_nodes, num_per_node, free, hosts)
+    places: list[_Place] = []
     if colocate and train_on:
-        engine_on = _shared_hosts(num_engines, num_per_engine, num_per_node, train_on)
-    else:
-        engine_on = [_engine_host(i, num_engines, num_per_engine, free, hosts) for i in range(num_engines)]
-    used = sorted({0, *train_on, *engine_on})
+        places = _shared_places(engines, num_per_node, train_on)
+    for demand in engines[len(places) :]:
+        places.append(_Place(demand, _own_hosts(len(places), engines, free, hosts), shared=False))
+    used = sorted({0, *train_on, *(h for place in places for h in place.on)})
     return _numbered(
         tuple(hosts[h] for h in used),
         [used.index(h) for h in train_on for _ in range(num_per_node)],
-        [used.index(h) for h in engine_on],
-        num_per_engine,
-        shared=colocate and bool(train_on),
+        [dataclasses.replace(place, on=tuple(used.index(h) for h in place.on)) for place in places],
         max_threads=max_threads,
     )
 
@@ -139,30 +165,48 @@ def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: S
     return chosen
 
 
-def _shared_hosts(num_engines: int, num_per_engine: int, num_per_node: int, train_on: list[int]) -> list[int]:
-    """Of each colocated engine the host whose training slots it shares: as many on each as fit whole."""
-    places = [h for h in train_on for _ in range(num_per_node // num_per_engine)]
-    if len(places) < num_engines:
-        raise ConfigError(
-            f"got --colocate with {num_engines} engines of {num_per_engine} on {len(train_on)} hosts of {num_per_node} "
-            f"training slots each, where {len(places)} fit, because the ranks of an engine are on one host; give "
-            f"--rollout-num-gpus-per-engine a divisor of {num_per_node}"
-        )
-    return places[:num_engines]
+def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on: list[int]) -> list[_Place]:
+    """Places of the engines that share training slots: the first ones, as many as there is room for."""
+    room = dict.fromkeys(train_on, num_per_node)
+    places: list[_Place] = []
+    for demand in engines:
+        if not any(room.values()):
+            break
+        num_hosts = max(1, demand.num_slots // num_per_node)
+        width = demand.num_slots // num_hosts
+        on = [h for h in train_on if room[h] >= width][:num_hosts]
+        if len(on) < num_hosts or width * num_hosts != demand.num_slots:
+            sizes = sorted({engine.num_slots for engine in engines})
+            raise ConfigError(
+                f"got --colocate with {len(engines)} engines of {' and '.join(map(str, sizes))} on {len(train_on)} "
+                f"hosts of {num_per_node} training slots each, where {len(places)} fit: the ranks of an engine are on "
+                "one host, or on several whole ones, and share all of their slots with training or none; give "
+                f"--rollout-num-gpus-per-engine a divisor or a multiple of {num_per_node}"
+            )
+        for h in on:
+            room[h] -= width
+        places.append(_Place(demand, tuple(on), shared=True))
+    return places
 
 
-def _engine_host(index: int, num_engines: int, size: int, free: list[int], hosts: Sequence[Host]) -> int:
-    """The fullest host with room for one more engine; its slots are no longer `free`."""
-    able = sorted((n, h) for h, n in enumerate(free) if n >= size)
-    if not able:
-        raise ConfigError(
-            f"got {num_engines} engines of {size} slots, whose ranks are on one host: no host is left for engine "
-            f"{index} beside the training ranks; {_told(free, hosts)}; lower --rollout-num-gpus or "
-            "--rollout-num-gpus-per-engine, or add hosts to the Ray cluster"
-        )
-    chosen = able[0][1]
-    free[chosen] -= size
-    return chosen
+def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hosts: Sequence[Host]) -> tuple[int, ...]:
+    """The fullest host with room for engine `index`, or the fewest hosts; their slots are no longer `free`."""
+    size, widest = engines[index].num_slots, max(host.num_slots for host in hosts)
+    for num_hosts in (n for n in range(1, size + 1) if size % n == 0):
+        if num_hosts > 1 and size <= widest:
+            break  # one host could hold it, if others did not take its slots
+        able = sorted((n, h) for h, n in enumerate(free) if n >= size // num_hosts)
+        if len(able) >= num_hosts:
+            chosen = tuple(sorted(h for _, h in able[:num_hosts]))
+            for h in chosen:
+                free[h] -= size // num_hosts
+            return chosen
+    raise ConfigError(
+        f"got {len(engines)} engines, of which engine {index} takes {size} slots: no host is left for engine {index} "
+        f"beside the training ranks and the engines before it, and no hosts that could give equal parts; "
+        f"{_told(free, hosts)}; lower --rollout-num-gpus or --rollout-num-gpus-per-engine, or add hosts to the Ray "
+        "cluster"
+    )
 
 
 def _told(free: list[int], hosts: Sequence[Host]) -> str:
@@ -170,38 +214,37 @@ def _told(free: list[int], hosts: Sequence[Host]) -> str:
 
 
 def _numbered(
-    hosts: tuple[Host, ...],
-    ranks: list[int],
-    engines: list[int],
-    size: int,
-    *,
-    shared: bool,
-    max_threads: int | None,
+    hosts: tuple[Host, ...], ranks: list[int], places: Sequence[_Place], *, max_threads: int | None
 ) -> PlacementPlan:
-    """Numbers the slots host by host. `ranks`, `engines`: the host of each; engines have `size` slots."""
+    """Numbers the slots host by host: training ranks, then engines of their own. `ranks`: the host of each."""
     slot_hosts: list[int] = []
     rank_slots: dict[int, int] = {}
-    engine_slots: dict[int, tuple[int, ...]] = {}
     train_threads: dict[int, int] = {}
-    engine_threads: dict[int, int] = {}
+    parts: list[list[tuple[int, ...]]] = [[] for _ in places]
+    threads: list[list[int]] = [[] for _ in places]
     for h, host in enumerate(hosts):
-        ours, theirs = [r for r, at in enumerate(ranks) if at == h], [e for e, at in enumerate(engines) if at == h]
-        first = len(slot_hosts)
-        first_of_engines = first if shared else first + len(ours)
+        ours, first = [r for r, at in enumerate(ranks) if at == h], len(slot_hosts)
+        here = [p for p, place in enumerate(places) if h in place.on]
         rank_slots |= {rank: first + i for i, rank in enumerate(ours)}
-        for i, engine in enumerate(theirs):
-            engine_slots[engine] = tuple(range(first_of_engines + i * size, first_of_engines + (i + 1) * size))
-        num_slots = max(len(ours), first_of_engines - first + len(theirs) * size)
-        slot_hosts += [h] * num_slots
-        # Colocated phases alternate, so each phase may use all cores; decoupled ones run side by side.
-        together = (len(ours), len(theirs) * size) if shared else (num_slots, num_slots)
-        train_threads |= dict.fromkeys(ours, _threads(host, together[0], max_threads))
-        engine_threads |= dict.fromkeys(theirs, _threads(host, together[1], max_threads))
+        next_slot = {True: first, False: first + len(ours)}
+        for p in here:
+            begin, width = next_slot[places[p].shared], places[p].width
+            parts[p].append(tuple(range(begin, begin + width)))
+            next_slot[places[p].shared] += width
+        slot_hosts += [h] * (next_slot[False] - first)
+        # Phases that share slots alternate, so each may use all cores; what has slots of its own runs beside both.
+        beside = sum(places[p].width for p in here if places[p].demand.runs and not places[p].shared)
+        sharing = sum(places[p].width for p in here if places[p].demand.runs and places[p].shared)
+        train_threads |= dict.fromkeys(ours, _threads(host, len(ours) + beside, max_threads))
+        for p in here:
+            together = sharing if places[p].shared else max(len(ours), sharing)
+            threads[p].append(_threads(host, together + beside, max_threads))
+    running = [p for p, place in enumerate(places) if place.demand.runs]
     return PlacementPlan(
         hosts,
         tuple(slot_hosts),
         tuple(rank_slots[r] for r in range(len(ranks))),
-        tuple(EnginePlacement(e, engine_slots[e], shared, engine_threads[e]) for e in range(len(engines))),
+        tuple(EnginePlacement(i, tuple(parts[p]), places[p].shared, min(threads[p])) for i, p in enumerate(running)),
         tuple(train_threads[r] for r in range(len(ranks))),
     )
 

@@ -1,8 +1,10 @@
 """The engines of a run as actors of Ray: how the supervisor of the fleet starts, watches and ends them.
 
-Consumes: the supervisor's calls, on the driver's thread. Produces: an actor per engine, a new one for each incarnation
-on the same slots, and what is wrong with each. Waits for nothing: it asks actors in the background and reads what has
-come since (`troubles`, `started`). Is woken by nothing.
+An engine has an actor on each of its hosts; the first one, its head, owns the server that answers.
+
+Consumes: the supervisor's calls, on the driver's thread. Produces: actors of each engine, new ones on the same slots
+for each incarnation, and what is wrong with each. Waits for nothing: it asks actors in the background and reads what
+has come since (`troubles`, `started`). Is woken by nothing.
 
 Invariants
 1. An actor and all below it are dead before another one starts in its place: a server dies with its owner, whatever
@@ -23,13 +25,17 @@ from ray.exceptions import RayError
 
 from slime.cluster.engine_actor import EngineActor
 from slime.cluster.failures import translated
-from slime.cluster.placement import EnginePlacement, PlacementPlan
+from slime.cluster.placement import PlacementPlan
+from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
-from slime.fleet.engine import Engine, State
+from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
+from slime.settings.topology import topology_of
 
+ENGINE_SHARE = 0.2
+"""Of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""
 LOOK_EVERY_S = 1.0
 """Between two looks at an engine's processes."""
 OWNER_LIMIT_S = 30.0
@@ -37,42 +43,69 @@ OWNER_LIMIT_S = 30.0
 END_LIMIT_S = 5.0
 """How long an actor that is given up may take to end its server in order."""
 
-Options = Callable[[EnginePlacement], dict[str, Any]]
-"""Ray's options for the actor of an engine."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """An actor that is being replaced."""
+    """Actors that are being replaced."""
 
-    actor: Any
-    stopped: Any
-    """Answer to its `stop`."""
+    actors: tuple[Any, ...]
+    stopped: list[Any]
+    """Answers to their `stop`."""
     deadline: float
     incarnation: int
     """Of what comes after it."""
 
 
 class RayEngines:
-    """One actor per engine."""
+    """One actor per engine, or one on each of its hosts, of which the first answers for it."""
 
-    def __init__(self, args: Args, plan: PlacementPlan, *, log_dir: Path, api_key: str, options: Options) -> None:
+    def __init__(self, args: Args, plan: PlacementPlan, slots: Slots, *, log_dir: Path, api_key: str) -> None:
         """Creates the first actors, whose servers start at once."""
-        self._args, self._plan, self._log_dir, self._api_key = args, plan, log_dir, api_key
-        self._options = options
+        self._args, self._plan, self._slots, self._log_dir, self._api_key = args, plan, slots, log_dir, api_key
+        running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
+        self._placed = list(zip(plan.engines, running, strict=True))
         self.may_take_memory: Callable[[], bool] = lambda: True
         """Whether the trainer lends its memory now; set by who knows."""
         self.dismissed: Callable[[Engine], None] = lambda engine: None
         """Called with an engine that nothing may be sent to; set by who informs router and clients."""
-        self._gated = lends_at_start(args)
         self._gates: dict[int, bool] = {}
-        """Of engines that start again: whether theirs is open."""
+        """Of engines that start again on lent GPUs: whether theirs is open."""
         self._ready: dict[int, Any] = {}
         self._ending: dict[int, _Ending] = {}
-        self._looks: dict[int, tuple[Any, float]] = {}
-        self._seen_at: dict[int, float] = {}
-        self.actors = [self._create(index, 0) for index in range(len(plan.engines))]
+        self._looks: dict[tuple[int, int], tuple[Any, float]] = {}
+        self._seen_at: dict[tuple[int, int], float] = {}
+        self._crews = [self._create(index, 0) for index in range(len(self._placed))]
         self._watched: dict[int, State] = {}
+
+    def engines(self) -> list[Engine]:
+        """As they are placed, before any has started."""
+        return [
+            Engine(
+                placed.index,
+                placed.slots,
+                wanted.num_gpus,
+                model=wanted.model.name,
+                role=POLICY if wanted.model.trained else FROZEN,
+                worker=wanted.group.worker,
+                lends=placed.colocated and self._args.offload_rollout,
+                host=self._plan.address_of(placed.slots[0]),
+            )
+            for placed, wanted in self._placed
+        ]
+
+    @property
+    def heads(self) -> list[Any]:
+        """Of each engine the actor that answers for it."""
+        return [crew[0] for crew in self._crews]
+
+    @property
+    def actors(self) -> list[Any]:
+        """All of them."""
+        return [actor for crew in self._crews for actor in crew]
+
+    def is_gated(self, index: int) -> bool:
+        """Whether an engine takes memory only when a trainer lends it."""
+        return lends_at_start(self._args) and self._placed[index][0].colocated
 
     def watch(self, engine: Engine) -> None:
         """Looks at an engine from now on, in the state that it is in; at a dead one or one that starts, no more."""
@@ -80,19 +113,22 @@ class RayEngines:
             self._watched[engine.index] = engine.state
         else:
             self._watched.pop(engine.index, None)
-            self._looks.pop(engine.index, None)
+            for member in range(len(self._crews[engine.index])):
+                self._looks.pop((engine.index, member), None)
 
     def troubles(self) -> Mapping[int, str]:
         found: dict[int, str] = {}
         for index, state in self._watched.items():
-            if problem := self._look(index, state):
-                found[index] = problem
+            for member in range(len(self._crews[index])):
+                if problem := self._look(index, member, state):
+                    found[index] = problem
         return found
 
     def start(self, engine: Engine) -> None:
-        """Asks the old actor to end in order; `started` goes on when it has, or when it took too long."""
-        old = self.actors[engine.index]
-        self._ending[engine.index] = _Ending(old, old.stop.remote(), time.monotonic() + END_LIMIT_S, engine.incarnation)
+        """Asks the old actors to end in order; `started` goes on when they have, or when it took too long."""
+        old = self._crews[engine.index]
+        stopped = [actor.stop.remote() for actor in old]
+        self._ending[engine.index] = _Ending(old, stopped, time.monotonic() + END_LIMIT_S, engine.incarnation)
 
     def started(self, index: int) -> str | None:
         if index in self._ending and not self._replaced(index):
@@ -117,22 +153,22 @@ class RayEngines:
     @property
     def takes_memory(self) -> bool:
         """Whether an engine that starts again may be taking memory now."""
-        return self._gated and any(self._gates.get(index, True) for index in self._ready)
+        return any(self.is_gated(index) and self._gates.get(index, True) for index in self._ready)
 
-    def _look(self, index: int, state: State) -> str | None:
+    def _look(self, index: int, member: int, state: State) -> str | None:
         """What the last look said; asks again if it is old."""
-        now = time.monotonic()
-        asked = self._looks.get(index)
+        now, key = time.monotonic(), (index, member)
+        asked = self._looks.get(key)
         if asked is None:
-            if now - self._seen_at.get(index, 0.0) >= LOOK_EVERY_S:
-                self._looks[index] = self.actors[index].problem.remote(state is State.READY), now
+            if now - self._seen_at.get(key, 0.0) >= LOOK_EVERY_S:
+                self._looks[key] = self._crews[index][member].problem.remote(state is State.READY), now
             return None
         ref, since = asked
         if not ray.wait([ref], timeout=0)[0]:
             silent_s = now - since
             return f"its owner has not answered for {silent_s:.0f} s" if silent_s > OWNER_LIMIT_S else None
-        del self._looks[index]
-        self._seen_at[index] = now
+        del self._looks[key]
+        self._seen_at[key] = now
         try:
             problem: str | None = ray.get(ref)
         except RayError as error:
@@ -141,25 +177,58 @@ class RayEngines:
 
     def _open_gate(self, index: int) -> None:
         if self.may_take_memory():
-            self.actors[index].open_gate.remote()
+            for actor in self._crews[index]:
+                actor.open_gate.remote()
             self._gates[index] = True
 
-    def _create(self, index: int, incarnation: int) -> Any:
-        placed, args = self._plan.engines[index], self._args
-        spec = ServerSpec.from_args(args, index=index, num_threads=placed.num_threads, api_key=self._api_key)
-        actor = EngineActor.options(**self._options(placed))  # type: ignore[attr-defined]
-        name = str(index) if not incarnation else f"{index}_{incarnation}"
-        return actor.remote(name, spec, str(self._log_dir), args, self._plan.address_of(placed.slots[0]))
+    def _create(self, index: int, incarnation: int) -> tuple[Any, ...]:
+        """The actors of an engine, whose servers start at once."""
+        placed, _ = self._placed[index]
+        crew: list[Any] = []
+        for node, part in enumerate(placed.parts):
+            actor = EngineActor.options(**self._slots.options(part[0], ENGINE_SHARE))  # type: ignore[attr-defined]
+            name = str(index) if not incarnation else f"{index}_{incarnation}"
+            name += f"_node{node}" * bool(node)
+            meeting = [crew[0].meeting_point.remote()] if node else []
+            crew.append(
+                actor.remote(
+                    name,
+                    self._spec(index, node),
+                    str(self._log_dir),
+                    self._args,
+                    self._plan.address_of(part[0]),
+                    *meeting,
+                )
+            )
+        return tuple(crew)
+
+    def _spec(self, index: int, node: int) -> ServerSpec:
+        """What the server of an engine on one of its hosts is."""
+        placed, wanted = self._placed[index]
+        devices = self._slots.devices
+        return ServerSpec.from_args(
+            self._args,
+            index=index,
+            num_threads=placed.num_threads,
+            api_key=self._api_key,
+            gpu_ids=tuple(devices[slot] for slot in placed.parts[node]) if devices else None,
+            model_path=wanted.model.path,
+            tp_size=wanted.num_gpus,
+            overrides=wanted.group.overrides,
+            shares=placed.colocated,
+        )
 
     def _replaced(self, index: int) -> bool:
-        """Whether the old actor is gone, by force if need be, and the new one is being made."""
+        """Whether the old actors are gone, by force if need be, and the new ones are being made."""
         ending = self._ending[index]
-        if not ray.wait([ending.stopped], timeout=0)[0] and time.monotonic() < ending.deadline:
+        done, _ = ray.wait(ending.stopped, num_returns=len(ending.stopped), timeout=0)
+        if len(done) < len(ending.stopped) and time.monotonic() < ending.deadline:
             return False
         del self._ending[index]
-        ray.kill(ending.actor)
-        self.actors[index] = self._create(index, ending.incarnation)
-        if self._gated:
+        for actor in ending.actors:
+            ray.kill(actor)
+        self._crews[index] = self._create(index, ending.incarnation)
+        if self.is_gated(index):
             self._gates[index] = False
-        self._ready[index] = self.actors[index].wait_ready.remote(self._args.engine_start_timeout_s)
+        self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
         return True

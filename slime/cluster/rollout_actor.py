@@ -1,4 +1,4 @@
-"""The rollout side as one actor: `RolloutManager` and the router in front of the engines.
+"""The rollout side as one actor: `RolloutManager` and the routers in front of the engines.
 
 An asyncio actor: generation, evaluation, saving and progress run side by side, so that a save never waits for a
 generation to end. Consumes: calls of the driver. Produces: batches, metrics, and the Data Buffer's part of checkpoints.
@@ -18,18 +18,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from slime.core.batch import TrainBatch
+from slime.core.topology import ServedModel
 from slime.observability.logs import setup_logging
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
 from slime.rollout.types import StepNews
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.serving.router import Router
+from slime.serving.routers import Routers
 from slime.settings import Args
+from slime.settings.topology import topology_of
 
 KEY_FILE = "router_key"
 """In the run folder, for its owner's eyes: what others send to the router as their bearer token."""
@@ -42,27 +46,46 @@ def write_key(path: Path, key: str) -> None:
         file.write(key)
 
 
+def _routers(args: Args, logs: Path, api_key: str | None) -> Routers:
+    """One for each model, started; the one that rollouts ask has the port that the user chose, if any."""
+    key, main = args.router.get("api_key") or api_key, topology_of(args).main
+
+    def made(model: ServedModel) -> Router:
+        alone = model == main
+        return Router(
+            host=args.router_host,
+            port=args.router_port if alone else None,
+            log_path=logs / ("router.log" if alone else f"router_{model.name}.log"),
+            extra_args={**args.router, "api_key": key},
+            worker_api_key=api_key,
+        )
+
+    return Routers({model.name: partial(made, model) for model in topology_of(args).models})
+
+
+def _address(router: Router) -> tuple[str, int]:
+    return router.host, router.port
+
+
 @ray.remote(max_restarts=0)
 class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
     def __init__(self, args: Args, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
-        """`api_key`: the token that the engines ask for."""
+        """`num_engines`: those that are started, of all models; `api_key`: the token that they ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
-        self._router: Router | None = None
+        self._routers: Routers | None = None
         if num_engines:
-            self._router = Router(
-                host=args.router_host,
-                port=args.router_port,
-                log_path=Path(log_dir) / "router.log",
-                extra_args={**args.router, "api_key": args.router.get("api_key") or api_key},
-                worker_api_key=api_key,
-            )
-            write_key(Path(log_dir).parent / KEY_FILE, self._router.api_key)
-            self._router.start()
-            self._router.wait_ready(args.engine_start_timeout_s)
-            args = args.replace(sglang_router_ip=self._router.host, sglang_router_port=self._router.port)
+            self._routers = _routers(args, Path(log_dir), api_key)
+            addresses = {model.name: _address(self._routers[model.name]) for model in topology_of(args).models}
+            main = topology_of(args).main
+            assert main is not None, "engines serve a model"
+            self._main = self._routers[main.name]
+            write_key(Path(log_dir).parent / KEY_FILE, self._main.api_key)
+            ip, port = addresses[main.name]
+            args = args.replace(sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=addresses)
         allow_many_connections()
+        self._args = args
         self._manager = RolloutManager(args, engines=[] if num_engines else None, api_key=api_key)
         collect_garbage_rarely()
 
@@ -70,29 +93,33 @@ class RolloutActor:
         """Number of prompts in the training data; answers when the data is loaded."""
         return self._manager.num_prompts
 
-    async def admit(self, urls: list[str]) -> None:
+    async def admit(self, model: str, urls: list[str]) -> None:
         """Lets traffic reach these engines, our own at once and that of others through the router. Known ones stay."""
-        self._manager.admit(urls)
-        if self._router is not None:
-            await asyncio.gather(*(asyncio.to_thread(self._router.add_worker, url) for url in urls))
+        self._manager.admit(model, urls)
+        if self._routers is not None:
+            await asyncio.to_thread(self._routers.admit, model, urls)
 
-    async def dismiss(self, urls: list[str]) -> None:
+    async def dismiss(self, model: str, urls: list[str]) -> None:
         """These engines are dead, or go: no traffic reaches them, and requests that run there go on at another one.
 
         Without another one they wait (`--engine-wait-s`). Ones that are not known are not an error.
         """
-        self._manager.dismiss(urls)
-        if self._router is not None:
-            await asyncio.gather(*(asyncio.to_thread(self._router.remove_worker, url) for url in urls))
+        self._manager.dismiss(model, urls)
+        if self._routers is not None:
+            await asyncio.to_thread(self._routers.dismiss, model, urls)
 
-    async def url(self) -> str | None:
-        """The router; None without engines."""
-        return None if self._router is None else self._router.url
+    async def urls(self) -> dict[str, str]:
+        """By model, its router; the one that rollouts ask comes first. Empty without engines."""
+        if self._routers is None:
+            return {}
+        names = [model.name for model in topology_of(self._args).models]
+        found = {name: self._routers[name].url for name in names}
+        return dict(sorted(found.items(), key=lambda item: item[1] != self._main.url))
 
     async def require_alive(self) -> None:
-        """Raises `EngineError` if the router has ended."""
-        if self._router is not None:
-            self._router.require_alive()
+        """Raises `EngineError` if a router has ended for good."""
+        if self._routers is not None:
+            self._routers.require_alive()
 
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, StepNews]:
         begin_s = time.time()
@@ -133,5 +160,5 @@ class RolloutActor:
 
     async def stop(self) -> None:
         await self._manager.close()
-        if self._router is not None:
-            self._router.stop()
+        if self._routers is not None:
+            await asyncio.to_thread(self._routers.close)

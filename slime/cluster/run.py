@@ -137,9 +137,12 @@ class Run:
 
         An engine that ends is started again. Raises `EngineError` with exit status and log if the router has ended.
         """
-        url = self._actors.on_rollout("url", for_what="the router", limit_s=ROUTER_LIMIT_S)
+        urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         key = Path(self.args.run_dir) / KEY_FILE
-        logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C, with the key in %s", url, key)
+        where = (
+            next(iter(urls.values())) if len(urls) == 1 else ", ".join(f"{name} at {url}" for name, url in urls.items())
+        )
+        logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C, with the key in %s", where, key)
         while True:
             self._tend_and_join()
             self._actors.on_rollout("require_alive", for_what="a look at the router", limit_s=ROUTER_LIMIT_S)

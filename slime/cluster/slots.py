@@ -1,7 +1,7 @@
 """The slots of a plan as Ray reserves them: one bundle each, on the host that the plan names, in the order of devices.
 
-Consumes a plan. Produces the options under which an actor gets a slot. Waits for Ray to reserve the bundles, and on
-hosts with several GPUs for each to say which one it has; nobody wakes it.
+Consumes a plan. Produces the options under which an actor gets a slot, and which GPU that is. Waits for Ray to reserve
+the bundles, and on hosts with several GPUs for each to say which one it has; nobody wakes it.
 
 Invariant: slot i of a host has a device with a lower number than slot i + 1, so neighbours in rank are neighbours in
 the machine.
@@ -9,7 +9,8 @@ the machine.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
@@ -25,10 +26,26 @@ NAME = "slots"
 """Of the reservation, in the run's own namespace."""
 
 
-class OnSlot(Protocol):
-    """Ray's options for an actor on a slot that takes this share of it."""
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of a plan, reserved."""
 
-    def __call__(self, slot: int, share: float) -> dict[str, Any]: ...
+    group: Any
+    """Ray's placement group."""
+    unit: str
+    """"GPU" or "CPU"."""
+    bundles: tuple[int, ...]
+    """Of each slot its bundle in the group."""
+    devices: tuple[int, ...] | None
+    """Of each slot the number of its GPU on its host; None on a CPU, and where no host gives more than one."""
+
+    def options(self, slot: int, share: float) -> dict[str, Any]:
+        """Ray's options for an actor on a slot that takes this share of it."""
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=self.bundles[slot] if self.bundles else 0
+        )
+        resources = {"num_cpus": share} if self.unit == "CPU" else {"num_cpus": share, "num_gpus": share}
+        return {**resources, "scheduling_strategy": strategy}
 
 
 def on_node(node_id: str | None) -> dict[str, Any]:
@@ -36,7 +53,7 @@ def on_node(node_id: str | None) -> dict[str, Any]:
     return {} if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
-def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> OnSlot:
+def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
     """Reserves the slots of the plan."""
     unit = "GPU" if device == "cuda" else "CPU"
     on = [plan.hosts[h] for h in plan.slot_hosts]
@@ -44,17 +61,11 @@ def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> OnSlot:
     told = ", ".join(f"{on.count(host)} on {host}" for host in plan.hosts if host in on)
     wait_for([group.ready()], for_what=f"slots with one {unit} each: {told or 'one'}", limit_s=limit_s)
     bundles: tuple[int, ...] = tuple(range(plan.num_slots))
-    if unit == "GPU" and len(set(plan.slot_hosts)) < plan.num_slots:
-        bundles = in_device_order(plan.slot_hosts, _devices(group, plan.num_slots, limit_s))
-
-    def on_slot(slot: int, share: float) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=bundles[slot] if bundles else 0
-        )
-        resources = {"num_cpus": share} if unit == "CPU" else {"num_cpus": share, "num_gpus": share}
-        return {**resources, "scheduling_strategy": strategy}
-
-    return on_slot
+    if unit == "CPU" or len(set(plan.slot_hosts)) == plan.num_slots:
+        return Slots(group, unit, bundles, None)
+    devices = _devices(group, plan.num_slots, limit_s)
+    bundles = in_device_order(plan.slot_hosts, devices)
+    return Slots(group, unit, bundles, tuple(devices[bundle] for bundle in bundles))
 
 
 def give_back() -> None:

@@ -14,15 +14,14 @@ import ray
 
 from slime.cluster.actors import Actors
 from slime.cluster.engines import Engines
-from slime.cluster.placement import EnginePlacement, PlacementPlan
+from slime.cluster.placement import PlacementPlan
 from slime.cluster.ray_engines import RayEngines
 from slime.cluster.rollout_actor import RolloutActor
 from slime.cluster.run import Run
-from slime.cluster.slots import OnSlot, on_node, reserve
+from slime.cluster.slots import Slots, on_node, reserve
 from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
-from slime.fleet.engine import Engine
 from slime.observability.run_folder import RunFolder
 from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
@@ -31,25 +30,25 @@ from slime.settings.conditions import lends_at_start
 
 logger = logging.getLogger(__name__)
 
-TRAIN_SHARE, ENGINE_SHARE = 0.4, 0.2
-"""Parts of a slot's GPU (or CPU) that a training rank and an engine reserve, so that both fit one colocated slot."""
+TRAIN_SHARE = 0.4
+"""Of a slot's GPU (or CPU) that a training rank reserves: beside it an engine fits one colocated slot."""
 
 
 def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, startup: StartUp) -> Run:
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
-    on_slot = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
+    slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
     # Other users of the machine can reach loopback; without this token they cannot reach the engines.
     api_key = args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
     with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
         began_s = time.monotonic()
-        port = _create_engines(args, plan, folder, on_slot, api_key)
-        trainers = _create_trainers(args, plan, folder, on_slot)
+        port = RayEngines(args, plan, slots, log_dir=folder.logs, api_key=api_key)
+        trainers = _create_trainers(args, plan, folder, slots)
         rollout = _create_rollout(args, plan, folder, api_key)
         building = _build_trainers(args, trainers)
         lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
         opened = [engine.open_gate.remote(*lent) for engine in port.actors] if lent else []
-        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in port.actors]
-        digests = _warm_digests(args, port.actors, trainers)
+        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in port.heads]
+        digests = _warm_digests(args, port.heads, trainers)
         data = [rollout.ready.remote()]
         progress = StartProgress(
             startup,
@@ -78,9 +77,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
                 limit_s=args.weight_sync_timeout_s,
             )
     assert ray.is_initialized(), "Ray ended while the run was starting"
-    tp_size = args.rollout_num_gpus_per_engine
-    engines = [Engine(p.index, p.slots, tp_size, host=plan.address_of(p.slots[0])) for p in plan.engines]
-    fleet = Engines(args, port, engines, rollout, api_key)
+    fleet = Engines(args, port, rollout, api_key)
     for index, url in enumerate(results[len(building) : len(building) + len(ready)]):
         fleet.up(index, url)
     actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)
@@ -100,16 +97,9 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
     folder.note("memory", plan.facts())
 
 
-def _create_engines(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot, api_key: str) -> RayEngines:
-    def options(placed: EnginePlacement) -> dict[str, Any]:
-        return on_slot(placed.slots[0], ENGINE_SHARE)
-
-    return RayEngines(args, plan, log_dir=folder.logs, api_key=api_key, options=options)
-
-
-def _create_trainers(args: Args, plan: PlacementPlan, folder: RunFolder, on_slot: OnSlot) -> list[Any]:
+def _create_trainers(args: Args, plan: PlacementPlan, folder: RunFolder, slots: Slots) -> list[Any]:
     return [
-        _placed(TrainActor, **on_slot(slot, TRAIN_SHARE)).remote(
+        _placed(TrainActor, **slots.options(slot, TRAIN_SHARE)).remote(
             args, rank, plan.train_slots, plan.train_threads[rank], str(folder.logs), plan.address_of(slot)
         )
         for rank, slot in enumerate(plan.train_slots)

@@ -81,7 +81,7 @@ class WeightSyncSequence:
         as version 0; without engines nothing happens. If an engine is lost meanwhile, the others get them once more.
         Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
         """
-        if not self._engines:
+        if not self._engines.take_weights:
             return
         self._memory.room_for_weights()
         with span("update_weights"):

@@ -18,6 +18,10 @@ from enum import Enum
 from typing import Any
 
 from slime.core.ports import WeightVersion
+from slime.core.topology import DEFAULT_NAME, Worker
+
+POLICY, FROZEN = "policy", "frozen"
+"""Roles of a model: it is trained, or it stays what its checkpoint has."""
 
 
 class State(str, Enum):
@@ -58,10 +62,14 @@ class Engine:
     """Slots of its ranks in the placement plan, in order."""
     tp_size: int = 1
     """Ranks that share each tensor."""
-    model: str = "default"
+    model: str = DEFAULT_NAME
     """Which model of the run it serves."""
-    role: str = "policy"
+    role: str = POLICY
     """What that model is for. Only a policy gets the trainer's weights."""
+    worker: Worker = Worker.REGULAR
+    """What it does of a request."""
+    lends: bool = False
+    """Whether its memory goes to a trainer and back: it shares the trainer's GPUs."""
     host: str | None = None
     """Where it runs; None while that is not known."""
     url: str | None = None

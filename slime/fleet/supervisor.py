@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from slime.core.errors import EngineError
 from slime.core.ports import WeightVersion
 from slime.core.text import shorten
-from slime.fleet.engine import Engine, State
+from slime.fleet.engine import FROZEN, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.port import EnginePort
 
@@ -64,8 +64,10 @@ class Supervisor:
                 self._welcome(engine)
 
     def up(self, index: int, url: str) -> None:
-        """An engine answers, and wants weights."""
-        self._membership.change(index, State.SYNCING, url=url)
+        """An engine answers. It wants weights, or has what it serves from its checkpoint."""
+        engine = self._membership.change(index, State.SYNCING, url=url)
+        if engine.role == FROZEN:
+            self.synced([engine], 0)
 
     def wants_weights(self) -> tuple[Engine, ...]:
         """Those that answer and serve no version."""
@@ -99,7 +101,7 @@ class Supervisor:
             self._lost(engine, str(error))
             return
         if url is not None:
-            logger.info("engine %d answers again, at %s; it wants weights", engine.index, url)
+            logger.info("engine %d answers again, at %s", engine.index, url)
             self.up(engine.index, url)
 
     def _lost(self, engine: Engine, reason: str) -> None:

@@ -13,13 +13,40 @@ from slime.models.common.hf_config import is_sparse
 from slime.rewards.pool import GraderPool
 from slime.rollout.call import EndOfText
 from slime.rollout.client import EngineClient
+from slime.rollout.sources import tokenizer_of
 from slime.rollout.teacher import TeacherClient
 from slime.settings import Args
 from slime.settings.eval_config import eval_datasets
+from slime.settings.topology import topology_of
+
+
+def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> dict[str, EngineClient]:
+    """By name the clients of all models that are served; their engines are admitted later.
+
+    `tokenizer`: the policy's; `api_key`: the token that all engines ask for.
+    """
+    return {
+        model.name: engine_client(args, (), tokenizer, api_key=api_key)
+        if model.path == args.hf_checkpoint
+        else _frozen_client(args, model.path, api_key)
+        for model in topology_of(args).models
+    }
+
+
+def _frozen_client(args: Args, path: str, api_key: str | None) -> EngineClient:
+    """Of a model that has another checkpoint than the policy: its answers are not trained."""
+    return EngineClient(
+        request_timeout_s=args.request_timeout_s,
+        engine_wait_s=args.engine_wait_s,
+        max_concurrency=args.sglang_server_concurrency,
+        vocab_size=_vocab_size(path),
+        api_key=api_key,
+        end=end_of_text(path, tokenizer_of(path)),
+    )
 
 
 def engine_client(args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: str | None) -> EngineClient:
-    """The client of the run's engines: those at `urls`, and the ones that are admitted later.
+    """The client of the policy's engines: those at `urls`, and the ones that are admitted later.
 
     `api_key`: the token that they ask for.
 

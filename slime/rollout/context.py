@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import HookError
@@ -29,7 +29,7 @@ class RolloutContext:
 
     args: Args
     client: EngineClient | None
-    """None where no engine runs (SFT, replay)."""
+    """Of the policy's engines. None where no engine runs (SFT, replay)."""
     tokenizer: Any
     """The HF tokenizer of `--hf-checkpoint`; None where the data brings ids."""
     graders: GraderPool | None
@@ -41,8 +41,19 @@ class RolloutContext:
     """The server of `--opd-teacher-url`."""
     rollout_id: int | None = None
     """The step that is generated or evaluated."""
+    models: Mapping[str, EngineClient] = field(default_factory=dict)
+    """Clients of all models by their names in `--sglang-config`, the policy's among them; without it, "default"."""
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
+
+    def model(self, name: str) -> EngineClient:
+        """The client of a model. Raises `HookError` for one that is not served."""
+        if name not in self.models:
+            known = ", ".join(self.models) or "none"
+            raise HookError(
+                f"got a call to model {name!r}, which no engine serves; served are {known} (--sglang-config)"
+            )
+        return self.models[name]
 
     def engine(self) -> EngineClient:
         """The client. Raises `HookError` where no engine runs."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch
 from slime.rollout.batch_account import BatchAccount
-from slime.rollout.clients import engine_client, grader_pool, teacher_client
+from slime.rollout.clients import grader_pool, model_clients, teacher_client
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import evaluate
@@ -38,6 +38,7 @@ from slime.rollout.step_functions import evaluate_by_function
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
 from slime.settings.held_out import measures_loss
+from slime.settings.topology import topology_of
 
 BUFFER_FILE = "data_buffer.json"
 
@@ -46,7 +47,8 @@ class RolloutManager:
     """Built once per run, before or after its event loop starts."""
 
     def __init__(self, args: Args, *, engines: Sequence[str] | None, api_key: str | None = None) -> None:
-        """Loads tokenizer and data. `engines`: those admitted from the beginning, None if the run has none.
+        """Loads tokenizer and data. `engines`: the policy's that are admitted from the beginning, None if no model has
+        any.
 
         `api_key`: the token that the engines ask for.
 
@@ -60,7 +62,11 @@ class RolloutManager:
         self._loss_datasets = tuple(one for one in datasets if measures_loss(args, one.config))
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
-        self._client = None if engines is None else engine_client(args, engines, self._tokenizer, api_key=api_key)
+        self._clients = {} if engines is None else model_clients(args, self._tokenizer, api_key=api_key)
+        policy = topology_of(args).main
+        self._client = self._clients[policy.name] if policy is not None and self._clients else None
+        if self._client is not None and engines:
+            self._client.admit(engines)
         self._teacher = teacher_client(args)
         self._graders = grader_pool(args)
         self._source.max_staleness = args.max_weight_staleness
@@ -122,15 +128,13 @@ class RolloutManager:
         """Fresh answers to compare log-probs on (`mismatch_probe`)."""
         return await self._probe.ask(self._client, self._args)
 
-    def admit(self, urls: Sequence[str]) -> None:
-        """Requests may go to these engines."""
-        if self._client is not None:
-            self._client.admit(urls)
+    def admit(self, model: str, urls: Sequence[str]) -> None:
+        """Requests to this model may go to these engines."""
+        self._clients[model].admit(urls)
 
-    def dismiss(self, urls: Sequence[str]) -> None:
+    def dismiss(self, model: str, urls: Sequence[str]) -> None:
         """These engines are gone, or go: their requests go on at others, or wait for one."""
-        if self._client is not None:
-            self._client.dismiss(urls)
+        self._clients[model].dismiss(urls)
 
     async def pause(self, *, hand_back: bool = True) -> None:
         """Ends the requests of a schedule that generates between steps; it sends no more until `resume`.
@@ -165,7 +169,7 @@ class RolloutManager:
         """Ends the schedule, graders and connections."""
         await self._schedule.close()
         await self._graders.close()
-        for client in (self._client, self._teacher):
+        for client in (*self._clients.values(), self._teacher):
             if client is not None:
                 await client.close()
 
@@ -185,6 +189,7 @@ class RolloutManager:
         context = RolloutContext(
             args=self._args,
             client=self._client,
+            models=self._clients,
             tokenizer=self._tokenizer,
             graders=self._graders,
             progress=Progress(),

@@ -18,12 +18,17 @@ def load_tokenizer(args: Args) -> Any:
     """The HF tokenizer of `--hf-checkpoint`, with `--chat-template`; None if no checkpoint is given."""
     if not args.hf_checkpoint:
         return None
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+    tokenizer = tokenizer_of(args.hf_checkpoint)
     if args.chat_template is not None:
         tokenizer.chat_template = Path(args.chat_template).read_text()
     return tokenizer
+
+
+def tokenizer_of(path: str) -> Any:
+    """The HF tokenizer of a checkpoint folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:

@@ -107,6 +107,10 @@ class Router(LeasedServer):
         )
         self._process.start()
 
+    def keep_port(self) -> None:
+        """Every later start takes the port that it has now."""
+        self._fixed_port = self.port
+
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Waits until the router answers. Raises `EngineError` with its log if it dies, else `DeadlineExceeded`."""
         if self._process is None:

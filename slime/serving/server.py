@@ -111,24 +111,31 @@ class ServerSpec:
         num_threads: int = 1,
         gpu_ids: tuple[int, ...] | None = None,
         api_key: str | None = None,
+        model_path: str | None = None,
+        tp_size: int | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        shares: bool = True,
     ) -> ServerSpec:
         """The spec of engine `index` of a run. Raises `ConfigError` on contradictions.
+
+        `model_path`: None is the policy's. `overrides`: ServerArgs of its group, over those of the run. `shares`:
+        whether it is on GPUs of training ranks, if any engine is.
 
         `api_key`: the token of the run; `--sglang-api-key`, if given, goes first.
         Without `gpu_ids` the server uses the first GPUs that its owner can see (Ray narrows them). Engines get
         different seeds: with one for all they would sample the same continuations of equal prompts.
         """
-        extra = dict(args.sglang)
+        extra = {**args.sglang, **(overrides or {})}
         dtype = extra.pop("dtype", None) or "bfloat16"
         return cls(
-            model_path=str(args.hf_checkpoint),
+            model_path=model_path or str(args.hf_checkpoint),
             dtype={"half": "float16", "float": "float32"}.get(dtype, dtype),
             device=args.device,
-            tp_size=int(args.rollout_num_gpus_per_engine),
+            tp_size=tp_size or int(args.rollout_num_gpus_per_engine),
             gpu_ids=gpu_ids,
             random_seed=int(args.rollout_seed) + index,
-            memory_saver=bool(args.offload_rollout),
-            gated=lends_at_start(args),
+            memory_saver=bool(args.offload_rollout) and shares,
+            gated=lends_at_start(args) and shares,
             num_threads=num_threads,
             api_key=extra.pop("api_key", None) or api_key,
             token_versions=args.pause_generation_mode != "abort",

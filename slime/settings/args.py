@@ -33,6 +33,7 @@ from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.groups.routing import RoutingSettings
 from slime.settings.groups.serving import ServingSettings
 from slime.settings.groups.teacher import TeacherSettings
+from slime.settings.groups.topology import TopologySettings
 from slime.settings.groups.training import TrainingSettings
 from slime.settings.groups.weights import WeightSyncSettings
 from slime.settings.passthrough import Passthrough
@@ -62,6 +63,7 @@ class Args(
     CheckpointSettings,
     WeightSyncSettings,
     ServingSettings,
+    TopologySettings,
     FleetSettings,
     LoggingSettings,
     DebugSettings,

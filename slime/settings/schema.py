@@ -26,7 +26,6 @@ OWNED: dict[str, dict[str, str]] = {
     },
     "sglang": {
         "model_path": "use --hf-checkpoint.",
-        "config": "write the settings as --sglang-* flags or in --custom-config-path.",
         "tp_size": "use --rollout-num-gpus-per-engine.",
         "device": "use --device.",
         "admin_api_key": "control calls use the run's own token; use --sglang-api-key.",
@@ -34,8 +33,8 @@ OWNED: dict[str, dict[str, str]] = {
         "port": "ports are allocated per run.",
         "nccl_port": "ports are allocated per run.",
         "dist_init_addr": "addresses are allocated per run.",
-        "nnodes": "this release runs an engine on one node.",
-        "node_rank": "this release runs an engine on one node.",
+        "nnodes": "an engine wider than a host takes several, by placement.",
+        "node_rank": "an engine wider than a host takes several, by placement.",
         "base_gpu_id": "placement decides it.",
         "gpu_id_step": "placement decides it.",
         "random_seed": "use --rollout-seed.",

@@ -21,6 +21,10 @@ class RecordingEngines:
     def __bool__(self) -> bool:
         return bool(self._engines)
 
+    @property
+    def take_weights(self) -> bool:
+        return bool(self._engines)
+
     def begin_sync(self, engines: Any = None) -> tuple[Any, ...]:
         return self._engines if engines is None else tuple(engines)
 
@@ -59,7 +63,7 @@ class RecordingActors:
         self._note("trainers", method, ())
         return [{"perf/x": 1.0, WEIGHT_VERSION: 3.0}] * self._num_trainers
 
-    def on_engines(self, method: str, *arguments: Any) -> None:
+    def on_lenders(self, method: str, *arguments: Any) -> None:
         self._note("engines", method, arguments)
 
     def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> None:

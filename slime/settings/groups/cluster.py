@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime.core.ids import new_run_id
 from slime.settings.fields import UNSET, Adjusted, Need, derived, internal, opt
 from slime.settings.group import Rule
+from slime.settings.topology import topology_of
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -38,8 +39,16 @@ def gpus_here() -> int | None:
 
 
 def _num_rollout_gpus(s: Any) -> int:
+    if s.sglang_config is not None:
+        return topology_of(s).num_gpus
     shared = s.actor_num_nodes * s.actor_num_gpus_per_node
     return int(shared if s.colocate else s.rollout_num_gpus_per_engine)
+
+
+def _why_so_many(s: Any) -> str:
+    if s.sglang_config is not None:
+        return "the groups of --sglang-config"
+    return "--colocate: the training GPUs" if s.colocate else "one engine"
 
 
 def _hands_over(s: Any) -> bool:
@@ -92,10 +101,9 @@ class ClusterSettings:
     """Training GPUs (on a CPU: ranks) per host."""
     num_gpus_per_node: int | None = opt(None, ge=1, needs=_JOINED)
     """Most GPUs (on a CPU: slots) of one host that the run takes. Default: all that are free."""
-    rollout_num_gpus: int = derived(
-        _num_rollout_gpus, lambda s: "--colocate: the training GPUs" if s.colocate else "one engine"
-    )
-    """Inference GPUs in all. Default: the training GPUs under --colocate, else those of one engine."""
+    rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many)
+    """Inference GPUs in all. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
+    engine. More than there are for training, with --colocate: the others are the engines' own."""
     rollout_num_gpus_per_engine: int = opt(1, ge=1)
     """GPUs of one SGLang server (its tensor-parallel size)."""
     colocate: bool = opt(False, adjust=_without_trainer)
@@ -115,22 +123,11 @@ class ClusterSettings:
 def engines_divide(args: Args) -> str | None:
     """Inference GPUs form whole engines."""
     total, each = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if args.debug_train_only or (total > 0 and each > 0 and total % each == 0):
+    if args.debug_train_only or args.sglang_config or (total > 0 and each > 0 and total % each == 0):
         return None
     return (
         f"got rollout_num_gpus {total} for engines of {each}, which does not divide them; "
         "change --rollout-num-gpus or --rollout-num-gpus-per-engine"
-    )
-
-
-def colocate_shares_all_gpus(args: Args) -> str | None:
-    """Colocated engines live on the training GPUs."""
-    num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if not args.colocate or args.debug_train_only or args.rollout_num_gpus <= num_train:
-        return None
-    return (
-        f"got --colocate with rollout_num_gpus {args.rollout_num_gpus} and {num_train} training GPUs: the others "
-        "would not be shared with training; leave --rollout-num-gpus out"
     )
 
 
@@ -155,4 +152,4 @@ def engines_of_one_gpu(args: Args) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (engines_divide, colocate_shares_all_gpus, several_hosts_need_a_cluster, engines_of_one_gpu)
+RULES: tuple[Rule, ...] = (engines_divide, several_hosts_need_a_cluster, engines_of_one_gpu)

@@ -32,9 +32,11 @@ class ServingSettings:
     router_port: int | None = opt(None, ge=1, le=65535)
     """Port of the router. Default: a free one."""
     sglang_router_ip: str | None = internal()
-    """Host of the run's router; set when it has started."""
+    """Host of the policy's router; set when it has started."""
     sglang_router_port: int | None = internal()
-    """Port of the run's router; set when it has started."""
+    """Port of the policy's router; set when it has started."""
+    sglang_model_routers: dict[str, tuple[str, int]] | None = internal()
+    """By model, host and port of its router; set when they have started."""
 
 
 PLAIN_ENGINE = {

@@ -10,14 +10,14 @@ import pytest
 
 PROGRAM = """
 import ray
-from slime.cluster.placement import Host, plan_placement
+from slime.cluster.placement import EngineDemand, Host, plan_placement
 from slime.cluster.slots import give_back, on_node, reserve
 
 ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
 node = ray.nodes()[0]
 host = Host("a", node["NodeManagerAddress"], 4, 4, node["NodeID"])
-plan = plan_placement(num_nodes=1, num_per_node=3, num_rollout=1, num_per_engine=1, colocate=False, hosts=[host])
-on_slot = reserve(plan, device="cuda", limit_s=60)
+plan = plan_placement(num_nodes=1, num_per_node=3, engines=[EngineDemand(1)], colocate=False, hosts=[host])
+on_slot = reserve(plan, device="cuda", limit_s=60).options
 
 
 @ray.remote

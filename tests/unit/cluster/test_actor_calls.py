@@ -11,7 +11,7 @@ from slime.cluster.rollout_actor import RolloutActor
 from slime.cluster.train_actor import TrainActor
 
 CLUSTER = Path(__file__).parents[3] / "slime" / "cluster"
-BY_CALL = {"on_trainers": TrainActor, "on_engines": EngineActor, "on_rollout": RolloutActor}
+BY_CALL = {"on_trainers": TrainActor, "on_lenders": EngineActor, "on_rollout": RolloutActor}
 BY_HANDLE = {"trainer": TrainActor, "engine": EngineActor, "rollout": RolloutActor}
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cluster.placement import Host, PlacementPlan, in_device_order, plan_placement
+from slime.cluster.placement import EngineDemand, Host, PlacementPlan, in_device_order, plan_placement
 from slime.core.errors import ConfigError
 
 
@@ -18,9 +18,10 @@ def hosts(*slots: int, cores: int = 8) -> list[Host]:
 
 
 def plan(*on: int, nodes: int = 1, per_node: int = 1, rollout: int = 1, engine: int = 1, **more: Any) -> PlacementPlan:
-    """A plan on hosts with so many slots."""
-    given: dict[str, Any] = {"colocate": False, "hosts": hosts(*on), **more}
-    return plan_placement(num_nodes=nodes, num_per_node=per_node, num_rollout=rollout, num_per_engine=engine, **given)
+    """A plan on hosts with so many slots, for engines of `engine` slots that have `rollout` together."""
+    demands = [EngineDemand(engine)] * (rollout // engine)
+    given: dict[str, Any] = {"colocate": False, "hosts": hosts(*on), "engines": demands, **more}
+    return plan_placement(num_nodes=nodes, num_per_node=per_node, **given)
 
 
 def test_a_run_that_fits_the_drivers_host_meets_on_loopback() -> None:
@@ -44,13 +45,42 @@ def test_training_nodes_are_different_hosts() -> None:
         plan(4, 1, nodes=2, per_node=2)
 
 
-def test_an_engine_never_straddles_hosts() -> None:
+def test_an_engine_that_one_host_can_hold_never_straddles() -> None:
     found = plan(3, 4, per_node=3, rollout=4, engine=4)
     assert {found.slot_hosts[s] for s in found.engines[0].slots} == {1}
     with pytest.raises(ConfigError, match="no host is left for engine 1"):
         plan(3, 3, rollout=4, engine=2, per_node=2)
-    with pytest.raises(ConfigError, match="does not divide"):
-        plan(8, rollout=3, engine=2)
+
+
+def test_an_engine_wider_than_any_host_takes_equal_parts_of_the_fewest() -> None:
+    found = plan(4, 4, 4, 2, per_node=2, rollout=8, engine=8)
+    assert [found.slot_hosts[s] for s in found.train_slots] == [2, 2] and len(found.hosts) == 3
+    with pytest.raises(ConfigError, match="no hosts that could give equal parts"):
+        plan(4, 3, per_node=1, rollout=8, engine=8)
+    found = plan(per_node=2, rollout=4, engine=4, hosts=hosts(3, 3, 2))
+    parts = found.engines[0].parts
+    assert [len(part) for part in parts] == [2, 2] and [found.slot_hosts[part[0]] for part in parts] == [0, 1]
+
+
+def test_colocated_engines_wider_than_a_host_share_whole_ones() -> None:
+    found = plan(nodes=4, per_node=2, rollout=8, engine=4, colocate=True, hosts=hosts(2, 2, 2, 2))
+    assert [e.parts for e in found.engines] == [((0, 1), (2, 3)), ((4, 5), (6, 7))]
+    assert all(e.colocated for e in found.engines)
+
+
+def test_engines_beyond_the_training_slots_have_their_own() -> None:
+    found = plan(nodes=2, per_node=2, rollout=6, colocate=True, hosts=hosts(3, 3))
+    assert found.train_slots == (0, 1, 3, 4)
+    assert [(e.slots, e.colocated) for e in found.engines[:4]] == [((s,), True) for s in (0, 1, 3, 4)]
+    assert [(e.slots, e.colocated) for e in found.engines[4:]] == [((2,), False), ((5,), False)]
+    assert found.train_threads[0] == 2 and found.engines[0].num_threads == 2 and found.engines[4].num_threads == 2
+
+
+def test_engines_of_several_widths_and_slots_that_are_kept_free() -> None:
+    demands = [EngineDemand(2), EngineDemand(1, runs=False), EngineDemand(4)]
+    found = plan(engines=demands, hosts=hosts(8))
+    assert [(e.index, e.slots) for e in found.engines] == [(0, (1, 2)), (1, (4, 5, 6, 7))]
+    assert found.num_slots == 8 and found.engines[0].num_threads == 8 // 7
 
 
 def test_the_largest_room_is_kept_for_engines() -> None:
@@ -98,6 +128,7 @@ def test_any_plan_keeps_the_invariants(
 ) -> None:
     colocate = colocate and nodes > 0
     asked: dict[str, Any] = {"nodes": nodes, "per_node": per_node, "rollout": engine * engines, "engine": engine}
+    widest = max(free)
     try:
         found = plan(*free, **asked, colocate=colocate)
     except ConfigError:
@@ -107,9 +138,15 @@ def test_any_plan_keeps_the_invariants(
     assert all(n <= host.num_slots for n, host in zip(by_host, found.hosts, strict=True))
     taken = [slot for placed in found.engines for slot in placed.slots]
     assert len(set(taken)) == len(taken) and len(set(found.train_slots)) == nodes * per_node
-    assert colocate or not set(taken) & set(found.train_slots)
-    assert not colocate or set(taken) <= set(found.train_slots)
-    assert all(len({found.slot_hosts[s] for s in placed.slots}) == 1 for placed in found.engines)
+    for placed in found.engines:
+        assert (set(placed.slots) <= set(found.train_slots)) if placed.colocated else True
+        assert placed.colocated or not set(placed.slots) & set(found.train_slots)
+        assert all(len({found.slot_hosts[s] for s in part}) == 1 for part in placed.parts)
+        assert len({len(part) for part in placed.parts}) == 1
+        assert len(placed.parts) == 1 or engine > (per_node if placed.colocated else widest)
+    assert colocate or not any(placed.colocated for placed in found.engines)
+    shared = sum(len(placed.slots) for placed in found.engines if placed.colocated)
+    assert not colocate or shared == min(len(taken), nodes * per_node)
     assert not found.split_groups(per_node)
     again = plan(hosts=found.hosts, **asked, colocate=colocate)
     assert again == found, "among its own hosts the plan is the same"

@@ -1,0 +1,111 @@
+"""The topology of a fleet: which models are served, by how many engines of which width, for what each.
+
+    model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
+    group    engines of one kind and one width    regular, or prefill and decode; with SGLang arguments of its own
+
+Without `--sglang-config` it is one model, the policy, and one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+DEFAULT_NAME = "default"
+"""Of the only model of a run without `--sglang-config`."""
+
+
+class Worker(str, Enum):
+    """What an engine does of a request."""
+
+    REGULAR = "regular"
+    """All of it."""
+    PREFILL = "prefill"
+    """It reads prompts, and hands keys and values to a decoding engine."""
+    DECODE = "decode"
+    """It goes on from there."""
+    ENCODER = "encoder"
+    """It encodes images for the other engines of its model."""
+    PLACEHOLDER = "placeholder"
+    """Nothing runs: its GPUs are kept free."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """Engines that are alike."""
+
+    num_gpus: int
+    """Of all of them together."""
+    num_gpus_per_engine: int
+    worker: Worker = Worker.REGULAR
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """ServerArgs by field name, over those of the run."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that run; a placeholder has none."""
+        return 0 if self.worker is Worker.PLACEHOLDER else self.num_gpus // self.num_gpus_per_engine
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model, and the engines that serve it."""
+
+    name: str
+    path: str
+    """A Hugging Face checkpoint folder."""
+    groups: tuple[EngineGroup, ...]
+    trained: bool = True
+    """Whether it is the policy, whose engines get the weights of the trainer, if there is one; others serve what their
+    checkpoint has."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether prompts are read and answers are sampled by different engines."""
+        return any(group.worker in (Worker.PREFILL, Worker.DECODE) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedEngine:
+    """One engine before it has a place; a placeholder is one that never runs."""
+
+    model: ServedModel
+    group: EngineGroup
+    num_gpus: int
+
+    @property
+    def runs(self) -> bool:
+        """Whether a server is started for it."""
+        return self.group.worker is not Worker.PLACEHOLDER
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """All models of a run."""
+
+    models: tuple[ServedModel, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all engines and placeholders."""
+        return sum(group.num_gpus for model in self.models for group in model.groups)
+
+    @property
+    def policy(self) -> ServedModel | None:
+        """The one that is trained; None if all are frozen."""
+        return next((model for model in self.models if model.trained), None)
+
+    @property
+    def main(self) -> ServedModel | None:
+        """The one that rollouts ask: the policy, else the first; None if nothing is served."""
+        return self.policy or next(iter(self.models), None)
+
+    def wanted(self) -> Iterator[WantedEngine]:
+        """Every engine, in the order in which they get their places: as written."""
+        for model in self.models:
+            for group in model.groups:
+                whole = group.num_gpus // group.num_gpus_per_engine
+                for _ in range(whole):
+                    yield WantedEngine(model, group, group.num_gpus_per_engine)

@@ -1,0 +1,60 @@
+"""Which models are served by which engines, beyond one group of equal ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.settings.fields import Need, opt
+from slime.settings.group import Rule
+from slime.settings.topology import topology_of
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+_ENGINES = Need(lambda s: not s.debug_train_only, "engines, which --debug-train-only starts none of")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologySettings:
+    """Models and groups of engines (docs/topologies.md)."""
+
+    sglang_config: str | None = opt(None, needs=_ENGINES)
+    """YAML file with models (the policy, and others that stay as they are) and the groups of engines that serve each.
+    Hooks ask one by its name: `current().models["judge"]`."""
+    prefill_num_servers: int | None = opt(None, ge=1, needs=_ENGINES)
+    """Engines that read prompts and nothing else; the others of --rollout-num-gpus sample the answers."""
+
+
+def one_topology(args: Args) -> str | None:
+    """The file says which engines read prompts."""
+    if args.sglang_config is None or args.prefill_num_servers is None:
+        return None
+    return "got --sglang-config with --prefill-num-servers: groups of the file say which engines read prompts; drop one"
+
+
+def topology_adds_up(args: Args) -> str | None:
+    """The engines of the file have all inference GPUs, and no more."""
+    if args.sglang_config is None or args.debug_train_only:
+        return None
+    total = topology_of(args).num_gpus
+    if total == args.rollout_num_gpus:
+        return None
+    return (
+        f"got rollout_num_gpus {args.rollout_num_gpus}, and groups of {total} GPUs in {args.sglang_config}; leave "
+        "--rollout-num-gpus out, or make them equal"
+    )
+
+
+def some_engines_decode(args: Args) -> str | None:
+    """Prompts that are read want to be answered."""
+    reads, each = args.prefill_num_servers or 0, args.rollout_num_gpus_per_engine
+    if not reads or args.debug_train_only or reads * each < args.rollout_num_gpus:
+        return None
+    return (
+        f"got prefill_num_servers {reads} with {args.rollout_num_gpus // each} engines in all, so none would sample; "
+        "raise --rollout-num-gpus, or lower it"
+    )
+
+
+RULES: tuple[Rule, ...] = (one_topology, topology_adds_up, some_engines_decode)

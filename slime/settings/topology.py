@@ -1,0 +1,193 @@
+"""The topology that the settings mean: from `--sglang-config`, `--prefill-num-servers`, or one group of engines.
+
+    sglang:
+      - name: policy                      # the one that is trained: its path is --hf-checkpoint
+        server_groups:
+          - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2, overrides: {mem_fraction_static: 0.8}}
+      - name: judge                       # frozen: other paths serve what their checkpoint has
+        model_path: /models/judge
+        server_groups: [{num_gpus: 2}]
+
+Names and types are checked as strictly as flags are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.core.errors import ConfigError
+from slime.core.topology import DEFAULT_NAME, EngineGroup, ServedModel, Topology, Worker
+from slime.settings.flags import Flag, coerce
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
+
+_MODEL_KEYS = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
+_GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
+
+
+def topology_of(args: Args) -> Topology:
+    """What is served. Raises `ConfigError` for a file that cannot be meant."""
+    if args.debug_train_only:
+        return Topology(())
+    path = str(args.hf_checkpoint)
+    if args.sglang_config is not None:
+        return read_topology(
+            args.sglang_config,
+            hf_checkpoint=path,
+            num_gpus_per_engine=args.rollout_num_gpus_per_engine,
+            trains=not args.debug_rollout_only,
+        )
+    each, total = args.rollout_num_gpus_per_engine, args.rollout_num_gpus
+    groups: tuple[EngineGroup, ...] = (EngineGroup(total, each),)
+    if args.prefill_num_servers:
+        reads = args.prefill_num_servers * each
+        groups = (EngineGroup(reads, each, Worker.PREFILL), EngineGroup(total - reads, each, Worker.DECODE))
+    return Topology((ServedModel(DEFAULT_NAME, path, groups),))
+
+
+def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
+    """The models of a file. `num_gpus_per_engine`: where the file says none; `trains`: whether there is a trainer.
+
+    Raises `ConfigError` with the place in the file.
+    """
+    models = tuple(
+        _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(_read(file))
+    )
+    names = [model.name for model in models]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{file}: got two models with the name {twice[0]!r}, which one is asked by; rename one")
+    policies = [model.name for model in models if model.trained]
+    if trains and len(policies) != 1:
+        raise ConfigError(
+            f"{file}: got {policies or 'no model'} with update_weights: the trainer has one policy, whose weights go "
+            "to one model; set update_weights: true for the one with the path of --hf-checkpoint, false for the others"
+        )
+    return Topology(models)
+
+
+def first_path(file: str) -> str:
+    """The first checkpoint that a file names. Raises `ConfigError` if it names none."""
+    paths = [entry["model_path"] for entry in _read(file) if isinstance(entry, Mapping) and entry.get("model_path")]
+    if not paths:
+        raise ConfigError(
+            f"{file}: got no model_path, so nothing says what is served; give one, or --hf-checkpoint DIR"
+        )
+    return str(paths[0])
+
+
+def _read(file: str) -> list[Any]:
+    """The entries of a file."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(file).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"got --sglang-config {file}, which cannot be read as YAML: {error}") from error
+    top = _known(content, {"sglang"}, f"{file}").get("sglang")
+    if not isinstance(top, list) or not top:
+        raise ConfigError(f"{file}: got no list of models under `sglang`; give entries with name and server_groups")
+    return top
+
+
+def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedModel:
+    fields = _known(entry, _MODEL_KEYS, where)
+    name = _typed(fields, "name", str, where)
+    if not name:
+        raise ConfigError(f"{where}: got no name; give one, by which the model is asked")
+    where = f"{where} ({name})"
+    path = _typed(fields, "model_path", str, where) or hf_checkpoint
+    same = path.rstrip("/") == hf_checkpoint.rstrip("/")
+    update = _typed(fields, "update_weights", bool, where)
+    if update and not same:
+        raise ConfigError(
+            f"{where}: got update_weights with model_path {path}, which is not --hf-checkpoint {hf_checkpoint}: the "
+            "trainer has no weights for it; leave one of the two out"
+        )
+    if "server_groups" in fields and "engine_groups" in fields:
+        raise ConfigError(f"{where}: got server_groups and engine_groups, which mean the same; give one")
+    groups = fields.get("server_groups", fields.get("engine_groups"))
+    if not isinstance(groups, list) or not groups:
+        raise ConfigError(f"{where}: got no server_groups; give a list of entries with num_gpus")
+    width = _positive(fields, "num_gpus_per_engine", where) or width
+    made = tuple(_group(group, f"{where}.server_groups[{i}]", width) for i, group in enumerate(groups))
+    model = ServedModel(name, path, made, trained=same if update is None else update)
+    _require_both_halves(model, where)
+    return model
+
+
+def _group(entry: Any, where: str, width: int) -> EngineGroup:
+    fields = _known(entry, _GROUP_KEYS, where)
+    kind = _typed(fields, "worker_type", str, where) or Worker.REGULAR.value
+    if kind not in {worker.value for worker in Worker}:
+        raise ConfigError(f"{where}: got worker_type {kind!r}; known are {', '.join(w.value for w in Worker)}")
+    worker = Worker(kind)
+    if worker is Worker.ENCODER:
+        raise ConfigError(
+            f"{where}: got worker_type encoder, which serves the vision part of a model: this release has no engines "
+            "that leave it to others; let regular engines encode"
+        )
+    num_gpus = _positive(fields, "num_gpus", where)
+    if num_gpus is None:
+        raise ConfigError(f"{where}: got no num_gpus; give the number of all engines of the group together")
+    each = _positive(fields, "num_gpus_per_engine", where) or (1 if worker is Worker.PLACEHOLDER else width)
+    if num_gpus % each:
+        raise ConfigError(f"{where}: got {num_gpus} GPUs for engines of {each}, which does not divide them")
+    return EngineGroup(num_gpus, each, worker, _overrides(fields.get("overrides") or {}, f"{where}.overrides"))
+
+
+def _overrides(given: Any, where: str) -> dict[str, Any]:
+    """ServerArgs by field name, each of its type."""
+    from slime.settings.schema import OWNED, flags_of_owner
+
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}: got {given!r}; give ServerArgs by name")
+    flags: dict[str, Flag] = {flag.dest: flag for flag in flags_of_owner("sglang")}
+    out = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name in OWNED["sglang"]:
+            raise ConfigError(f"{where}: got {key}, which slime sets itself; {OWNED['sglang'][name]}")
+        if name not in flags:
+            raise ConfigError(f"{where}: got {key!r}, which SGLang does not know; see --help sglang")
+        out[name] = coerce(flags[name], value, where=f"{where}.{key}")
+    return out
+
+
+def _require_both_halves(model: ServedModel, where: str) -> None:
+    workers = {group.worker for group in model.groups} - {Worker.PLACEHOLDER}
+    if not workers:
+        raise ConfigError(f"{where}: got placeholders alone, so nothing would serve it; add a group that runs")
+    if not model.is_split or workers == {Worker.PREFILL, Worker.DECODE}:
+        return
+    raise ConfigError(
+        f"{where}: got groups of {', '.join(sorted(worker.value for worker in workers))}: prompts that some engines "
+        "read are answered by others; give prefill and decode, or regular alone"
+    )
+
+
+def _known(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(
+            f"{where}: got {mapping!r}, which is not a mapping; known keys are {', '.join(sorted(known))}"
+        )
+    for key in mapping:
+        if key not in known:
+            raise ConfigError(f"{where}: got unknown key {key!r}; known are {', '.join(sorted(known))}")
+    return dict(mapping)
+
+
+def _typed(fields: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    value = fields.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{where}.{key}: got {value!r}; want a {kind.__name__}")
+    return value
+
+
+def _positive(fields: Mapping[str, Any], key: str, where: str) -> int | None:
+    value = fields.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{where}.{key}: got {value!r}; want a number of at least 1")
+    return value

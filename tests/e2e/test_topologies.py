@@ -1,0 +1,90 @@
+"""Topologies as the docs write them: the YAML of docs/topologies.md starts, and serves what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.rollout.debug_data import load_rollout
+from tests.support.e2e import ROOT, Flags, RealRun, started_and_finished
+
+pytestmark = pytest.mark.slow
+
+SERVING = re.compile(r"serving at actor at (http://\S+), judge at (http://\S+) \(")
+
+
+def documented(number: int, folder: Path, judge: Path) -> Path:
+    """YAML block `number` of the docs, with a judge that exists."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "topologies.md").read_text(), re.S)
+    file = folder / f"documented_{number}.yaml"
+    file.write_text(blocks[number].replace("/models/judge", str(judge)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def judge(runs: Path, tiny_qwen3: Path) -> Path:
+    """Another checkpoint folder; its weights are the policy's before training."""
+    return Path(shutil.copytree(tiny_qwen3, runs / "judge", dirs_exist_ok=True))
+
+
+def test_hooks_ask_a_judge_that_training_leaves_as_it_is(
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path, judge: Path
+) -> None:
+    """Law: a frozen model answers what its checkpoint says, in every step, whatever the policy has learned."""
+    config = documented(0, runs, judge)
+    flags: Flags = [
+        *digits(tiny_qwen3),
+        *("--sglang-config", config, "--num-rollout", "3", "--lr", "2e-2", "--lr-decay-style", "constant"),
+        *("--custom-generate-function-path", "tests.support.judged:generate"),
+        *("--save-debug-rollout-data", runs / "judged" / "{rollout_id}"),
+    ]
+    run = started_and_finished(runs / "judged-run", flags)
+    assert sorted(run.metrics("train")) == [0, 1, 2]
+    verdicts: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for step in range(3):
+        _, groups = load_rollout(runs / "judged" / str(step))
+        for sample in (sample for group in groups for sample in group):
+            assert len(sample.metadata["verdict"]) == 8 and sample.metadata["version"] == 0
+            verdicts.setdefault(tuple(sample.tokens[:3]), set()).add(tuple(sample.metadata["verdict"]))
+    assert verdicts and all(len(found) == 1 for found in verdicts.values())
+    logs = sorted(path.name for path in (run.run_dir / "logs").glob("router*.log"))
+    assert logs == ["router.log", "router_judge.log"]
+    served = (run.run_dir / "logs" / "engine_1.log").read_text()
+    assert "--max-running-requests 8" in served and "update_weights" not in served
+
+
+def test_the_file_alone_is_served(runs: Path, tiny_qwen3: Path, judge: Path) -> None:
+    """Law: `slime serve FILE` is the fleet of the file: each model behind a router of its own."""
+    flags: Flags = [
+        *("--sglang-config", documented(0, runs, judge), "--hf-checkpoint", tiny_qwen3, "--no-bf16"),
+        *("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-size", "1"),
+    ]
+    with RealRun(runs / "served", flags) as run:
+        run.wait_until("word of the routers", lambda: SERVING.search(run.output) is not None)
+        found = SERVING.search(run.output)
+        assert found is not None
+        key = (run.run_dir / "router_key").read_text()
+        answers = [ask(url, key) for url in found.groups()]
+        assert answers[0]["output_ids"] == answers[1]["output_ids"], "the same checkpoint answers the same"
+        assert run.interrupt() == 130, run.tail
+        assert run.left() == []
+
+
+def ask(url: str, key: str) -> dict[str, list[int]]:
+    """A greedy answer of a router."""
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "temperature": 0.0}}
+    request = urllib.request.Request(
+        f"{url}/generate",
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=120) as response:
+        answer: dict[str, list[int]] = json.loads(response.read())
+        return answer

@@ -1,0 +1,130 @@
+"""Law: a topology is what the file says, and a file that cannot be meant is refused with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime.core.errors import ConfigError
+from slime.core.topology import Topology, Worker
+from slime.settings import parse_args
+from slime.settings.topology import read_topology, topology_of
+
+
+def read(tmp_path: Path, models: Any, *, trains: bool = True) -> Topology:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(yaml.safe_dump({"sglang": models}))
+    return read_topology(str(file), hf_checkpoint="/m/policy", num_gpus_per_engine=2, trains=trains)
+
+
+def group(num_gpus: int = 2, **more: Any) -> dict[str, Any]:
+    return {"num_gpus": num_gpus, **more}
+
+
+def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        [
+            {"name": "actor", "server_groups": [group(4), group(1, num_gpus_per_engine=1)]},
+            {"name": "judge", "model_path": "/m/judge", "num_gpus_per_engine": 1, "engine_groups": [group(3)]},
+            {
+                "name": "ref",
+                "update_weights": False,
+                "server_groups": [
+                    group(worker_type="prefill", overrides={"chunked-prefill-size": 4096}),
+                    group(worker_type="decode"),
+                    group(3, worker_type="placeholder"),
+                ],
+            },
+        ],
+    )
+    actor, judge, ref = found.models
+    assert found.policy == actor and [m.trained for m in found.models] == [True, False, False]
+    assert (judge.path, ref.path) == ("/m/judge", "/m/policy")
+    assert [g.num_engines for m in found.models for g in m.groups] == [2, 1, 3, 1, 1, 0]
+    assert ref.groups[0].overrides == {"chunked_prefill_size": 4096} and ref.is_split and not actor.is_split
+    assert [w.num_gpus for w in found.wanted()] == [2, 2, 1, 1, 1, 1, 2, 2, 1, 1, 1]
+    assert [w.runs for w in found.wanted()] == [True] * 8 + [False] * 3
+    assert found.num_gpus == 4 + 1 + 3 + 2 + 2 + 3
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "nothing": ([], "no list of models under `sglang`"),
+    "no name": ([{"server_groups": [group()]}], r"sglang\[0\]: got no name"),
+    "two of a name": ([{"name": "a", "server_groups": [group()]}] * 2, "two models with the name 'a'"),
+    "no policy": ([{"name": "a", "model_path": "/m/x", "server_groups": [group()]}], "no model with update_weights"),
+    "two policies": (
+        [{"name": "a", "server_groups": [group()]}, {"name": "b", "server_groups": [group()]}],
+        r"\['a', 'b'\] with update_weights",
+    ),
+    "training of another model": (
+        [{"name": "a", "model_path": "/m/x", "update_weights": True, "server_groups": [group()]}],
+        "the trainer has no weights for it",
+    ),
+    "no groups": ([{"name": "a"}], "got no server_groups"),
+    "both spellings": ([{"name": "a", "server_groups": [group()], "engine_groups": [group()]}], "mean the same"),
+    "an unknown key": (
+        [{"name": "a", "server_groups": [group(gpus=1)]}],
+        r"server_groups\[0\]: got unknown key 'gpus'",
+    ),
+    "an unknown worker": ([{"name": "a", "server_groups": [group(worker_type="worker")]}], "known are regular"),
+    "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "let regular engines encode"),
+    "half of two": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], "give prefill and decode"),
+    "a third": (
+        [{"name": "a", "server_groups": [group(worker_type=w) for w in ("prefill", "decode", "regular")]}],
+        "give prefill and decode, or regular alone",
+    ),
+    "nothing that runs": ([{"name": "a", "server_groups": [group(worker_type="placeholder")]}], "placeholders alone"),
+    "an uneven group": ([{"name": "a", "server_groups": [group(3)]}], "does not divide"),
+    "a number as text": ([{"name": "a", "server_groups": [{"num_gpus": "2"}]}], "want a number of at least 1"),
+    "an owned argument": (
+        [{"name": "a", "server_groups": [group(overrides={"tp_size": 2})]}],
+        "which slime sets itself; use --rollout-num-gpus-per-engine",
+    ),
+    "an unknown argument": ([{"name": "a", "server_groups": [group(overrides={"warp": 2})]}], "SGLang does not know"),
+    "a wrong type": ([{"name": "a", "server_groups": [group(overrides={"chunked_prefill_size": "x"})]}], "overrides"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_meant_is_refused_with_its_place(what: str, tmp_path: Path) -> None:
+    models, said = WRONG[what]
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, models)
+
+
+def test_without_a_trainer_nothing_has_to_be_the_policy(tmp_path: Path) -> None:
+    found = read(tmp_path, [{"name": "a", "model_path": "/m/x", "server_groups": [group()]}], trains=False)
+    assert found.policy is None and found.main == found.models[0]
+
+
+def test_the_command_line_alone_is_one_model(base: list[str]) -> None:
+    args = parse_args([*base, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2"])
+    (model,) = topology_of(args).models
+    assert (model.name, model.path, model.trained) == ("default", args.hf_checkpoint, True)
+    assert [(g.num_engines, g.worker) for g in model.groups] == [(2, Worker.REGULAR)]
+    assert topology_of(args.replace(debug_train_only=True)).models == ()
+
+
+def test_engines_that_read_prompts_come_out_of_all(base: list[str]) -> None:
+    flags = ["--rollout-num-gpus", "4", "--prefill-num-servers", "1"]
+    (model,) = topology_of(parse_args([*base, *flags])).models
+    assert [(g.worker, g.num_gpus) for g in model.groups] == [(Worker.PREFILL, 1), (Worker.DECODE, 3)]
+    with pytest.raises(ConfigError, match="so none would sample"):
+        parse_args([*base, "--rollout-num-gpus", "1", "--prefill-num-servers", "1"])
+
+
+def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    groups = [group(2), group(3, worker_type="placeholder")]
+    file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": groups}]}))
+    flags = [*base, "--sglang-config", str(file)]
+    args = parse_args(flags)
+    assert args.rollout_num_gpus == 5 and args.origins["rollout_num_gpus"] == "derived: the groups of --sglang-config"
+    with pytest.raises(ConfigError, match="rollout_num_gpus 4, and groups of 5 GPUs"):
+        parse_args([*flags, "--rollout-num-gpus", "4"])
+    with pytest.raises(ConfigError, match="drop one"):
+        parse_args([*flags, "--prefill-num-servers", "1"])
