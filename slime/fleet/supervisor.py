@@ -85,7 +85,8 @@ class Supervisor:
             now = self._membership[engine.index]
             if now.incarnation == engine.incarnation and now.state is State.SYNCING:
                 self._membership.change(engine.index, State.READY, version=version)
-                self._failures.pop(engine.index, None)
+                if self._failures.pop(engine.index, None):
+                    logger.info("engine %d serves again, at version %d", engine.index, version)
 
     def tainted(self, engines: Sequence[Engine], reason: str) -> None:
         """A weight sync to these failed."""
