@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.errors import WeightSyncError
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
@@ -89,10 +90,10 @@ def one_float(name: str, tensor: torch.Tensor) -> torch.Tensor:
 class Rig:
     """A server, its control, and what it was started from."""
 
-    def __init__(self, url: str, path: Path, tmp_path: Path, tp_size: int = 1) -> None:
+    def __init__(self, url: str, path: Path, tmp_path: Path, layout: EngineLayout = ONE_RANK) -> None:
         self.url, self.path, self.tmp_path = url, path, tmp_path
         self.table, self.state = read_model(path)
-        self.control = HttpEngineControl(url, tp_size, timeout_s=60)
+        self.control = HttpEngineControl(url, layout, timeout_s=60)
         self.receivers = [Receiver(self.control)]
 
     def channel(self, name: str, tamper: Tamper | None = None) -> Channel:
@@ -204,8 +205,9 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
     """Fusing, sharding, the padding of heads, MLP and vocabulary are as declared, over every transport."""
     kv_heads = 1 if family == "qwen3" else 2
     path = write_tiny_model(tmp_path / "model", family, seed=3, num_key_value_heads=kv_heads, **overrides)
-    with serving(spec_of(path, tp_size=2), tmp_path) as server:
-        rig = Rig(server.url, path, tmp_path, tp_size=2)
+    layout = EngineLayout(tp_size=2)
+    with serving(spec_of(path, layout=layout), tmp_path) as server:
+        rig = Rig(server.url, path, tmp_path, layout)
         for version, name in enumerate(NAMES, 2):
             state = changed(rig.state, seed=version)
             channel = rig.channel(name)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from slime.core.errors import ConfigError
-from slime.serving.launch import device_of
+from slime.core.layout import EngineLayout
+from slime.serving.launch import value_of
 from slime.serving.server import ServerSpec, command_line_flags
+
+TP2 = EngineLayout(tp_size=2)
 
 
 def args_of(spec: ServerSpec) -> dict[str, object]:
@@ -22,7 +25,7 @@ def test_what_the_user_gave_wins_over_the_cpu_defaults() -> None:
 
 
 def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
-    spec = ServerSpec(model_path="m", dtype="bfloat16", device="cuda", gpu_ids=(2, 3), tp_size=2, memory_saver=True)
+    spec = ServerSpec(model_path="m", dtype="bfloat16", device="cuda", gpu_ids=(2, 3), layout=TP2, memory_saver=True)
     args = args_of(spec)
     assert "attention_backend" not in args and "disable_cuda_graph" not in args and "base_gpu_id" not in args
     assert args["enable_memory_saver"] is True
@@ -32,7 +35,7 @@ def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
 
 
 def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
-    env = ServerSpec(model_path="m", dtype="float32", tp_size=2, cpu_ids=((0, 1), (2, 3)), num_threads=2).environment()
+    env = ServerSpec(model_path="m", dtype="float32", layout=TP2, cpu_ids=((0, 1), (2, 3)), num_threads=2).environment()
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     assert env["OMP_NUM_THREADS"] == "2"
 
@@ -58,8 +61,8 @@ def test_flags_are_written_as_sglang_reads_them() -> None:
 
 
 def test_the_launcher_patches_only_where_the_device_is_a_cpu() -> None:
-    assert device_of(["--model-path", "m"]) == "cuda"
-    assert device_of(["--device", "cpu"]) == device_of(["--device=cpu"]) == "cpu"
+    assert value_of(["--model-path", "m"], "--device", "cuda") == "cuda"
+    assert value_of(["--device", "cpu"], "--device", "cuda") == value_of(["--device=cpu"], "--device", "cuda") == "cpu"
 
 
 def test_a_token_never_stands_on_a_command_line() -> None:

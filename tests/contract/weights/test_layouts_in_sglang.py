@@ -1,0 +1,47 @@
+"""Law 2 for engines of every layout: SGLang's model classes and loaders make, rank by rank, what is expected of them.
+
+Ranks in processes of their own, without a server: on a CPU SGLang loads all of these and serves few.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.core.hf_config import read_hf_config
+from slime.core.layout import EngineLayout
+from slime.models import layout_problem
+from tests.contract.weights.sglang_residents import compare
+from tests.support.families import write_family
+from tests.support.ranks import Ranks
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next")
+LAYOUTS = {
+    "EP 2": EngineLayout(tp_size=2, ep_size=2),
+    "DP attention": EngineLayout(tp_size=2, dp_size=2),
+    "DP attention, all of it": EngineLayout(tp_size=2, dp_size=2, ep_size=2, dp_lm_head=True, whole_dense_mlp=True),
+    "PP 2": EngineLayout(pp_size=2),
+    "uneven PP 2": EngineLayout(pp_size=2, stage_layers=(1, 3)),
+    "TP 2 in PP 2": EngineLayout(tp_size=2, pp_size=2, ep_size=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_rank_holds_what_is_expected_of_it(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS[name]
+    if layout.stage_layers:
+        monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", ",".join(map(str, layout.stage_layers)))
+    folders = {}
+    for family in FAMILIES:
+        folder = write_family(tmp_path / family, family)
+        if layout_problem(read_hf_config(str(folder)), layout) is None:
+            folders[family] = folder
+    assert folders, "no family has this layout"
+    with Ranks(fresh=True) as ranks:
+        told = ranks.run(compare, layout.num_ranks, layout, *folders.values())
+    for rank, by_family in zip(layout.ranks(), told, strict=True):
+        for family, found in zip(folders, by_family, strict=True):
+            assert len(found.pop("equal")) >= 9, f"{family}: too few tensors were compared"
+            assert not any(found.values()), f"{family}, rank {rank} of {layout}: {found}"
