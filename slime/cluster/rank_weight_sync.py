@@ -54,6 +54,7 @@ class RankWeightSync:
                 peers=self._peers,
                 device=args.device,
                 gpu_id=gpu_of_slot.get(slots[rank]) if gpu_of_slot else None,
+                training_gpus=frozenset(gpu_of_slot.values()),
                 address=address,
                 timeout_s=args.weight_sync_timeout_s,
                 table=self._table,
