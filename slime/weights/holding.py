@@ -38,7 +38,7 @@ class Holding:
 
     share: Share
     experts: range | None = None
-    """Of the routed experts, these; None: it is no tensor of experts."""
+    """Of the routed experts, these; None where the tensor holds none."""
 
     def entries(self, held: Sequence[Entry]) -> Sequence[Entry]:
         """Of all entries of the resident tensor those of this rank."""

@@ -171,8 +171,8 @@ class FakeWire:
 class Ranks:
     """Trainer ranks as threads, with the two collectives that `Peers` needs."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, threading.Barrier(size, timeout=10)
+    def __init__(self, size: int, limit_s: float = 10) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=limit_s)
         self.slots: list[Any] = [None] * size
 
     def peers(self, rank: int) -> Peers:

@@ -216,3 +216,41 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
             rig.assert_serves(state, version)
         with pytest.raises(WeightSyncError, match=r"rank [01]: differing"):
             rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False)])
+def test_two_pipeline_stages(tmp_path: Path, family: str, tied: bool) -> None:
+    """Both stages take what is sent, over every transport, both are compared, and together they serve it."""
+    layout = EngineLayout(pp_size=2)
+    path = write_tiny_model(tmp_path / "model", family, seed=3, tied=tied)
+    with serving(spec_of(path, layout=layout), tmp_path) as server:
+        rig = Rig(server.url, path, tmp_path, layout)
+        for version, name in enumerate(NAMES, 2):
+            state = changed(rig.state, seed=version)
+            channel = rig.channel(name)
+            for _ in range(2):  # the second weight sync reuses what the first one set up
+                rig.sync_weights(state, channel, version)
+            channel.close()
+            rig.assert_serves(state, version)
+        with pytest.raises(WeightSyncError, match=r"rank 0 of stage 1: differing: model.layers.1.self_attn.qkv_proj"):
+            rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
+        assert is_paused(rig.url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", EngineLayout(tp_size=2, ep_size=2)), ("qwen3", EngineLayout(tp_size=2, dp_size=2))],
+)
+def test_groups_of_ranks(tmp_path: Path, family: str, layout: EngineLayout) -> None:
+    """Experts apart, and DP attention: taken and compared on every rank. (On a CPU SGLang cannot serve either.)"""
+    path = write_tiny_model(tmp_path / "model", family, seed=3, vocab_size=131)
+    with serving(spec_of(path, layout=layout), tmp_path) as server:
+        rig = Rig(server.url, path, tmp_path, layout)
+        for version, name in enumerate(NAMES, 2):
+            channel = rig.channel(name)
+            rig.sync_weights(changed(rig.state, seed=version), channel, version)
+            channel.close()
+        with pytest.raises(WeightSyncError, match=r"rank [01]: differing: model.layers.1.self_attn.qkv_proj"):
+            rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
