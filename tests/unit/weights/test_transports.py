@@ -62,7 +62,7 @@ def build(name: str, **given: Any) -> Transport:
 
 
 def test_the_names_and_the_alias() -> None:
-    assert TRANSPORTS.names() == ("disk", "distributed", "nccl", "tensor")
+    assert TRANSPORTS.names() == ("disk", "distributed", "mixed", "nccl", "tensor")
     assert TRANSPORTS.get("nccl") is TRANSPORTS.get("distributed") and TRANSPORTS.get("nccl").name == "distributed"
 
 
