@@ -31,8 +31,8 @@ class MixedTransport(Transport):
         if args.device == "cuda" and args.colocate and args.rollout_num_gpus > num_train:
             return None
         return (
-            "got --update-weight-transport mixed without engines on GPUs of training ranks and others beside them: cuda, "
-            "--colocate, and more --rollout-num-gpus than training has; use tensor, distributed or disk"
+            "got --update-weight-transport mixed, without engines on GPUs of training ranks and others beside (cuda, "
+            "--colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
         )
 
     def open(self, context: TransportContext) -> MixedChannel:
