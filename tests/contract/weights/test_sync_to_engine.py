@@ -3,6 +3,7 @@ altered float is refused by name, and the engine stays paused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,13 @@ from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
+from slime.serving.ports import lease_meeting_point
 from slime.serving.server import SGLangServer
 from slime.serving.wire import digest
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
-from tests.support.engines import serving, spec_of
+from tests.support.engines import READY_LIMIT_S, serving, spec_of
 from tests.support.tiny import write_tiny_model
 from tests.support.weights import Tamper, TamperingChannel, transport_context
 
@@ -254,3 +256,27 @@ def test_groups_of_ranks(tmp_path: Path, family: str, layout: EngineLayout) -> N
             channel.close()
         with pytest.raises(WeightSyncError, match=r"rank [01]: differing: model.layers.1.self_attn.qkv_proj"):
             rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_nodes(tmp_path: Path) -> None:
+    """Two servers are one engine: the first one answers, for the second one's stage, too."""
+    layout = EngineLayout(pp_size=2)
+    path = write_tiny_model(tmp_path / "model", "qwen3", seed=3)
+    with lease_meeting_point() as point, contextlib.ExitStack() as stack:
+        nodes = []
+        for rank in range(2):
+            spec = spec_of(path, layout=layout, num_nodes=2, node_rank=rank, dist_init_addr=f"127.0.0.1:{point.port}")
+            nodes.append(SGLangServer(spec, log_path=tmp_path / f"node{rank}.log"))
+            stack.callback(nodes[-1].stop)
+            nodes[-1].start()
+        for node in nodes:
+            node.wait_ready(READY_LIMIT_S)
+        assert all(node.healthy() and node.problem() is None and node.scheduler_answers(30.0) for node in nodes)
+        rig = Rig(nodes[0].url, path, tmp_path, layout)
+        for version, name in enumerate(NAMES, 2):
+            state = changed(rig.state, seed=version)
+            channel = rig.channel(name)
+            rig.sync_weights(state, channel, version)
+            channel.close()
+            rig.assert_serves(state, version)
