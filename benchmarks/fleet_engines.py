@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import struct
@@ -189,11 +190,11 @@ async def serve(options: argparse.Namespace) -> None:
     ports = [await port_of(lambda engine=engine: Http(engine)) for engine in engines]  # type: ignore[misc]
     print(json.dumps({"http": ports, "frames": await port_of(lambda: Frames(engines))}), flush=True)
     ended = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read))
-    while not ended.done():
-        for engine in engines:
-            engine.work(time.monotonic())
-            await asyncio.sleep(0)
-        await asyncio.wait([ended], timeout=options.every_s / TURNS)
+    for engine in itertools.cycle(engines):  # one after the other: engines do not send in the same moment
+        engine.work(time.monotonic())
+        await asyncio.wait([ended], timeout=options.every_s / TURNS / len(engines))
+        if ended.done():
+            return
 
 
 def main() -> None:
