@@ -52,7 +52,7 @@ MAX_TRIES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 TOGETHER = 8
 """So many requests at an engine are ended by one abort, fewer by one each."""
-ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 0.25
+ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
 """A scope is ended at so many engines, at the next ones when those have ended it or after this time: all their answers
 come at once, and nothing else runs while the event loop reads what has come."""
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
