@@ -39,6 +39,10 @@ class ActorFailed(SlimeError, RuntimeError):
     """A process of the run raised an error of another kind: a user's function, a library, a bug. Says where."""
 
 
+class ClusterFailed(ActorFailed):
+    """Ray itself cannot go on: a host is lost, an object with it, or memory and disk ran out. Says what Ray said."""
+
+
 class ActorDied(EngineError):
     """A process of the run is gone: killed, or crashed. Names it and what is known of its end."""
 
