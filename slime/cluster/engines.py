@@ -142,8 +142,9 @@ class Engines:
             )
 
     def stop(self) -> list[Any]:
-        """Asks all of them to end; references to their answers."""
-        return [actor.stop.remote() for actor in self._port.actors]
+        """Asks all that are not dead to end; references to their answers."""
+        living = [engine.index for engine in self.members.engines if engine.state is not State.DEAD]
+        return [self._port.actors[index].stop.remote() for index in living]
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
         """Of these, or of all of the policy's, those that answer and are of the same incarnation."""

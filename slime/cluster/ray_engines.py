@@ -149,6 +149,12 @@ class RayEngines:
         self._gates.pop(index, None)
         return url
 
+    def has_host(self, index: int) -> bool:
+        host = self._plan.hosts[self._plan.slot_hosts[self._plan.engines[index].slots[0]]]
+        if host.node_id is None:  # a Ray of the run's own
+            return True
+        return any(node["Alive"] and node["NodeManagerAddress"] == host.address for node in ray.nodes())
+
     def dismiss(self, engine: Engine) -> None:
         self.watch(engine.moved(State.DEAD))
         self.dismissed(engine)

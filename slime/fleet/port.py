@@ -27,6 +27,10 @@ class EnginePort(Protocol):
         """Where an engine answers, once it does. Raises `EngineError` if it ended before."""
         ...
 
+    def has_host(self, index: int) -> bool:
+        """Whether the host of an engine is there, so that another start can succeed."""
+        ...
+
     def dismiss(self, engine: Engine) -> None:
         """Nothing is sent there any more, and what runs there goes elsewhere."""
         ...

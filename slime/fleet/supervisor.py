@@ -7,6 +7,8 @@ Invariants
 1. An engine in trouble gets no more requests before anything else is done about it.
 2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
+4. One whose host is lost is not started before it is there again; that is no failure of its own. If all engines are
+   such, the run ends.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class Supervisor:
         self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
         self._failures: Counter[int] = Counter()
         self._again_at: dict[int, float] = {}
+        self._hostless: set[int] = set()
+        """Dead ones that wait for their hosts."""
 
     def tend(self) -> None:
         """Looks once. Raises `EngineError` if an engine cannot be kept alive."""
@@ -55,13 +59,24 @@ class Supervisor:
             if self._membership[index].answers:
                 self._lost(self._membership[index], reason)
         for engine in self._membership.of(State.DEAD):
-            if self._clock() >= self._again_at[engine.index]:
+            if self._clock() >= self._again_at[engine.index] and self._can_start(engine):
                 again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
                 logger.info("engine %d is started again", engine.index)
                 self._port.start(again)
         for engine in self._membership.of(State.STARTING):
             if engine.incarnation:  # the start of the run waits for the first ones itself
                 self._welcome(engine)
+
+    def _can_start(self, engine: Engine) -> bool:
+        """Whether its host is there. Raises `EngineError` if that holds for none, and none lives."""
+        lost = {e.index for e in self._membership.of(State.DEAD) if not self._port.has_host(e.index)}
+        if len(lost) == len(self._membership.engines):
+            raise EngineError(f"no engine is left: the hosts of all {len(lost)} are lost; {engine.reason}")
+        for index in lost - self._hostless:
+            logger.warning("engine %d waits for its host, which is lost; the run goes on with the others", index)
+            self._failures.pop(index, None)
+        self._hostless = lost
+        return engine.index not in lost
 
     def up(self, index: int, url: str) -> None:
         """An engine answers. It wants weights, or has what it serves from its checkpoint."""

@@ -56,6 +56,11 @@ def act(args: Any, sample: Sample) -> Any:
             return {name: float(name in os.environ) for name in ("PATH", "WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY")}
         case "args":
             return float(args["seven"])
+        case "search":  # for a text, in all that a function is given
+            text = sample.metadata["text"]
+            spelled = [repr(vars(args)), *(repr(dict(v)) for v in vars(args).values() if hasattr(v, "keys"))]
+            found = {"args": float(any(text in one for one in spelled)), "seen": float("lr" in vars(args)["megatron"])}
+            return {**found, "environment": float(any(text in value for value in os.environ.values()))}
     return 1.0
 
 
