@@ -104,7 +104,7 @@ def restarting(loop: Loop) -> Loop:
 
 
 class _Keeper:
-    """Starts a run until it succeeds, is told to end, or would not get better."""
+    """Starts a run until it succeeds, is asked to end, or would not get better."""
 
     def __init__(self, loop: Loop, args: Args) -> None:
         """Raises `ConfigError` in a process that cannot be forked."""

@@ -7,8 +7,8 @@ Invariants
 1. An engine in trouble gets no more requests before anything else is done about it.
 2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
-4. One whose host is lost is not started before it is there again; that is no failure of its own. If all engines are
-   such, the run ends.
+4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines are such,
+   the run ends.
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ class Supervisor:
                 self._membership.change(engine.index, State.TAINTED, reason=reason)
 
     def _welcome(self, engine: Engine) -> None:
+        if not self._port.has_host(engine.index):  # it would start for ever
+            self._lost(engine, "its host was lost while it was starting")
+            return
         try:
             url = self._port.started(engine.index)
         except EngineError as error:
@@ -123,7 +126,7 @@ class Supervisor:
     def _lost(self, engine: Engine, reason: str) -> None:
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
-        self._failures[engine.index] += 1
+        self._failures[engine.index] += self._port.has_host(engine.index)
         failures = self._failures[engine.index]
         if not self._restarts:
             raise EngineError(
@@ -134,5 +137,5 @@ class Supervisor:
                 f"engine {engine.index} ended {failures} times without having served in between, so another start "
                 f"would not help; the last time: {reason}"
             )
-        self._again_at[engine.index] = self._clock() + PAUSE_S * 2 ** (failures - 1)
+        self._again_at[engine.index] = self._clock() + PAUSE_S * 2 ** max(failures - 1, 0)
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))

@@ -154,6 +154,21 @@ def test_an_engine_waits_for_its_host_and_the_others_serve_meanwhile() -> None:
         assert fleet.port.log[-2:] == [f"start 1.{failure}", f"dismiss 1.{failure}"], "the loss itself was no failure"
 
 
+def test_an_engine_that_starts_on_a_host_that_is_lost_then_waits_for_it() -> None:
+    """Law: Ray tells of a lost host late; until then a start there neither ends nor fails."""
+    fleet = Fleet()
+    fleet.port.wrong[1] = "its owner has not answered for 30 s"
+    fleet.supervisor.tend()
+    fleet.now += PAUSE_S
+    fleet.supervisor.tend()
+    assert fleet.states()[1] is State.STARTING
+    fleet.port.hostless = {1}
+    for _ in range(3 * MAX_FAILURES):
+        fleet.now += 100.0
+        fleet.supervisor.tend()
+    assert fleet.states() == [State.READY, State.DEAD] and fleet.port.log.count("start 1.1") == 1
+
+
 def test_a_fleet_without_a_host_ends_the_run() -> None:
     fleet = Fleet()
     fleet.port.hostless, fleet.port.wrong = {0, 1}, {0: "gone", 1: "gone"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,7 @@ def act(args: Any, sample: Sample) -> Any:
             return float(args["seven"])
         case "search":  # for a text, in all that a function is given
             text = sample.metadata["text"]
-            spelled = [repr(vars(args)), *(repr(dict(v)) for v in vars(args).values() if hasattr(v, "keys"))]
-            found = {"args": float(any(text in one for one in spelled)), "seen": float("lr" in vars(args)["megatron"])}
+            found = {"args": float(text.encode() in pickle.dumps(args)), "seen": float("lr" in args.megatron)}
             return {**found, "environment": float(any(text in value for value in os.environ.values()))}
     return 1.0
 
