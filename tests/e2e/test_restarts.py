@@ -52,7 +52,7 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_checkpoint(
     assert "restart" not in first and isinstance(restart, dict)
     assert restart["number"] == 1 and restart["step"] > KILL_AFTER and "a training rank (pid" in restart["because"]
     assert f"restart 1 of 2: on with step {restart['step'] + 1}, from step_" in run.output, run.tail
-    assert sorted(run.metrics("train")) == sorted(run.metrics("perf")) == list(range(NUM_STEPS))
+    assert sorted(run.metrics("train")) == list(range(NUM_STEPS)), "each step, in one record"
     for step, row in run.metrics("train").items():
         settled = row["data/trained"] + row["data/filtered"] + row["data/failed"]
         assert row["data/issued"] == settled + row["data/buffered"] + row["data/in_flight"], (step, row)

@@ -125,8 +125,7 @@ class ProgramTests(Grader):
     runs_code = True
 
     allow_unconfined_code: bool = False
-    """Run programs that a model wrote also where this machine cannot hold them: without user namespaces they reach the
-    network and other processes, without Landlock all files. Without it such a machine is refused."""
+    """Run programs also where nothing holds them."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the share of tests passed, or 0.0 / 1.0; without a complete code block 0.0.

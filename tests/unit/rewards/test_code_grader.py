@@ -142,6 +142,8 @@ def test_the_flag_reaches_the_sandbox(tmp_path: Path) -> None:
     """Law: `--allow-unconfined-code` is a setting of the grader, for runs that name it and for rows that do."""
     for rm_type in ("code", "math"):
         words = [*complete(tmp_path / rm_type), "--rm-type", rm_type]
+        row = '{"input": "1+1", "label": "2", "metadata": {"rm_type": "code"}}'
+        (tmp_path / rm_type / "data.jsonl").write_text(row + "\n")
         assert settings_of(ProgramTests, parse_args(words)) == {"allow_unconfined_code": False}
         allowed = parse_args([*words, "--allow-unconfined-code"])
         assert settings_of(ProgramTests, allowed) == {"allow_unconfined_code": True}
