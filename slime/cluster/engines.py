@@ -144,7 +144,7 @@ class Engines:
     def stop(self) -> list[Any]:
         """Asks all that are not dead to end; references to their answers."""
         living = [engine.index for engine in self.members.engines if engine.state is not State.DEAD]
-        return [self._port.actors[index].stop.remote() for index in living]
+        return [actor.stop.remote() for index in living for actor in self._port.crew(index)]
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
         """Of these, or of all of the policy's, those that answer and are of the same incarnation."""
