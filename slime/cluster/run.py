@@ -81,16 +81,16 @@ class Run:
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     def tell_addresses(self) -> None:
-        """Logs where engines and router listen, one line for each kind."""
+        """Logs where engines and routers listen, one line for each kind."""
         engines = [str(engine.url) for engine in self._actors.engines.members.engines]
         if not engines:
             return
-        url = self._actors.on_rollout("url", for_what="the router", limit_s=ROUTER_LIMIT_S)
+        urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         key = Path(self.args.run_dir) / KEY_FILE
         logger.info("engines listen on %s, and answer whoever has the key of the run", ", ".join(engines))
-        port = str(url).rpartition(":")[2]
+        ports = ", ".join(str(url).rpartition(":")[2] for url in urls.values())
         logger.info(
-            "the router listens on %s, port %s, and answers whoever has the key in %s", self.args.router_host, port, key
+            "routers listen on %s, ports %s, and answer whoever has the key in %s", self.args.router_host, ports, key
         )
 
     # --- generation -------------------------------------------------------------------------------------------------
