@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.settings.fields import Need, opt
@@ -57,4 +58,17 @@ def some_engines_decode(args: Args) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (one_topology, topology_adds_up, some_engines_decode)
+def models_are_folders(args: Args) -> str | None:
+    """What engines load is there before they start."""
+    if args.sglang_config is None:
+        return None
+    others = [model for model in topology_of(args).models if model.path != args.hf_checkpoint]
+    absent = [
+        f"{model.path} for model {model.name}" for model in others if not (Path(model.path) / "config.json").is_file()
+    ]
+    if not absent:
+        return None
+    return f"got model_path {', '.join(absent)} in {args.sglang_config}, where no config.json is; give a folder"
+
+
+RULES: tuple[Rule, ...] = (one_topology, topology_adds_up, some_engines_decode, models_are_folders)
