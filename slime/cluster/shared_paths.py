@@ -115,7 +115,9 @@ def _read(args: Args) -> dict[str, Path]:
         "--ref-load": args.ref_load,
         "--critic-load": args.critic_load,
         "--opd-teacher-load": args.opd_teacher_load,
-        **{f"--sglang-config {model.name}": model.path for model in topology_of(args).models if args.sglang_config},
+        **(
+            {f"--sglang-config, model {m.name}": m.path for m in topology_of(args).models} if args.sglang_config else {}
+        ),
     }
     return {flag: Path(path).absolute() for flag, path in given.items() if path and Path(path).exists()}
 
