@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,29 @@ class RayEngines:
         return [crew[0] for crew in self._crews]
 
     @property
+    def urls(self) -> list[str]:
+        """None is known before an engine answers."""
+        return []
+
+    @property
     def actors(self) -> list[Any]:
         """All of them."""
         return [actor for crew in self._crews for actor in crew]
+
+    def ask(self, index: int, method: str, *arguments: Any) -> Any:
+        """A reference to the answer of the actor that answers for an engine."""
+        return getattr(self.heads[index], method).remote(*arguments)
+
+    def stop(self) -> list[Any]:
+        """Asks all actors to end; references to their answers."""
+        return [actor.stop.remote() for actor in self.actors]
+
+    def close(self) -> None:
+        """Nothing: an actor that has ended is looked at by nobody."""
+
+    def newcomers(self) -> Sequence[tuple[Engine, str]]:
+        """None: the plan has all engines that the run starts."""
+        return ()
 
     def is_gated(self, index: int) -> bool:
         """Whether an engine takes memory only when a trainer lends it."""

@@ -92,6 +92,7 @@ class EngineClient:
         token_versions: bool = False,
         experts: ExpertFormat | None = None,
         end: EndOfText | None = None,
+        shared: bool = False,
     ) -> None:
         """`urls`: engines that are admitted from the beginning.
 
@@ -99,10 +100,11 @@ class EngineClient:
         `max_concurrency`: requests in flight at most, per engine. `vocab_size`: ids beyond it kill an engine and are
         refused. `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each
         token. `experts`: engines are asked for the routed experts, which look like this. `end`: how answers end.
+        `shared`: the engines may have requests of others, which are left alone.
         """
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
-        self._wire = Wire(api_key)
+        self._wire, self._shared = Wire(api_key), shared
         self._pool = EnginePool(
             urls, most_per_engine=max_concurrency, silence_limit_s=request_timeout_s, wait_limit_s=engine_wait_s
         )
@@ -175,13 +177,23 @@ class EngineClient:
 
     def dismiss(self, urls: Iterable[str]) -> None:
         """Takes engines away: requests that run there go on at another one at once, or wait for one."""
-        for url in self._pool.dismiss(urls):
-            self._wire.abort(url)
+        self._gone(self._pool.tries, self._pool.dismiss(urls))
 
     def set_engines(self, urls: Iterable[str]) -> None:
         """Admits exactly these engines, as `admit` and `dismiss` do."""
-        for url in self._pool.set_engines(urls):
+        self._gone(self._pool.tries, self._pool.set_engines(urls))
+
+    def _gone(self, tries: Iterable[Try], urls: Iterable[str]) -> None:
+        """These engines are dismissed, which had these tries: nothing of ours goes on there."""
+        for url in urls:
+            self._end_all(url, [one for one in tries if one.engine.url == url])
+
+    def _end_all(self, url: str, ours: Iterable[Try]) -> None:
+        """Has an engine end all that we sent it: in one message, unless others have requests there, too."""
+        if not self._shared:
             self._wire.abort(url)
+        for one in ours if self._shared else ():
+            self._wire.abort(url, one.rid)
 
     # ---- all requests at once --------------------------------------------------------------------------------------
 
@@ -190,7 +202,7 @@ class EngineClient:
         scope.aborted = True
         for engine in {one.engine for one in scope.tries}:
             own = [one for one in scope.tries if one.engine is engine]
-            if len(own) == len(engine.tries) and len(own) >= TOGETHER:
+            if len(own) == len(engine.tries) and len(own) >= TOGETHER and not self._shared:
                 self._wire.abort(engine.url)
             else:
                 for one in own:
@@ -214,7 +226,7 @@ class EngineClient:
             if turn % PAUSE_REPEAT == 0:
                 for engine in self._pool.engines:
                     if engine.tries or not turn:
-                        self._wire.abort(engine.url)
+                        self._end_all(engine.url, engine.tries)
             await asyncio.sleep(PAUSE_POLL_S)
         for one in self._pool.tries:
             one.interrupt(PAUSED)
