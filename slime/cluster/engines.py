@@ -47,7 +47,7 @@ class EnginesOfRun(EnginePort, Protocol):
         ...
 
     def engines(self) -> list[Engine]:
-        """The first ones, before anybody was told that they answer."""
+        """The first ones, before it is known that they answer."""
         ...
 
     def watch(self, engine: Engine) -> None:

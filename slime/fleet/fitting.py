@@ -197,8 +197,8 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         )
     if not wanted.trains and not str(facts.model.get("weight_version")).isdecimal():
         yield (
-            f"--weight-version {facts.model.get('weight_version')} is no number, and this run sends no weights that "
-            "would give it one; start it with --weight-version 0"
+            f"--weight-version {facts.model.get('weight_version')} does not count versions, and this run sends "
+            "no weights that would give it one; start it with --weight-version 0"
         )
 
 

@@ -127,7 +127,7 @@ def _object(method: str, url: str, route: str, body: Any, api_key: str | None, t
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise EngineError(f"its answer to /{route} is no JSON object: {text[:SAID]}; is it an SGLang server?")
+        raise EngineError(f"it answered /{route} without a JSON object: {text[:SAID]}; is it an SGLang server?")
     return found
 
 
