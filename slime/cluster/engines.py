@@ -165,7 +165,7 @@ class Engines:
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
         """What the weight sync needs to know of these."""
-        return [EngineInfo(e.index, str(e.url), e.tp_size, e.slots, self._api_key) for e in engines]
+        return [EngineInfo(e.index, str(e.url), e.tp_size, e.slots, self._api_key, e.incarnation) for e in engines]
 
     def settle(self) -> None:
         """Waits until no engine is taking memory that a trainer is about to take."""

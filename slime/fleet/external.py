@@ -154,13 +154,13 @@ class ExternalEngines:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Looks at nothing any more. Says which engines stay paused: a weight sync to them was not verified."""
+        """Looks at nothing any more. Says which engines may be paused: a weight sync to them was interrupted."""
         for index, look in self._looks.items():
             look.close()
             if look.state is State.TAINTED or (look.state is State.SYNCING and look.served):
                 logger.warning(
-                    "engine %d at %s stays paused: nobody has verified the weights that it holds; the next run lets it "
-                    "go on, or POST /continue_generation",
+                    "engine %d at %s may be paused: a weight sync to it was interrupted; the next run lets it go on, "
+                    "or POST /continue_generation",
                     index,
                     self._urls[index],
                 )

@@ -143,11 +143,23 @@ def test_an_engine_leaves_and_another_joins_while_training_runs(
             run.wait_until("word that the first one left", lambda: left in run.output)
             after = steps()
             run.wait_until("a step without it", lambda: steps() >= after + 2)
+            again.kill()
+            assert happened(again.process.pid), f"NOT PROVEN: process {again.process.pid} goes on after SIGKILL"
+            run.wait_until("word of the loss of the last one", lambda: run.output.count("engine 1 was lost") == 2)
+            last = Server(tiny_qwen3, int(second.url.rpartition(":")[2]), folder / "server_1_last.log")
+            started.append(last)
+            run.wait_until("requests at what came in its place", lambda: "POST /generate" in served(last))
+            assert verified_before_it_served(last), last.said[-3000:]
+            after = steps()
+            run.wait_until("two steps with it", lambda: steps() >= after + 2)
             assert run.interrupt() == 130, run.tail
             for step, row in run.metrics("train").items():
                 assert row["data/failed"] == 0, (step, row)
             assert run.left() == []
-        assert first.answers() and again.answers()
+        assert first.answers(), "it left while it served"
+        if "may be paused" in run.output:  # Ctrl-C came in a weight sync
+            assert request("POST", f"{last.url}/continue_generation", {}, api_key=KEY)[0] == 200
+        assert last.answers()
 
 
 def served(server: Server) -> str:
