@@ -28,7 +28,7 @@ from slime.core.addresses import host_of, is_loopback
 from slime.core.errors import ConfigError, EngineError, SlimeError
 from slime.fleet.engine import Engine, State
 from slime.fleet.fitting import Wanted, misfits, refuse, report
-from slime.serving.discovery import NotAnswering, ServerFacts, ask, server_info
+from slime.serving.discovery import NotAnswering, ServerFacts, ask, server_info, weight_version
 from slime.serving.watch import ServerWatch
 from slime.settings import Args
 from slime.settings.external import address_file, read_addresses
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 KNOCK_EVERY_S = 2.0
 """Between two questions to an address at which no server that fits has answered."""
+DOOR_EVERY_S = 1.0
+"""Between two questions to the front door of a server that serves."""
 LOOK_AGAIN_S = 0.5
 """Between the two failed connections after which a server counts as gone; and between two looks in `find`."""
 
@@ -277,20 +279,26 @@ class _Knock:
 
 
 class _Look:
-    """Looks at one server that answers: whether it still does, and whether it is the one that weights were sent to."""
+    """Looks at one server that answers: whether it still does, and whether it is the one that weights were sent to.
+
+    Its front door is asked every second, because whoever a call to it has failed wants to know soon whether it is gone;
+    its scheduler as seldom as those of the run's own engines.
+    """
 
     def __init__(self, url: str, args: Args, api_key: str | None) -> None:
-        self._url, self._api_key = url, api_key
+        self._url, self._api_key, self._limit_s = url, api_key, args.rollout_health_check_timeout
         self.state, self.served = State.SYNCING, False
         self._version: int | None = None
         self._problem: str | None = None
+        self._over = threading.Event()
         self._watch = ServerWatch(
             lambda: self._problem,
-            self._answers,
+            self._scheduler_answers,
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
         )
+        threading.Thread(target=self._at_the_door, name=f"door {url}", daemon=True).start()
 
     @property
     def version(self) -> int | None:
@@ -306,34 +314,32 @@ class _Look:
         return self._watch.trouble(expects_answers=self.state is State.READY)
 
     def close(self) -> None:
+        self._over.set()
         self._watch.close()
 
-    def _answers(self, timeout_s: float) -> bool:
-        asked_of, began = self._version, time.monotonic()
-        try:
-            found = server_info(self._url, self._api_key, timeout_s).get("weight_version")
-        except NotAnswering as error:
-            if time.monotonic() - began < timeout_s / 2:  # nobody listens, which takes no time to see
-                self._problem = self._unless_it_was_chance(str(error), timeout_s)
-            return False
-        except EngineError as error:
-            self._problem = str(error)
-            return False
-        if asked_of and asked_of == self._version and str(found) != str(asked_of):
-            self._problem = f"it was started again: it serves weights {found!r} and was sent version {asked_of}"
-        return True
-
-    def _unless_it_was_chance(self, said: str, timeout_s: float) -> str | None:
-        """What it said, if it says so again."""
-        time.sleep(LOOK_AGAIN_S)
-        began = time.monotonic()
+    def _scheduler_answers(self, timeout_s: float) -> bool:
         try:
             server_info(self._url, self._api_key, timeout_s)
-        except NotAnswering:
-            return said if time.monotonic() - began < timeout_s / 2 else None
-        except EngineError as error:
-            return str(error)
-        return None
+        except EngineError:
+            return False
+        return True
+
+    def _at_the_door(self) -> None:
+        refused = 0
+        while self._problem is None and not self._over.wait(LOOK_AGAIN_S if refused else DOOR_EVERY_S):
+            began, asked_of = time.monotonic(), self._version
+            try:
+                found = weight_version(self._url, self._api_key, self._limit_s)
+            except NotAnswering as error:
+                refused += 1
+                if refused > 1 or time.monotonic() - began >= self._limit_s:
+                    self._problem = str(error)
+            except EngineError as error:
+                self._problem = str(error)
+            else:
+                refused = 0
+                if asked_of and asked_of == self._version and found != str(asked_of):
+                    self._problem = f"it was started again: it serves weights {found!r} and was sent version {asked_of}"
 
 
 def _told(facts: ServerFacts) -> str:

@@ -75,6 +75,13 @@ def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, An
     return {name: value for name, value in info.items() if name not in HIDDEN}
 
 
+def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
+    """What it calls the weights that it serves; its front door says so, whatever its scheduler does. Raises
+    `EngineError` if it does not answer.
+    """
+    return str(_object("GET", url, "model_info", None, api_key, timeout_s).get("weight_version"))
+
+
 def go_on(url: str, api_key: str | None, timeout_s: float) -> None:
     """Lets a paused server serve again; one that is not paused stays as it is. Raises `EngineError`."""
     _answer("POST", url, "continue_generation", {}, api_key, timeout_s)

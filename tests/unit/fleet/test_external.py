@@ -26,6 +26,7 @@ LIMIT_S = 60.0
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "KNOCK_EVERY_S", 0.05)
     monkeypatch.setattr(external, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(external, "DOOR_EVERY_S", 0.05)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ class Fleet:
         takers = self.members.of(State.SYNCING, State.READY)
         self.supervisor.syncing(takers)
         for server in servers:
-            server.info["weight_version"] = str(version)
+            server.model["weight_version"] = str(version)
         self.supervisor.synced(takers, version)
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -145,7 +146,7 @@ def test_a_server_that_was_started_again_behind_our_back_is_lost(args: Callable[
         time.sleep(0.02)
         fleet.supervisor.tend()
     assert fleet.state(0) is State.READY and fleet.gone == []
-    server.info["weight_version"] = "default"
+    server.model["weight_version"] = "default"
     fleet.until(lambda: fleet.gone == [0])
     assert "serves weights 'default' and was sent version 3" in fleet.members[0].reason
     fleet.until(lambda: fleet.state(0) is State.SYNCING)
