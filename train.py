@@ -5,9 +5,11 @@ Every sample is trained by the weights that sampled it. `train_async.py` overlap
 
 from __future__ import annotations
 
+from slime.cluster.restarting import restarting
 from slime.settings import Args, run_or_exit
 
 
+@restarting
 def train(args: Args) -> None:
     """The algorithm. Heavy imports come after the arguments are parsed, so that mistakes answer at once."""
     from slime.cluster.launch import launch

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slime.cluster.restarting import restarting
 from slime.settings import Args, run_or_exit
 
 if TYPE_CHECKING:
     from slime.cluster.run import Run
 
 
+@restarting
 def train_async(args: Args) -> None:
     """The algorithm, but for the order of the steps' verbs."""
     from slime.cluster.launch import launch

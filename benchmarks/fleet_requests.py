@@ -2,114 +2,74 @@
 
     python -m benchmarks.fleet_requests --engines 64 --requests 1024 --json benchmarks/results/fleet_requests.json
 
-Fake engines in the process of the client, on its event loop, so that all work is counted. Aborts are real HTTP, one
-server per engine. Streams are real HTTP with `--sockets`; without, they are queues in memory, because 65,536 of them
-are as many open files, more than a process may have on a common machine. Each stream brings an event of 32 tokens
-every `--every-s`.
+The engines are fakes in processes of their own (`benchmarks.fleet_engines`). Aborts are HTTP. Streams are HTTP with
+`--sockets`; without, those of a process share one connection, because 65,536 of them are as many open files, more than
+a process may have on a common machine. Each stream brings an event of 32 tokens every `--every-s`.
 
 Measured: the time until all requests run; the longest stall of the event loop while engines are dismissed and
-admitted under them, and what was lost of them; the time of `abort_scope` until the last request has come back with its
-tokens; the processor time of one event.
+admitted under them; the time of `abort_scope` until the last request has come back with its tokens; the processor time
+of the client's process for each, and for one event. Other work on the machine stretches times and stalls: what compares
+is processor time, and the load average says how busy it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
-from aiohttp import web
 
+from benchmarks.fleet_engines import FRAME, event, frames
 from slime.rollout.call import Call
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 
-INTERVAL, PROMPT_TOKENS, MAX_NEW_TOKENS = 32, 64, 100_000
+PROMPT_TOKENS, MAX_NEW_TOKENS = 64, 100_000
 STALL_POLL_S = 0.005
-
-
-def event(body: dict[str, Any], sent: int, finish: dict[str, Any] | None = None, num: int = INTERVAL) -> bytes:
-    """An event as SGLang sends it; the id of a token is its place in the sequence."""
-    first = len(body["input_ids"]) + sent
-    meta = {
-        "finish_reason": finish,
-        "weight_version": "1",
-        "prompt_tokens": len(body["input_ids"]),
-        "output_token_logprobs": [[-0.5, first + i, None] for i in range(num)],
-    }
-    out = {"text": "x" * num, "output_ids": list(range(first, first + num)), "meta_info": meta}
-    return b"data: " + orjson.dumps(out) + b"\n\n"
-
-
-class FakeEngine:
-    """Takes requests from memory or HTTP; one timer sends the events of all, a part of them each time."""
-
-    def __init__(self, every_s: float) -> None:
-        self.every_s, self.running, self.url = every_s, dict[str, "Stream"](), ""
-        self.num_aborts = 0
-
-    def begin(self, body: dict[str, Any]) -> Stream:
-        """A request that is sampled from now on."""
-        stream = self.running[body["rid"]] = Stream(body)
-        stream.due = time.monotonic() + random.random() * self.every_s
-        return stream
-
-    async def work(self) -> None:
-        """Sends what is due."""
-        while True:
-            now = time.monotonic()
-            for stream in list(self.running.values()):
-                if stream.due <= now:
-                    stream.send()
-                    stream.due += self.every_s
-            await asyncio.sleep(self.every_s / 50)
-
-    async def abort(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.num_aborts += 1
-        for rid in list(self.running) if body["abort_all"] else [body["rid"]]:
-            stream = self.running.pop(rid, None)
-            if stream is not None:
-                stream.send({"type": "abort"}, num=3)
-        return web.Response()
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        response = web.StreamResponse()
-        await response.prepare(request)
-        stream = self.begin(body)
-        while body["rid"] in self.running or not stream.empty():
-            await response.write(await stream.readany())
-        return response
+PROCESSES = 2
+MOVED_LIMIT_S = 60.0
 
 
 class Stream:
-    """The answer to one request: what `Wire` needs of an `aiohttp.ClientResponse`."""
+    """The answer to one request in a shared connection: what the client needs of an `aiohttp.ClientResponse`."""
 
     status = 200
 
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body, self.sent, self.due = body, 0, 0.0
-        self.content = self
-        self._chunks: asyncio.Queue[bytes] = asyncio.Queue()
+    def __init__(self, number: int, link: Link) -> None:
+        self.content, self._number, self._link = self, number, link
+        self._chunks, self._ended = list[bytes](), False
+        self._waiter: asyncio.Future[None] | None = None
+        self.begun = asyncio.get_running_loop().create_future()
 
-    def send(self, finish: dict[str, Any] | None = None, num: int = INTERVAL) -> None:
-        self._chunks.put_nowait(event(self.body, self.sent, finish, num))
-        self.sent += num
-
-    def empty(self) -> bool:
-        return self._chunks.empty()
+    def feed(self, chunk: bytes) -> None:
+        """A frame without bytes stands for the head of the answer, the next one for its end."""
+        if not chunk:
+            self._ended = self.begun.done()
+            if not self._ended:
+                self.begun.set_result(None)
+            return
+        self._chunks.append(chunk)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def readany(self) -> bytes:
-        return await self._chunks.get()
+        while not self._chunks:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        chunks, self._chunks = b"".join(self._chunks), []
+        return chunks
 
     def read_nowait(self, _num: int) -> bytes:
         return b""
@@ -118,111 +78,183 @@ class Stream:
         return True
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """Nobody reads it any more."""
+        self._link.leave(self._number, ended=self._ended)
 
     close = release
 
 
-async def serve(engine: FakeEngine) -> Callable[[], Any]:
-    """Serves on a free port; returns what ends it."""
-    app = web.Application()
-    app.router.add_post("/generate", engine.generate)
-    app.router.add_post("/abort_request", engine.abort)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
-    await site.start()
-    assert site._server is not None
-    engine.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    return runner.cleanup
+class Link(asyncio.Protocol):
+    """All streams of a process of engines."""
+
+    def __init__(self) -> None:
+        self._streams, self._rest, self._next = dict[int, tuple[Stream, int]](), bytearray(), 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for chunk, number, _ in frames(self._rest, data):
+            if number in self._streams:
+                self._streams[number][0].feed(chunk)
+
+    async def post(self, engine: int, body: bytes) -> Stream:
+        """A request of the engine with this number in its process."""
+        number, self._next = self._next, self._next + 1
+        stream = Stream(number, self)
+        self._streams[number] = stream, engine
+        self._transport.write(FRAME.pack(len(body), number, engine) + body)
+        try:
+            await stream.begun
+        except asyncio.CancelledError:
+            stream.release()
+            raise
+        return stream
+
+    def leave(self, number: int, *, ended: bool) -> None:
+        """Has the engine forget a stream that has not ended."""
+        _, engine = self._streams.pop(number, (None, 0))
+        if not ended:
+            self._transport.write(FRAME.pack(0, number, engine))
+
+
+@contextlib.asynccontextmanager
+async def engines_of(options: argparse.Namespace) -> AsyncIterator[dict[str, tuple[Link, int]]]:
+    """Address of each engine -> the shared connection of its process, and its number there."""
+    loop, out, running = asyncio.get_running_loop(), dict[str, tuple[Link, int]](), []
+    each = [options.engines // PROCESSES + (i < options.engines % PROCESSES) for i in range(PROCESSES)]
+    try:
+        for num in each:
+            words = ["-m", "benchmarks.fleet_engines", "--engines", str(num), "--every-s", str(options.every_s)]
+            running.append(subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert running[-1].stdout is not None
+            ports = json.loads(await asyncio.to_thread(running[-1].stdout.readline))
+            _, link = await loop.create_connection(Link, "127.0.0.1", ports["frames"])
+            out |= {f"http://127.0.0.1:{port}": (link, i) for i, port in enumerate(ports["http"])}
+        yield out
+    finally:
+        for one in running:
+            one.communicate()
+
+
+async def asked(urls: list[str]) -> tuple[int, int]:
+    """Requests that run at all engines, and the aborts that they were sent."""
+    async with aiohttp.ClientSession() as session:
+        found = [await (await session.get(f"{url}/state")).json(content_type=None) for url in urls]
+    return sum(one["running"] for one in found), sum(one["num_aborts"] for one in found)
 
 
 class Stalls:
-    """How late the event loop is, looked at all the time."""
+    """How late the event loop is, and for how long it worked meanwhile; looked at all the time."""
 
     def __init__(self) -> None:
-        self.worst_s = 0.0
+        self.worst_s = self.worst_cpu_s = 0.0
         self._task = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
         while True:
-            began = time.monotonic()
+            began, cpu_s = time.monotonic(), time.thread_time()
             await asyncio.sleep(STALL_POLL_S)
             self.worst_s = max(self.worst_s, time.monotonic() - began - STALL_POLL_S)
+            self.worst_cpu_s = max(self.worst_cpu_s, time.thread_time() - cpu_s)
 
-    def take(self) -> float:
-        """The worst since the last call."""
-        worst_s, self.worst_s = self.worst_s, 0.0
-        return worst_s
+    def take(self) -> tuple[float, float]:
+        """The worst since the last call: by the clock, and in processor time."""
+        worst = self.worst_s, self.worst_cpu_s
+        self.worst_s = self.worst_cpu_s = 0.0
+        return worst
+
+    def end(self) -> None:
+        self._task.cancel()
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    engines = [FakeEngine(options.every_s) for _ in range(options.engines)]
-    ends = [await serve(engine) for engine in engines]
-    workers = [asyncio.create_task(engine.work()) for engine in engines]
-    by_url = {engine.url: engine for engine in engines}
-    client = EngineClient(*by_url, max_concurrency=2 * options.requests)
-    if not options.sockets:
+    async with engines_of(options) as links:
+        client = EngineClient(*links, max_concurrency=2 * options.requests)
+        if not options.sockets:
 
-        async def post(url: str, payload: dict[str, Any]) -> Stream:
-            return by_url[url.removesuffix("/generate")].begin(orjson.loads(orjson.dumps(payload)))
+            async def post(url: str, payload: dict[str, Any]) -> Stream:
+                link, number = links[url.removesuffix("/generate")]
+                return await link.post(number, orjson.dumps(payload))
 
-        client._wire.post = post  # type: ignore[assignment,method-assign]
+            client._wire.post = post  # type: ignore[assignment,method-assign]
+        try:
+            return await walk(client, list(links), options)
+        finally:
+            await client.close()
+
+
+async def walk(client: EngineClient, urls: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Start, a quiet time, changes of membership, the end of everything."""
     scope, stalls, total = RequestScope(), Stalls(), options.engines * options.requests
     REQUEST_SCOPE.set(scope)
     params = {"temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS}
-    began = time.monotonic()
+    began, cpu_s = time.monotonic(), time.process_time()
     tasks = []
     for number in range(total):
         ids = [number, *range(1, PROMPT_TOKENS)]
         tasks.append(asyncio.create_task(client.generate(ids, params, session_id=f"{number}")))
         if number % 256 == 0:
             await asyncio.sleep(0)
-    while sum(len(engine.running) for engine in engines) < total:
-        await asyncio.sleep(0.05)
-    out: dict[str, Any] = {"start_s": time.monotonic() - began, "worst_stall_s_start": stalls.take()}
+    await until_running(urls, total)
+    out: dict[str, Any] = {"start_s": time.monotonic() - began, "start_cpu_s": time.process_time() - cpu_s}
+    out["worst_stall_s_start"], out["worst_stall_cpu_s_start"] = stalls.take()
+    cpu_s = time.process_time()
     await asyncio.sleep(options.every_s)
-    out["worst_stall_s_steady"] = stalls.take()
-    out |= await change(client, engines, stalls, options.changes)
+    out |= {"steady_s": options.every_s, "steady_cpu_s": time.process_time() - cpu_s}
+    out["worst_stall_s_steady"], out["worst_stall_cpu_s_steady"] = stalls.take()
+    out |= await change(client, urls, stalls, options.changes)
+    await until_running(urls, total)
     stalls.take()
-    before = sum(engine.num_aborts for engine in engines)
+    _, before = await asked(urls)
     began, cpu_s = time.monotonic(), time.process_time()
     await client.abort_scope(scope)
     out["abort_delivered_s"] = time.monotonic() - began
     answers = await asyncio.gather(*tasks)
     out["abort_all_s"], out["abort_all_cpu_s"] = time.monotonic() - began, time.process_time() - cpu_s
-    out["abort_posts"] = sum(engine.num_aborts for engine in engines) - before
-    out["worst_stall_s_abort"] = stalls.take()
+    out["worst_stall_s_abort"], out["worst_stall_cpu_s_abort"] = stalls.take()
+    running, aborts = await asked(urls)
+    out["abort_posts"] = aborts - before
+    assert not running, f"{running} requests are still there"
     for answer in answers:  # law 1: no token lost, none twice
         assert answer.tokens == tuple(range(PROMPT_TOKENS, PROMPT_TOKENS + len(answer.tokens)))
     out["answers"], out["tokens"] = len(answers), sum(len(a.tokens) for a in answers)
-    for task in (*workers, stalls._task):
-        task.cancel()
-    await client.close()
-    for end in ends:
-        await end()
+    stalls.end()
     return out
 
 
-async def change(client: EngineClient, engines: list[FakeEngine], stalls: Stalls, num: int) -> dict[str, Any]:
-    """Dismisses engines under their requests and admits them again, one every half second."""
-    worst, rng = [], random.Random(0)
+async def until_running(urls: list[str], total: int) -> None:
+    """Until engines have so many requests."""
+    while (await asked(urls))[0] != total:
+        await asyncio.sleep(0.25)
+
+
+async def change(client: EngineClient, urls: list[str], stalls: Stalls, num: int) -> dict[str, Any]:
+    """Dismisses engines under their requests and admits them again, one every second."""
+    worst, rng, cpu_s = [], random.Random(0), time.process_time()
     for _ in range(num):
-        engine = rng.choice(engines)
-        client.dismiss([engine.url])
-        engine.running.clear()
+        url = rng.choice(urls)
+        client.dismiss([url])
         await asyncio.sleep(0.5)
-        client.admit([engine.url])
+        client.admit([url])
         await asyncio.sleep(0.5)
         worst.append(stalls.take())
-    return {"changes": num, "worst_stall_s_changes": max(worst), "median_stall_s_changes": statistics.median(worst)}
+    by_clock, of_cpu = zip(*worst, strict=True)
+    return {
+        "changes": num,
+        "changes_cpu_s": time.process_time() - cpu_s,
+        "worst_stall_s_changes": max(by_clock),
+        "median_stall_s_changes": statistics.median(by_clock),
+        "worst_stall_cpu_s_changes": max(of_cpu),
+    }
 
 
 def event_cost(tokens: int, number: int = 2000) -> float:
     """Microseconds of processor time that the client spends on an event of so many tokens, reading aside."""
     call = Call([1] * PROMPT_TOKENS, {"max_new_tokens": 10**9})
-    payload = call.payload("r", tokens)
-    pieces = [event(payload, i * tokens, num=tokens)[6:-2] for i in range(number)]
+    call.payload("r", tokens)
+    pieces = [event(PROMPT_TOKENS, i * tokens, num=tokens)[6:-2] for i in range(number)]
     began = time.process_time()
     for piece in pieces:
         call.take(orjson.loads(piece))
@@ -235,18 +267,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1024, help="per engine")
     parser.add_argument("--every-s", type=float, default=30.0, help="between two events of a request")
     parser.add_argument("--changes", type=int, default=8, help="engines dismissed and admitted again")
-    parser.add_argument("--sockets", action="store_true", help="streams over HTTP; two open files for each")
+    parser.add_argument("--sockets", action="store_true", help="streams over HTTP; an open file for each")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     allow_many_connections()
     collect_garbage_rarely()
     name = f"{options.engines}x{options.requests}{' over HTTP' if options.sockets else ''}"
-    made = asyncio.run(measure(options))
-    # The machine may do other work: processor time of this process is what compares.
+    made = asyncio.run(measure(options)) | {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
     costs = {str(n): round(event_cost(n), 1) for n in (1, 8, 32, 128)}
     found = {name: {k: round(v, 4) if isinstance(v, float) else v for k, v in made.items()}}
     known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    known |= {**found, "event_us_by_tokens": costs, "cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    known |= {**found, "event_us_by_tokens": costs}
     if options.json:
         options.json.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps(known, indent=1))

@@ -129,6 +129,22 @@ def check_loopback() -> Finding:
     return Finding("loopback", OK, "ports can be taken and reached")
 
 
+def check_sandbox() -> Finding:
+    """What holds a program that a model wrote, for graders that run code."""
+    from slime.rewards.graders.sandbox import WHAT_FOR, missing_here
+
+    missing = missing_here()
+    if not missing:
+        held = "; ".join(f"{name} ({what})" for name, what in WHAT_FOR.items())
+        return Finding("sandbox", OK, f"programs of --rm-type code are held by {held}")
+    gone = "; ".join(f"{name} ({WHAT_FOR[name]})" for name in missing)
+    return Finding(
+        "sandbox",
+        WARN,
+        f"no {gone}: --rm-type code is refused; do: allow user namespaces and Landlock, or --allow-unconfined-code",
+    )
+
+
 def check_import(name: str, code: str) -> Finding:
     """Runs `code` in a fresh interpreter; what it prints is the detail."""
     try:
@@ -149,7 +165,7 @@ def find_all(device: str, *, engines: bool) -> list[Finding]:
     chosen = "cuda" if device != "cpu" and host_facts()["num_gpus"] else "cpu"
     out = _guarded("versions", check_versions)
     out += _guarded("device", lambda: [check_device(device)])
-    for check in (check_memory, check_shared_memory, check_disk, check_loopback):
+    for check in (check_memory, check_shared_memory, check_disk, check_loopback, check_sandbox):
         out += _guarded(check.__name__.removeprefix("check_"), lambda check=check: [check()])  # type: ignore[misc]
     if engines:
         out += _guarded(

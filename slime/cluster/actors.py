@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.waiting import wait_for
+from slime.core.layout import EngineLayout
 
 if TYPE_CHECKING:
     from slime.cluster.engines import Engines
@@ -23,9 +24,10 @@ class EngineInfo:
 
     index: int
     url: str
-    tp_size: int
+    layout: EngineLayout
+    """How its ranks divide the model."""
     slots: tuple[int, ...]
-    """Placement slots of its ranks; a training rank on the same slot can share memory with it."""
+    """Placement slots of its ranks, stage by stage; a training rank on the same slot can share memory with it."""
     api_key: str | None = field(default=None, repr=False)
     """Token of the run that its routes ask for."""
     incarnation: int = 0

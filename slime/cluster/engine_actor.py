@@ -9,7 +9,9 @@ answers about memory, each with a limit. Is woken by: the driver's calls alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -17,9 +19,21 @@ import ray
 from slime.core.addresses import LOOPBACK
 from slime.observability.logs import setup_logging
 from slime.serving.control import HttpEngineControl
+from slime.serving.ports import PortLease, lease_meeting_point
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.watch import ServerWatch
 from slime.settings import Args
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One host of an engine that is on several."""
+
+    rank: int
+    """Of this host; the first one answers for the engine."""
+    num_nodes: int
+    gpu_ids: tuple[int, ...] | None
+    """GPUs of its ranks here; None on a CPU."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
@@ -33,17 +47,37 @@ class EngineActor:
         log_dir: str,
         args: Args,
         host: str = LOOPBACK,
+        node: Node | None = None,
         meeting_point: str | None = None,
     ) -> None:
         """`name`: number of the engine, of its incarnation after the first, and of its host after the first; logs are
-        called so. `host`: the address of this host that the server listens on. `meeting_point`: where the servers of an
-        engine on several hosts meet; None on the first of them.
+        called so. `host`: the address of this host that the server listens on. `node`: for an engine on several hosts;
+        `meeting_point`: where their servers meet, which the first one decides.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log")
+        self._meeting: PortLease | None = None
+        if node is not None:
+            if meeting_point is None:
+                self._meeting = lease_meeting_point()
+                meeting_point = f"{host}:{self._meeting.port}"
+            spec = dataclasses.replace(
+                spec,
+                num_nodes=node.num_nodes,
+                node_rank=node.rank,
+                gpu_ids=node.gpu_ids,
+                dist_init_addr=meeting_point,
+            )
         self._server = SGLangServer(spec, host=host, log_path=Path(log_dir) / f"engine_{name}.log")
         self._server.start()
         self._spec, self._args = spec, args
         self._watch: ServerWatch | None = None
+        if not spec.answers_requests:
+            self._start_watch()
+
+    def meeting_point(self) -> str:
+        """Where the servers of this engine meet, HOST:PORT."""
+        assert self._spec.dist_init_addr is not None, "an engine on one host meets nobody"
+        return self._spec.dist_init_addr
 
     def open_gate(self, *_lent: object) -> None:
         """Lets the server take its memory. `_lent`: answers of who lends it; Ray calls this when they are there."""
@@ -53,9 +87,17 @@ class EngineActor:
         """The server's URL once it answers."""
         self._server.wait_ready(timeout_s)
         args, spec, url = self._args, self._spec, self._server.url
-        self._control = HttpEngineControl(
-            url, tp_size=spec.tp_size, timeout_s=args.weight_sync_timeout_s, api_key=spec.api_key
-        )
+        self._control = HttpEngineControl(url, spec.layout, timeout_s=args.weight_sync_timeout_s, api_key=spec.api_key)
+        self._start_watch()
+        return url
+
+    @ray.method(concurrency_group="watch")
+    def problem(self, expects_answers: bool) -> str | None:
+        """What is wrong with the server, in one line; None if nothing is known to be. See `ServerWatch.trouble`."""
+        return None if self._watch is None else self._watch.trouble(expects_answers=expects_answers)
+
+    def _start_watch(self) -> None:
+        args = self._args
         self._watch = ServerWatch(
             self._server.problem,
             self._server.scheduler_answers,
@@ -63,12 +105,6 @@ class EngineActor:
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
         )
-        return url
-
-    @ray.method(concurrency_group="watch")
-    def problem(self, expects_answers: bool) -> str | None:
-        """What is wrong with the server, in one line; None if nothing is known to be. See `ServerWatch.trouble`."""
-        return None if self._watch is None else self._watch.trouble(expects_answers=expects_answers)
 
     def warm_digests(self) -> None:
         """Lets the server compile what it computes digests with, by asking for them. After `wait_ready`."""
@@ -86,3 +122,5 @@ class EngineActor:
         if self._watch is not None:
             self._watch.close()
         self._server.stop()
+        if self._meeting is not None:
+            self._meeting.release()

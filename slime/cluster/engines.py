@@ -58,8 +58,8 @@ class EnginesOfRun(EnginePort, Protocol):
         """A reference to the answer of the actor of an engine that lends its memory."""
         ...
 
-    def stop(self) -> list[Any]:
-        """Asks the actors, if there are any, to end; references to their answers."""
+    def stop(self, indices: Sequence[int]) -> list[Any]:
+        """Asks the actors of these engines, if there are any, to end; references to their answers."""
         ...
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Engines:
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
         """What the weight sync needs to know of these."""
-        return [EngineInfo(e.index, str(e.url), e.tp_size, e.slots, self._api_key, e.incarnation) for e in engines]
+        return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._api_key, e.incarnation) for e in engines]
 
     def settle(self) -> None:
         """Waits until no engine is taking memory that a trainer is about to take."""
@@ -176,8 +176,8 @@ class Engines:
             )
 
     def stop(self) -> list[Any]:
-        """Asks all of them to end; references to their answers."""
-        return self._port.stop()
+        """Asks all that are not dead to end; references to their answers."""
+        return self._port.stop([engine.index for engine in self.members.engines if engine.state is not State.DEAD])
 
     def close(self) -> None:
         """Looks at none of them any more."""

@@ -4,7 +4,7 @@ the actor's method raised an error of ours      that error, as it was raised
 it raised anything else                         `ActorFailed`: what, in which process, where (the user's own line)
 its constructor raised                          the same
 its process is gone                             `ActorDied`: which process, during what
-Ray itself cannot go on (disk, memory, set-up)  `ActorFailed`: what Ray said, during what
+Ray itself cannot go on (disk, memory, a host)  `ClusterFailed`: what Ray said, during what
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from slime.core import errors
 from slime.core.blame import RAISED_AT, first_line, one_line, place_in
-from slime.core.errors import ActorDied, ActorFailed, SlimeError
+from slime.core.errors import ActorDied, ActorFailed, ClusterFailed, SlimeError
 from slime.core.text import shorten
 
 WHO = {
@@ -40,7 +40,7 @@ def translated(error: RayError, for_what: str) -> SlimeError:
     text = str(error)
     if not isinstance(error, RayActorError | WorkerCrashedError):
         said = shorten(" ".join(text.split()), RAY_CHARS)  # its reason may be on any line
-        return ActorFailed(f"Ray: {type(error).__name__}: {said}, during {for_what}")
+        return ClusterFailed(f"Ray: {type(error).__name__}: {said}, during {for_what}")
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return _not_started(text)
     return ActorDied(f"{_name(text)} died during {for_what}{_detail(text)}")

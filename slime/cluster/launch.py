@@ -22,7 +22,9 @@ from slime.cluster.hosts import hosts_of_run, plan_here
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.preflight import preflight
+from slime.cluster.restarting import this_restart
 from slime.cluster.resuming import how_to_resume
+from slime.core.blame import one_line
 from slime.core.errors import ActorDied, ActorFailed
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
@@ -62,6 +64,9 @@ def launch(args: Args) -> Iterator[Run]:
         without_effect=settings["idle"],
     )
     setup_logging(folder.logs / DRIVER_LOG)
+    if (restart := this_restart()) is not None:
+        logger.warning("%s", restart)
+        folder.note("restart", restart.facts())
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("settings that were given and have no effect (--strict refuses them):\n%s", told)
@@ -80,6 +85,7 @@ def launch(args: Args) -> Iterator[Run]:
                 with _placed(args, startup, folder) as plan:
                     with _explained(memory, folder):
                         run = start(args, plan, folder, tracker, startup)
+                        run.tell_addresses()
                     yield from _used(run, memory, folder)
             except BaseException as error:  # after the end of a save in the background
                 if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt)):
@@ -124,7 +130,7 @@ def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManage
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
     """Gives the verbs to the loop, and ends the actors in order, whatever ends the loop."""
     try:
-        with _explained(memory, folder):
+        with _explained(memory, folder), _blamed(run):
             yield run
     except BaseException as error:
         if isinstance(error, Exception):  # Ctrl-C ends a save, too
@@ -132,6 +138,17 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
         _end(run, limit_s=HASTY_END_S)
         raise
     _end(run, limit_s=ORDERLY_END_S)
+
+
+@contextmanager
+def _blamed(run: Run) -> Iterator[None]:
+    """An error that the end of a process made in another one is that end: who is dead ends the block."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ActorDied) and (death := run.death(one_line(error))) is not None:
+            raise death from error
+        raise
 
 
 @contextmanager

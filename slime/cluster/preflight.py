@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.rewards.preflight import code_problems
 from slime.rollout.preflight import data_problems
 from slime.settings import Args
 from slime.settings.groups.cluster import gpus_here
@@ -17,7 +18,7 @@ from slime.settings.problems import refuse
 
 def preflight(args: Args) -> None:
     """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
-    refuse([*_of_machine(args), *_of_run_folder(args), *data_problems(args)])
+    refuse([*_of_machine(args), *_of_run_folder(args), *data_problems(args), *code_problems(args)])
 
 
 def _of_machine(args: Args) -> Iterator[str]:

@@ -55,6 +55,7 @@ class RankWeightSync:
                 peers=self._peers,
                 device=args.device,
                 gpu_id=gpu_of_slot.get(slots[rank]) if gpu_of_slot else None,
+                training_gpus=frozenset(gpu_of_slot.values()),
                 address=address,
                 timeout_s=args.weight_sync_timeout_s,
                 table=self._table,
@@ -86,7 +87,7 @@ class RankWeightSync:
         return {f"perf/{name}": value for name, value in metrics.items()}
 
     def _receiver(self, info: EngineInfo) -> Receiver:
-        control = HttpEngineControl(info.url, info.tp_size, self._args.weight_sync_timeout_s, info.api_key)
+        control = HttpEngineControl(info.url, info.layout, self._args.weight_sync_timeout_s, info.api_key)
         gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
         return Receiver(control, gpus)
 

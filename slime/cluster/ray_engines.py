@@ -23,15 +23,18 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.cluster.engine_actor import EngineActor
+from slime.cluster.engine_actor import EngineActor, Node
 from slime.cluster.failures import translated
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
+from slime.core.layout import EngineLayout
+from slime.core.topology import WantedEngine
 from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
+from slime.settings.engine_layout import layout_of
 from slime.settings.topology import topology_of
 
 ENGINE_SHARE = 0.2
@@ -83,7 +86,7 @@ class RayEngines:
             Engine(
                 placed.index,
                 placed.slots,
-                wanted.num_gpus,
+                self._layout(wanted),
                 model=wanted.model.name,
                 role=POLICY if wanted.model.trained else FROZEN,
                 worker=wanted.group.worker,
@@ -112,9 +115,9 @@ class RayEngines:
         """A reference to the answer of the actor that answers for an engine."""
         return getattr(self.heads[index], method).remote(*arguments)
 
-    def stop(self) -> list[Any]:
-        """Asks all actors to end; references to their answers."""
-        return [actor.stop.remote() for actor in self.actors]
+    def stop(self, indices: Sequence[int]) -> list[Any]:
+        """Asks all actors of these engines to end; references to their answers."""
+        return [actor.stop.remote() for index in indices for actor in self._crews[index]]
 
     def close(self) -> None:
         """Nothing: an actor that has ended is looked at by nobody."""
@@ -166,6 +169,12 @@ class RayEngines:
         self._gates.pop(index, None)
         return url
 
+    def has_host(self, index: int) -> bool:
+        host = self._plan.hosts[self._plan.slot_hosts[self._plan.engines[index].slots[0]]]
+        if host.node_id is None:  # a Ray of the run's own
+            return True
+        return any(node["Alive"] and node["NodeManagerAddress"] == host.address for node in ray.nodes())
+
     def dismiss(self, engine: Engine) -> None:
         self.watch(engine.moved(State.DEAD))
         self.dismissed(engine)
@@ -210,33 +219,32 @@ class RayEngines:
             name = str(index) if not incarnation else f"{index}_{incarnation}"
             name += f"_node{node}" * bool(node)
             meeting = [crew[0].meeting_point.remote()] if node else []
-            crew.append(
-                actor.remote(
-                    name,
-                    self._spec(index, node),
-                    str(self._log_dir),
-                    self._args,
-                    self._plan.address_of(part[0]),
-                    *meeting,
-                )
-            )
+            own = Node(node, len(placed.parts), self._gpus(part)) if len(placed.parts) > 1 else None
+            host = self._plan.address_of(part[0])
+            crew.append(actor.remote(name, self._spec(index), str(self._log_dir), self._args, host, own, *meeting))
         return tuple(crew)
 
-    def _spec(self, index: int, node: int) -> ServerSpec:
-        """What the server of an engine on one of its hosts is."""
+    def _spec(self, index: int) -> ServerSpec:
+        """What an engine serves, and on what."""
         placed, wanted = self._placed[index]
-        devices = self._slots.devices
         return ServerSpec.from_args(
             self._args,
             index=index,
             num_threads=placed.num_threads,
             api_key=self._api_key,
-            gpu_ids=tuple(devices[slot] for slot in placed.parts[node]) if devices else None,
+            gpu_ids=self._gpus(placed.slots) if len(placed.parts) == 1 else None,
             model_path=wanted.model.path,
-            tp_size=wanted.num_gpus,
+            layout=self._layout(wanted),
             overrides=wanted.group.overrides,
             shares=placed.colocated,
         )
+
+    def _gpus(self, slots: Sequence[int]) -> tuple[int, ...] | None:
+        """Their numbers on their host; None where Ray shows a process the one that it has."""
+        return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
+
+    def _layout(self, wanted: WantedEngine) -> EngineLayout:
+        return layout_of(wanted.num_gpus, {**self._args.sglang, **wanted.group.overrides})
 
     def _replaced(self, index: int) -> bool:
         """Whether the old actors are gone, by force if need be, and the new ones are being made."""

@@ -24,8 +24,9 @@ from slime.cluster.held_out import HeldOutLoss
 from slime.cluster.memory import MemoryHandOver
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
-from slime.cluster.waiting import peek, wait_for
+from slime.cluster.waiting import first_death, peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
+from slime.core.errors import ActorDied
 from slime.observability.spans import collect, note_span, span
 from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
@@ -39,6 +40,8 @@ NO_LIMIT_S = 30 * 24 * 3600.0
 """Limit of a generation when the user set none; its requests and graders have limits of their own."""
 ROUTER_LIMIT_S = 60.0
 """Limit of a question about the router."""
+DEATH_SHOWS_S = 5.0
+"""How long Ray may take to tell that a process is gone."""
 WATCH_EVERY_S = 1.0
 """How often serving looks whether engines and router live."""
 TRAIN_STEP_LIMIT_S = 24 * 3600.0
@@ -76,6 +79,19 @@ class Run:
         self._held_out = HeldOutLoss(args, actors, memory=self._memory)
         self._trained_since_sync = False
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
+
+    def tell_addresses(self) -> None:
+        """Logs where engines and router listen, one line for each kind."""
+        engines = [str(engine.url) for engine in self._actors.engines.members.engines]
+        if not engines:
+            return
+        url = self._actors.on_rollout("url", for_what="the router", limit_s=ROUTER_LIMIT_S)
+        key = Path(self.args.run_dir) / KEY_FILE
+        logger.info("engines listen on %s, and answer whoever has the key of the run", ", ".join(engines))
+        port = str(url).rpartition(":")[2]
+        logger.info(
+            "the router listens on %s, port %s, and answers whoever has the key in %s", self.args.router_host, port, key
+        )
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -251,6 +267,19 @@ class Run:
             self._saver.finish()
         self._saver.poll()
         self._tracker.log("perf", rollout_id, collect())
+
+    def death(self, seen_as: str) -> ActorDied | None:
+        """The end of a training rank or of the rollout side, if one is gone. Never raises.
+
+        `seen_as`: the error by which the others noticed; a rank that loses its neighbour says that a connection broke.
+        """
+        actors = [*self._actors.trainers, self._actors.rollout]
+        try:
+            asked = [trainer.memory_plan.remote() for trainer in actors[:-1]] + [actors[-1].progress.remote()]
+            return first_death(asked, for_what=f"the run, which showed as {seen_as}", limit_s=DEATH_SHOWS_S)
+        except Exception as error:  # Ray itself is gone
+            logger.debug("nobody could be asked: %s", error)
+            return None
 
     def close(self, *, limit_s: float) -> None:
         """Ends every process in order. Raises if one does not answer in `limit_s`; the end of the cluster ends it."""

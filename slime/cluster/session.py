@@ -29,7 +29,7 @@ import ray
 from slime.cluster.environment import SETUP_HOOK, for_actors
 from slime.cluster.guardian import start_guardian
 from slime.core.blame import one_line
-from slime.core.errors import ActorFailed
+from slime.core.errors import ActorFailed, ClusterFailed
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _join(args: Args) -> None:
 
 
 def _start_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
-    """Raises `ActorFailed` if Ray does not start: it gives its own processes 30 s, too few on a busy machine."""
+    """Raises `ClusterFailed` if Ray does not start: it gives its own processes 30 s, too few on a busy machine."""
     for last in (False, False, True):
         try:
             _init_local(run_id, num_cpus, num_gpus)
@@ -121,7 +121,7 @@ def _start_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
         except Exception as error:
             ray.shutdown()
             if last or SLOW_START not in str(error):
-                raise ActorFailed(
+                raise ClusterFailed(
                     f"Ray did not start: {one_line(error)}; look at the load and the free memory of this machine"
                 ) from error
             logger.warning("Ray did not start in 30 s on this busy machine; again")

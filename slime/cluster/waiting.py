@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.cluster.failures import translated
-from slime.core.errors import DeadlineExceeded
+from slime.core.errors import ActorDied, DeadlineExceeded
 
 POLL_S = 0.5
 
@@ -59,6 +59,23 @@ def peek(ref: Any) -> Any:
         return ray.get(ref) if done else None
     except RayError:
         return None
+
+
+def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorDied | None:
+    """Of calls to some actors, the end of the first that turns out to be gone. Never raises.
+
+    Who is dead answers at once with that; who is busy does not answer, which says nothing.
+    """
+    deadline, pending = time.monotonic() + limit_s, list(refs)
+    while pending and time.monotonic() < deadline:
+        done, pending = ray.wait(pending, timeout=min(POLL_S, limit_s))
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                if isinstance(end := translated(error, for_what), ActorDied):
+                    return end
+    return None
 
 
 def _get(ref: Any, for_what: str) -> Any:

@@ -35,8 +35,16 @@ class GroupsFailed(EngineError):
     """Too many groups of a step failed for chance: an engine, a user's function or a grader is broken."""
 
 
+class Unconfined(SlimeError, RuntimeError):
+    """This machine cannot hold code that a model wrote, and nobody allowed it to run unheld."""
+
+
 class ActorFailed(SlimeError, RuntimeError):
     """A process of the run raised an error of another kind: a user's function, a library, a bug. Says where."""
+
+
+class ClusterFailed(ActorFailed):
+    """Ray itself cannot go on: a host is lost, an object with it, or memory and disk ran out. Says what Ray said."""
 
 
 class ActorDied(EngineError):

@@ -8,6 +8,7 @@ experts in `ep_size` groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from slime.core.errors import ConfigError
 
@@ -24,6 +25,12 @@ class EngineLayout:
     """Groups of a stage's ranks that attend to requests of their own (DP attention); 1: all attend to all."""
     ep_size: int = 1
     """Groups of a stage's ranks that hold whole experts; within a group each expert is split."""
+    dp_lm_head: bool = False
+    """With DP attention: the output layer is shared by the ranks of a DP group, as the embedding is."""
+    whole_dense_mlp: bool = False
+    """The MLP of a dense layer of a model with experts is whole on each rank."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage; empty: as even as it gets, the last stages with one more."""
 
     def __post_init__(self) -> None:
         sizes = (self.tp_size, self.pp_size, self.dp_size, self.ep_size)
@@ -35,6 +42,12 @@ class EngineLayout:
                     f"got {name} {size} for an engine with {self.tp_size} ranks in a pipeline stage, which it does not "
                     "divide; choose a divisor"
                 )
+
+        if self.stage_layers and len(self.stage_layers) != self.pp_size:
+            raise ConfigError(
+                f"got the layers of {len(self.stage_layers)} pipeline stages, {self.stage_layers}, for an engine of "
+                f"{self.pp_size}; give one number per stage"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -51,6 +64,40 @@ class EngineLayout:
         """Ranks that share one expert."""
         return self.tp_size // self.ep_size
 
+    def ranks(self) -> tuple[EngineRank, ...]:
+        """All of them, in order."""
+        return tuple(EngineRank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
+
+    def layers_of(self, pp_rank: int, num_layers: int) -> range:
+        """The layers of a stage. Raises `ConfigError` if there are fewer layers than stages, or other than was said."""
+        if num_layers < self.pp_size:
+            raise ConfigError(f"got {self.pp_size} pipeline stages for {num_layers} layers; give fewer stages")
+        each, more = divmod(num_layers, self.pp_size)
+        sizes = self.stage_layers or (each,) * (self.pp_size - more) + (each + 1,) * more
+        if sum(sizes) != num_layers:
+            raise ConfigError(
+                f"got pipeline stages of {sizes} layers for a model of {num_layers}; make them sum up to {num_layers}"
+            )
+        ends = (0, *accumulate(sizes))
+        return range(ends[pp_rank], ends[pp_rank + 1])
+
     def __str__(self) -> str:
         named = (("TP", self.tp_size), ("PP", self.pp_size), ("DP", self.dp_size), ("EP", self.ep_size))
         return " ".join(f"{name} {size}" for name, size in named if size > 1 or name == "TP")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EngineRank:
+    """Where a rank of an engine stands."""
+
+    pp_rank: int
+    """Its pipeline stage."""
+    tp_rank: int
+    """Its number in the stage."""
+
+    def __str__(self) -> str:
+        return f"{self.tp_rank}" if not self.pp_rank else f"{self.tp_rank} of stage {self.pp_rank}"
+
+
+ONE_RANK = EngineLayout()
+"""An engine that holds a model whole."""

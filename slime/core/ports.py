@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slime.core.layout import EngineLayout, EngineRank
+
 WeightVersion = int
 """Names one synced set of weights. Version 1 is the first weight sync of a run; a resume continues the count."""
 
@@ -28,8 +30,9 @@ Digest = Callable[[Any], str]
 class RankChecksums:
     """What one engine rank holds after fusing and sharding."""
 
-    tp_rank: int
-    tp_size: int
+    rank: EngineRank
+    layout: EngineLayout
+    """As far as the engine says it: `tp_size`, `pp_size` and `dp_size`."""
     checksums: Mapping[str, str]
     """Resident tensor name -> digest."""
 
@@ -44,7 +47,9 @@ class EngineControl(Protocol):
     def url(self) -> str: ...
 
     @property
-    def tp_size(self) -> int: ...
+    def layout(self) -> EngineLayout:
+        """How its ranks divide a model."""
+        ...
 
     def pause(self, mode: str = "abort") -> None:
         """Stops serving: `abort` ends running requests as they are; `retract` and `in_place` keep them."""
@@ -61,7 +66,7 @@ class EngineControl(Protocol):
     def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
     ) -> None:
-        """`payloads`: one serialised bucket per TP rank."""
+        """`payloads`: one serialised bucket per rank, in the order of `EngineLayout.ranks`."""
         ...
 
     def init_weights_update_group(
@@ -86,7 +91,7 @@ class EngineControl(Protocol):
     ) -> None: ...
 
     def weight_checksums(self) -> list[RankChecksums]:
-        """Digests of every resident tensor, one entry per engine rank."""
+        """Digests of every resident tensor, at least one entry per engine rank."""
         ...
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None: ...

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.ports import WeightVersion
 from slime.core.topology import DEFAULT_NAME, Worker
 
@@ -59,9 +60,9 @@ class Engine:
     index: int
     """Its number, which stays when its processes are replaced."""
     slots: tuple[int, ...]
-    """Slots of its ranks in the placement plan, in order."""
-    tp_size: int = 1
-    """Ranks that share each tensor."""
+    """Slots of its ranks in the placement plan, stage by stage."""
+    layout: EngineLayout = ONE_RANK
+    """How its ranks divide the model."""
     model: str = DEFAULT_NAME
     """Which model of the run it serves."""
     role: str = POLICY

@@ -26,8 +26,9 @@ from typing import Any
 
 from slime.core.addresses import host_of, is_loopback
 from slime.core.errors import ConfigError, EngineError, SlimeError
+from slime.core.layout import EngineLayout
 from slime.fleet.engine import Engine, State
-from slime.fleet.fitting import Wanted, misfits, refuse, report
+from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, report
 from slime.serving.discovery import NotAnswering, ServerFacts, ask, server_info, weight_version
 from slime.serving.watch import ServerWatch
 from slime.settings import Args
@@ -97,7 +98,7 @@ class ExternalEngines:
     @property
     def num_gpus(self) -> int:
         """Ranks of all of them."""
-        return sum(engine.tp_size for engine in self._known)
+        return sum(engine.layout.num_ranks for engine in self._known)
 
     @property
     def takes_memory(self) -> bool:
@@ -126,7 +127,7 @@ class ExternalEngines:
         if url not in self._list.now():
             self._drop(url)
             return None
-        if self._knock(url, tp_size=self._known[index].tp_size).facts is None:
+        if self._knock(url, self._known[index].layout).facts is None:
             return None
         self._drop(url)
         return url
@@ -149,7 +150,11 @@ class ExternalEngines:
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
         raise AssertionError(f"engine {index} lends no memory, so it has no actor to ask for {method}")
 
-    def stop(self) -> list[Any]:
+    def has_host(self, index: int) -> bool:
+        """True: where it is, is not ours to know."""
+        return True
+
+    def stop(self, indices: Sequence[int]) -> list[Any]:
         """Nothing ends here that did not begin here."""
         return []
 
@@ -177,20 +182,20 @@ class ExternalEngines:
         assert facts is not None, f"{url} has not been found to fit"
         if not facts.asks_for_key and not is_loopback(host_of(url)):
             logger.warning("%s asks for no key: whoever reaches it can replace its weights; start it with one", url)
-        engine = Engine(len(self._known), (), tp_size=facts.tp_size, host=host_of(url), external=True)
+        engine = Engine(len(self._known), (), layout=layout_of_server(facts), host=host_of(url), external=True)
         self._known.append(engine)
         self._urls.append(url)
         self._drop(url)
         logger.info("engine %d is the server at %s: %s", engine.index, url, _told(facts))
         return engine
 
-    def _knock(self, url: str, tp_size: int | None = None) -> _Knock:
-        """Who asks an address; `tp_size`: what the engine there had before."""
+    def _knock(self, url: str, layout: EngineLayout | None = None) -> _Knock:
+        """Who asks an address; `layout`: of the engine that was there before."""
         if url not in self._knocks:
             args, experts = self._args, self._wanted.experts
             limits = (args.rollout_health_check_timeout, args.weight_sync_timeout_s)
             self._knocks[url] = _Knock(
-                url, partial(ask, url, self._api_key, *limits, experts=experts), partial(self._judge, tp_size=tp_size)
+                url, partial(ask, url, self._api_key, *limits, experts=experts), partial(self._judge, layout=layout)
             )
         return self._knocks[url]
 
@@ -198,10 +203,10 @@ class ExternalEngines:
         if knock := self._knocks.pop(url, None):
             knock.close()
 
-    def _judge(self, facts: ServerFacts, tp_size: int | None) -> list[str]:
+    def _judge(self, facts: ServerFacts, layout: EngineLayout | None) -> list[str]:
         found = misfits(facts, self._wanted)
-        if tp_size is not None and facts.tp_size != tp_size:
-            found.append(f"--tp-size {facts.tp_size}, and the engine before it had {tp_size}: start it with that")
+        if not found and layout not in (None, layout_of_server(facts)):
+            found.append(f"{layout_of_server(facts)}, and the engine before it had {layout}: start it with that")
         return found
 
 
@@ -346,4 +351,4 @@ def _told(facts: ServerFacts) -> str:
     """What it is, in a few words."""
     names: Iterator[tuple[str, Any]] = ((name, facts.info.get(name)) for name in ("version", "dtype", "device"))
     parts = [f"{name} {value}" for name, value in names if value is not None]
-    return ", ".join([*parts, f"TP {facts.tp_size}", f"weights {facts.model.get('weight_version')!r}"])
+    return ", ".join([*parts, str(layout_of_server(facts)), f"weights {facts.model.get('weight_version')!r}"])

@@ -16,11 +16,13 @@ from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config, text_config
-from slime.models import table_for
+from slime.core.layout import EngineLayout
+from slime.models import layout_problem, table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.discovery import ServerFacts
 from slime.settings import Args
-from slime.settings.groups.serving import PLAIN_ENGINE
+from slime.settings.engine_layout import layout_of
+from slime.settings.groups.serving import UNVERIFIED
 
 SAME_IN_CONFIG = (
     "hidden_size",
@@ -157,17 +159,46 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     worker = "encoder" if facts.info.get("encoder_only") else facts.info.get("disaggregation_mode", "null")
     if worker != "null":
         yield f"it is a {worker} worker, which answers no request whole; start it without disaggregation"
-    for name, plain in PLAIN_ENGINE.items():
-        if name in facts.info and facts.info[name] not in plain:
+    for name, plain in UNVERIFIED.items():
+        if name != "disaggregation_mode" and name in facts.info and facts.info[name] not in plain:
             yield (
                 f"{_flag(name)} {facts.info[name]}: it holds other tensors than the trainer verifies after each weight "
                 "sync; leave that out"
             )
-    tp, heads = facts.tp_size, wanted.table.sizes.num_heads
-    if heads % tp:
-        yield f"--tp-size {tp} does not divide the {heads} attention heads; start it with a divisor"
+    try:
+        layout = layout_of_server(facts)
+    except ConfigError as error:
+        yield str(error)
+    else:
+        yield from _of_sizes(layout, facts, wanted)
     if facts.info.get("enable_lora") or facts.info.get("lora_paths"):
         yield "it serves adapters beside the weights that the run verifies; start it without LoRA"
+
+
+def layout_of_server(facts: ServerFacts) -> EngineLayout:
+    """How the ranks of a server divide the model. Raises `ConfigError` for sizes that slime does not know."""
+    stages = int(facts.info.get("pp_size") or 1)
+    return layout_of(int(facts.info.get("tp_size") or 1) * stages, facts.info)
+
+
+def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
+    ranks, heads = layout.attention_tp_size, wanted.table.sizes.num_heads
+    if heads % ranks:
+        yield f"{layout}: {ranks} ranks share the attention, which do not divide its {heads} heads; choose a divisor"
+    elif wanted.trains and (problem := layout_problem(wanted.config, layout)):
+        yield f"{layout}: {problem}; choose another layout"
+    if layout.pp_size > 1 and wanted.labels:
+        yield f"{layout}: SGLang goes on serving in pipeline stages while weights change; use one stage, or abort"
+    if max(layout.pp_size, layout.dp_size) > 1 and not _has_hooks(facts):
+        yield (
+            f"{layout}: stock SGLang answers for its first stage or group alone; start it with {LAUNCHER}, and "
+            f"--custom-weight-loader {LOADER} as the sign of it"
+        )
+
+
+def _has_hooks(facts: ServerFacts) -> bool:
+    """Whether it was started by slime's launcher, as far as it says."""
+    return LOADER in (facts.info.get("custom_weight_loader") or ())
 
 
 def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
@@ -190,7 +221,7 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
             "it returns no routed experts to requests that ask by their id; start it with "
             f"{LAUNCHER} ... --enable-return-routed-experts"
         )
-    if str(facts.model.get("model_type")) in NOT_RENEWED and LOADER not in (facts.info["custom_weight_loader"] or ()):
+    if str(facts.model.get("model_type")) in NOT_RENEWED and not _has_hooks(facts):
         yield (
             "stock SGLang keeps a copy of this model's expert routers that no weight sync renews and no digest shows; "
             f"start it with {LAUNCHER}, and --custom-weight-loader {LOADER} as the sign of it"

@@ -31,6 +31,10 @@ class EnginePort(Protocol):
         """Engines that have joined since the last call, each with where it answers, under the next numbers."""
         ...
 
+    def has_host(self, index: int) -> bool:
+        """Whether the host of an engine is there, so that another start can succeed."""
+        ...
+
     def dismiss(self, engine: Engine) -> None:
         """Nothing is sent there any more, and what runs there goes elsewhere."""
         ...

@@ -8,6 +8,8 @@ Invariants
 2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
    One that somebody else starts does not: they may do it right the next time, and others may serve meanwhile.
+4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines are such,
+   the run ends.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class Supervisor:
         self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
         self._failures: Counter[int] = Counter()
         self._again_at: dict[int, float] = {}
+        self._hostless: set[int] = set()
+        """Dead ones that wait for their hosts."""
 
     def tend(self) -> None:
         """Looks once. Raises `EngineError` if an engine cannot be kept alive."""
@@ -57,7 +61,7 @@ class Supervisor:
             if self._membership[index].answers:
                 self._lost(self._membership[index], reason)
         for engine in self._membership.of(State.DEAD):
-            if self._clock() >= self._again_at[engine.index]:
+            if self._clock() >= self._again_at[engine.index] and self._can_start(engine):
                 again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
                 logger.info("engine %d is %s", engine.index, "waited for" if engine.external else "started again")
                 self._port.start(again)
@@ -67,6 +71,17 @@ class Supervisor:
         for engine in self._membership.of(State.STARTING):
             if engine.incarnation:  # the start of the run waits for the first ones itself
                 self._welcome(engine)
+
+    def _can_start(self, engine: Engine) -> bool:
+        """Whether its host is there. Raises `EngineError` if that holds for none, and none lives."""
+        lost = {e.index for e in self._membership.of(State.DEAD) if not self._port.has_host(e.index)}
+        if len(lost) == len(self._membership.engines):
+            raise EngineError(f"no engine is left: the hosts of all {len(lost)} are lost; {engine.reason}")
+        for index in lost - self._hostless:
+            logger.warning("engine %d waits for its host, which is lost; the run goes on with the others", index)
+            self._failures.pop(index, None)
+        self._hostless = lost
+        return engine.index not in lost
 
     def up(self, index: int, url: str) -> None:
         """An engine answers. It wants weights, or has what it serves from its checkpoint."""
@@ -90,7 +105,8 @@ class Supervisor:
             now = self._membership[engine.index]
             if now.incarnation == engine.incarnation and now.state is State.SYNCING:
                 self._membership.change(engine.index, State.READY, version=version)
-                self._failures.pop(engine.index, None)
+                if self._failures.pop(engine.index, None):
+                    logger.info("engine %d serves again, at version %d", engine.index, version)
 
     def tainted(self, engines: Sequence[Engine], reason: str) -> None:
         """A weight sync to these failed."""
@@ -100,6 +116,9 @@ class Supervisor:
                 self._membership.change(engine.index, State.TAINTED, reason=reason)
 
     def _welcome(self, engine: Engine) -> None:
+        if not self._port.has_host(engine.index):  # it would start for ever
+            self._lost(engine, "its host was lost while it was starting")
+            return
         try:
             url = self._port.started(engine.index)
         except EngineError as error:
@@ -112,7 +131,7 @@ class Supervisor:
     def _lost(self, engine: Engine, reason: str) -> None:
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
-        self._failures[engine.index] += 1
+        self._failures[engine.index] += self._port.has_host(engine.index)
         failures = self._failures[engine.index]
         if not self._restarts:
             raise EngineError(
@@ -123,5 +142,6 @@ class Supervisor:
                 f"engine {engine.index} ended {failures} times without having served in between, so another start "
                 f"would not help; the last time: {reason}"
             )
-        self._again_at[engine.index] = self._clock() + min(PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)
+        pause_s = PAUSE_S * 2 ** max(failures - 1, 0)
+        self._again_at[engine.index] = self._clock() + min(pause_s, LONGEST_PAUSE_S)
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))

@@ -16,12 +16,14 @@ from __future__ import annotations
 from typing import Any
 
 from slime.core.errors import ConfigError
-from slime.core.hf_config import HfConfig
+from slime.core.hf_config import HfConfig, num_experts_of
+from slime.core.layout import EngineLayout
 from slime.core.registry import Registry
+from slime.models.common.spread import problem
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
 
-__all__ = ["FAMILIES", "Family", "architecture", "family_of", "load_family", "table_for"]
+__all__ = ["FAMILIES", "Family", "architecture", "family_of", "layout_problem", "load_family", "table_for"]
 
 FAMILIES: Registry[Family] = Registry(
     "model family",
@@ -62,6 +64,15 @@ def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
 def architecture(hf_config: HfConfig) -> dict[str, Any]:
     """Megatron settings by field name. Raises `ConfigError` for an unknown family and for what it does not train."""
     return family_of(hf_config).architecture(hf_config)
+
+
+def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
+    """Why an engine cannot hold this model in this layout, in a half sentence; None if it can.
+
+    Raises `ConfigError` for an unknown family.
+    """
+    spread, tied = family_of(hf_config).spread(hf_config), bool(hf_config.get("tie_word_embeddings", False))
+    return problem(spread, layout, tied=tied, num_experts=num_experts_of(hf_config))
 
 
 def table_for(hf_config: HfConfig) -> FamilyTable:

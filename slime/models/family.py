@@ -14,6 +14,7 @@ from slime.core.hf_config import HfConfig
 from slime.models.common.architecture import decoder_architecture, refuse_unsupported
 from slime.models.common.flops import AttentionCost, FlopsModel, decoder_flops, grouped_query_cost
 from slime.models.common.hf_config import is_sparse
+from slime.models.common.spread import PLAIN, Spread
 from slime.models.common.table import FamilyTable
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class Family(ABC):
     @abstractmethod
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """One row per parameter: its names in Megatron, in files and in engines, and how ranks split it."""
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """How its model in an engine may spread over ranks beyond tensor and expert parallelism; for the weight map."""
+        return PLAIN
 
     # --- its layers ---------------------------------------------------------------------------------------------------
 

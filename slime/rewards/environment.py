@@ -39,6 +39,8 @@ ALLOWED = frozenset(
     ]
 )
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "HF_")
+SECRET_ENDS = ("TOKEN", "KEY", "KEYS", "SECRET", "PASSWORD")
+"""Of names of variables that are not handed on for their beginnings."""
 NETWORK = frozenset(
     ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]
 )
@@ -50,7 +52,7 @@ def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, s
     """The variables of `full` that a grader gets; `offline`: a built-in one that only computes."""
 
     def allowed(name: str) -> bool:
-        if name in ALLOWED or (name.startswith(ALLOWED_PREFIXES) and not name.endswith("TOKEN")):
+        if name in ALLOWED or (name.startswith(ALLOWED_PREFIXES) and not name.endswith(SECRET_ENDS)):
             return True
         return not offline and (name.upper() in NETWORK or name in extra)
 

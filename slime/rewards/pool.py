@@ -14,6 +14,7 @@ Invariants
 2. A request beyond its time limit costs its process, which is killed and replaced; requests that shared the process
    are asked again, each in a process of its own, because which of them blocked it cannot be seen.
 3. Processes start on first use and are all gone after `close`.
+4. No process gets a secret of the run: neither in its settings nor in its environment (`environment`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from slime.rewards.graders import GRADERS
 from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import load_custom
+from slime.settings import Args
 
 logger = logging.getLogger(__name__)
 
@@ -120,14 +122,16 @@ class GraderPool:
         eval_rm_types: Collection[str] = (),
         args: object = None,
     ) -> None:
-        """`eval_rm_types`: those that evaluation datasets name. `args`: handed to the user's functions, and asked for
-        the settings of graders. Raises `ConfigError` on an unknown `rm_type`.
+        """`eval_rm_types`: those that evaluation datasets name. `args`: handed to the user's functions, without
+        secrets, and asked for the settings of graders. Raises `ConfigError` on an unknown `rm_type`.
         """
         named = {rm_type, *eval_rm_types}
         self._graders = {name: GRADERS.get(name) for name in named if name}
         """Name -> grader; those of rows come when they are met, and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
-        self._settings = ProcessSettings(limit_s=timeout_s, memory_limit_bytes=memory_limit_bytes, args=args)
+        self._args = args
+        shown = args.without_secrets() if isinstance(args, Args) else args
+        self._settings = ProcessSettings(limit_s=timeout_s, memory_limit_bytes=memory_limit_bytes, args=shown)
         num_async = min(2, num_workers)
         self._offline = _Lane(num_workers, 1, asyncio.Semaphore(num_workers), offline=True)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
@@ -187,8 +191,7 @@ class GraderPool:
         if name not in self._graders:
             self._graders[name] = GRADERS.get_registered(name)
         kind = self._graders[name]
-        args = self._settings.args
-        settings = {} if args is None else settings_of(kind, args)
+        settings = {} if self._args is None else settings_of(kind, self._args)  # a key of its own is its own to see
         if kind.waits:
             return _Choice(name, self._concurrent, self._timeout_s + ASYNC_GRACE_S, settings=settings)
         limit_s = self._timeout_s if kind.is_slow else min(self._timeout_s, BUILT_IN_LIMIT_S)

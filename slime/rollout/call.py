@@ -124,7 +124,10 @@ class Call:
         experts = self._new_experts(event) if ended and self._format is not None and self._received else None
         kept, stopped = self._until_stop(part)
         if ended or stopped:
-            self.finish = "stop" if stopped else None if part.finish_reason == "abort" else part.finish_reason
+            most = self._params["max_new_tokens"]  # an engine looks at the length first
+            full = most is not None and len(self.tokens) + len(kept.tokens) >= most
+            here = "length" if full else "stop"
+            self.finish = here if stopped else None if part.finish_reason == "abort" else part.finish_reason
         self._append(kept)
         if experts is not None:
             self._join_experts(experts.upto(len(self.input_ids) + len(self.tokens) - 1))

@@ -14,15 +14,17 @@ Invariants
    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try: the call
    waits until one can be, within `engine_wait_s`.
 3. Each request has an id of its own, because an engine refuses one that it is still working on, and is at one engine,
-   which alone hears of its end.
-4. There is no limit on the length of an answer, and none on queueing.
+   which alone hears of its end. Many are ended by one abort for each engine, which ends no request of anybody else
+   (`wire`); `pause` alone ends those of others, too, because it is there to have engines idle.
+4. What a thousand requests must do at once is done a little in each turn of the event loop.
+5. There is no limit on the length of an answer, and none on queueing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -33,9 +35,10 @@ import aiohttp
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.call import Call, EndOfText, Refused, require_joinable
-from slime.rollout.engines import DISMISSED, LATE, PAUSED, EnginePool, Interrupted, Try
+from slime.rollout.engines import EnginePool
 from slime.rollout.generation import Generation, check_request
 from slime.rollout.scope import REQUEST_SCOPE, RequestScope
+from slime.rollout.upstream import DISMISSED, LATE, PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
 
 __all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
@@ -47,9 +50,11 @@ MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
 """Somebody gave up on an engine that may still work on the request."""
 MAX_TRIES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
-TOGETHER = 32
-"""A scope that has so many requests at an engine, and all that this client has there, is ended by one message. Requests
-of others at that engine end, too."""
+TOGETHER = 8
+"""So many requests at an engine are ended by one abort, fewer by one each."""
+ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
+"""A scope is ended at so many engines, at the next ones when those have ended it or after this time: all their answers
+come at once, and nothing else runs while the event loop reads what has come."""
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so it is repeated."""
 STREAM_INTERVAL = 32
@@ -68,6 +73,8 @@ class _Job:
     session: str | None
     partial: bool
     interval: int
+    streams: bool
+    """Somebody reads the parts."""
     tries: int = 0
     """Requests in a row that brought no token."""
     internal_errors: int = 0
@@ -130,7 +137,7 @@ class EngineClient:
         Raises `RequestRejected` if the request can never succeed, `EngineError` if engines fail or answer nonsense,
         `DeadlineExceeded` after `request_timeout_s` without progress, or `engine_wait_s` without an engine.
         """
-        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, STREAM_INTERVAL)
+        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, STREAM_INTERVAL, False)
         async with aclosing(self._parts(job)) as parts:
             async for _ in parts:
                 pass
@@ -152,7 +159,7 @@ class EngineClient:
         part but the last has the finish reason `abort`, which is what it is if none comes after it. `interval`: tokens
         of a part, about. The last part has the routed experts of all: a stream that is closed before it has none.
         """
-        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, interval)
+        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, interval, True)
         held: Generation | None = None
         async with aclosing(self._parts(job)) as parts:
             async for part in parts:
@@ -169,7 +176,7 @@ class EngineClient:
 
     def engines(self) -> list[str]:
         """Addresses of the engines that are admitted."""
-        return [engine.url for engine in self._pool.engines]
+        return [upstream.url for upstream in self._pool.upstreams]
 
     def admit(self, urls: Iterable[str]) -> None:
         """Requests may go to these engines, also those that wait for one."""
@@ -177,38 +184,46 @@ class EngineClient:
 
     def dismiss(self, urls: Iterable[str]) -> None:
         """Takes engines away: requests that run there go on at another one at once, or wait for one."""
-        self._gone(self._pool.tries, self._pool.dismiss(urls))
+        self._let_go(self._pool.dismiss(urls))
 
     def set_engines(self, urls: Iterable[str]) -> None:
         """Admits exactly these engines, as `admit` and `dismiss` do."""
-        self._gone(self._pool.tries, self._pool.set_engines(urls))
+        self._let_go(self._pool.set_engines(urls))
 
-    def _gone(self, tries: Iterable[Try], urls: Iterable[str]) -> None:
-        """These engines are dismissed, which had these tries: nothing of ours goes on there."""
-        for url in urls:
-            self._end_all(url, [one for one in tries if one.engine.url == url])
+    def _let_go(self, dismissed: list[Upstream]) -> None:
+        for upstream in dismissed:
+            if upstream.tries:
+                self._wire.abort_together(upstream.url, upstream.prefix, [one.rid for one in upstream.tries])
 
-    def _end_all(self, url: str, ours: Iterable[Try]) -> None:
-        """Has an engine end all that we sent it: in one message, unless others have requests there, too."""
+    def _end_all(self, upstream: Upstream) -> None:
+        """Has an engine end all that it has; of one that is shared, all that we sent it."""
         if not self._shared:
-            self._wire.abort(url)
-        for one in ours if self._shared else ():
-            self._wire.abort(url, one.rid)
+            self._wire.abort(upstream.url)
+        elif upstream.tries:
+            self._wire.abort_together(upstream.url, upstream.prefix, [one.rid for one in upstream.tries])
 
     # ---- all requests at once --------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
         """Ends all requests of a scope: running ones return their partial tokens, later ones are never sent."""
         scope.aborted = True
-        for engine in {one.engine for one in scope.tries}:
-            own = [one for one in scope.tries if one.engine is engine]
-            if len(own) == len(engine.tries) and len(own) >= TOGETHER and not self._shared:
-                self._wire.abort(engine.url)
-            else:
-                for one in own:
-                    self._wire.abort(engine.url, one.rid)
         self._pool.wake_all()
+        tries = defaultdict[Upstream, list[str]](list)
+        for one in scope.tries:
+            tries[one.upstream].append(one.rid)
+        upstreams = list(tries)
+        for begin in range(0, len(upstreams), ENGINES_AT_ONCE):
+            delivering = [self._end_at(one, scope, tries[one]) for one in upstreams[begin : begin + ENGINES_AT_ONCE]]
+            if under_way := [task for task in delivering if task is not None]:
+                await asyncio.wait(under_way, timeout=NEXT_ENGINES_S)
         await self._wire.drain()
+
+    def _end_at(self, upstream: Upstream, scope: RequestScope, rids: list[str]) -> asyncio.Task[None] | None:
+        """Ends these requests, all that a scope has at an engine."""
+        if len(rids) >= TOGETHER:
+            return self._wire.abort_together(upstream.url, upstream.prefix_of(scope), rids)
+        delivering = [self._wire.abort(upstream.url, rid) for rid in rids]
+        return delivering[-1] if delivering else None
 
     async def pause(self, scope: RequestScope | None = None) -> None:
         """Ends every request of the engines; they go on after `resume`, with the tokens they have.
@@ -221,15 +236,15 @@ class EngineClient:
             self._handing_back.append(scope)
         self._pool.wake_all()
         for turn in range(PAUSE_POLLS):
-            if not self._pool.tries:
+            upstreams = self._pool.upstreams
+            if not any(upstream.tries for upstream in upstreams):
                 return
             if turn % PAUSE_REPEAT == 0:
-                for engine in self._pool.engines:
-                    if engine.tries or not turn:
-                        self._end_all(engine.url, engine.tries)
+                for upstream in upstreams:
+                    if upstream.tries or not turn:
+                        self._end_all(upstream)
             await asyncio.sleep(PAUSE_POLL_S)
-        for one in self._pool.tries:
-            one.interrupt(PAUSED)
+        self._pool.interrupt(self._pool.tries, PAUSED)
 
     def resume(self) -> None:
         """Requests go again."""
@@ -257,6 +272,7 @@ class EngineClient:
         experts_from: int,
         partial: bool,
         interval: int,
+        streams: bool,
     ) -> _Job:
         """Raises `RequestRejected` for what may not be sent."""
         check_request(input_ids, params, self._vocab_size)
@@ -268,7 +284,7 @@ class EngineClient:
             experts_from=experts_from,
             end=self._end,
         )
-        return _Job(call, REQUEST_SCOPE.get(), session, partial, interval)
+        return _Job(call, REQUEST_SCOPE.get(), session, partial, interval, streams)
 
     async def _parts(self, job: _Job) -> AsyncGenerator[Generation, None]:
         """Request after request, until the answer has ended or the call is handed back."""
@@ -276,9 +292,7 @@ class EngineClient:
         ids = call.input_ids
         prompt = hash((len(ids), *ids[:64], *ids[-64:]))
         while call.finish is None:
-            one = await self._pool.acquire(
-                uuid.uuid4().hex, session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over
-            )
+            one = await self._pool.acquire(session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over)
             if one is None:
                 return
             delay_s, before = 0.0, len(call.tokens)
@@ -302,50 +316,52 @@ class EngineClient:
                 await asyncio.sleep(delay_s)
 
     async def _listen(self, one: Try, job: _Job) -> AsyncGenerator[Generation, None]:
-        """One request: its parts. Ends with its last event; leaves nothing in the engine. Raises as `_after` takes."""
-        response, ended, reached = None, False, False
-        now, url = asyncio.get_running_loop().time, f"{one.engine.url}/generate"
+        """One request; its parts, if they are read. Leaves nothing in the engine. Raises what `_after` takes."""
+        response, runs = None, False
+        now, upstream = asyncio.get_running_loop().time, one.upstream
         try:
             async with self._starting:
                 await asyncio.sleep(0)
                 if job.is_over() or not self._pool.is_open:
                     raise Interrupted(PAUSED)
+                if one.interrupted is not None:
+                    raise Interrupted(one.interrupted)
                 payload = job.call.payload(one.rid, job.interval)
-            one.rid, reached = payload["rid"], True
-            response = await one.wait(lambda: self._wire.post(url, payload))
-            self._pool.heard(one.engine)
+            one.rid, runs = payload["rid"], True
+            response = await one.wait(lambda: self._wire.post(f"{upstream.url}/generate", payload))
+            self._pool.heard(upstream)
             if response.status != 200:
-                ended = response.status not in MAY_RUN_STATUSES
-                text = (await one.wait(response.read))[:300].decode(errors="replace")
-                raise Refused(response.status, text)
-            events = Events(response)
+                raise Refused(response.status, (await one.wait(response.read))[:300].decode(errors="replace"))
+            if job.scope is not None and job.scope.aborted:  # while it was on its way, where no abort finds it
+                self._wire.abort_together(upstream.url, upstream.prefix_of(job.scope), [one.rid])
+            events, ended = Events(response), False
             while not ended:
                 for event in await one.wait(events.next):
                     part, ended = job.call.take(event)
                     if part.tokens:
                         one.got_tokens(now())
-                    if job.call.finish is None or part.tokens:
+                    if job.streams and (job.call.finish is None or part.tokens):
                         yield part
                     if ended:
                         break
-            ended = bool((event.get("meta_info") or {}).get("finish_reason"))  # or it ends at a stop string
-            if ended:
+            runs = not (event.get("meta_info") or {}).get("finish_reason")  # it may have been ended at a stop string
+            if not runs:
                 await self._wire.finish(response)
         except aiohttp.ClientConnectorError:
-            reached = False
+            runs = False
             raise
         except Refused as refusal:
-            ended = refusal.status not in MAY_RUN_STATUSES
+            runs = refusal.status in MAY_RUN_STATUSES
             raise
         finally:
             if response is not None:
                 response.release()
-            if not ended and reached and one.engine.admitted:
-                self._wire.abort(one.engine.url, one.rid)
+            if runs and upstream.admitted:
+                self._wire.abort(upstream.url, one.rid)
 
     def _after(self, problem: Exception, one: Try, job: _Job, before: int) -> float:
         """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end."""
-        url = f"{one.engine.url}/generate"
+        url = f"{one.upstream.url}/generate"
         match problem:
             case Interrupted(why=why) if why == LATE:
                 raise DeadlineExceeded.waiting(
@@ -367,10 +383,10 @@ class EngineClient:
                     raise EngineError(f"a request failed after {job.tries + 1} tries; the last one: {said}")
                 return self._again(job, said, before)
             case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
-                self._pool.failed(one.engine)
+                self._pool.failed(one.upstream)
                 return 0.0
             case aiohttp.ClientError() | TimeoutError():
-                self._pool.failed(one.engine)
+                self._pool.failed(one.upstream)
                 return self._again(job, f"{url}: {type(problem).__name__}: {problem}", before)
             case _:
                 raise problem

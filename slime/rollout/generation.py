@@ -131,15 +131,16 @@ def _parse(
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
         raise EngineError("got an answer without output_token_logprobs; was return_logprob dropped on the way?")
-    tokens = tuple(int(pair[1]) for pair in pairs)
-    log_probs = tuple(math.nan if pair[0] is None else float(pair[0]) for pair in pairs)
-    bad = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), None)
-    if bad is not None:
+    said, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    tokens = tuple(map(int, ids))
+    log_probs = tuple(map(float, said if None not in said else (math.nan if one is None else one for one in said)))
+    if not all(map(math.isfinite, log_probs)):
+        bad = next(i for i, value in enumerate(log_probs) if not math.isfinite(value))
         raise EngineError(
             f"got log-prob {pairs[bad][0]} for token {bad} of {len(tokens)} (id {tokens[bad]}); it must be finite"
         )
     output_ids = answer.get("output_ids")
-    if output_ids is not None and tuple(output_ids) != tokens:
+    if output_ids is not None and list(output_ids) != ids:
         raise EngineError(
             f"got {len(output_ids)} output ids and log-probs of {len(tokens)} other ids; they must be the same ids"
         )

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slime.rollout.engines import Try
+    from slime.rollout.upstream import Try
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,9 @@ class RequestScope:
     """Its requests come back with what they have, and no other is sent."""
     hands_back: bool = False
     """Its requests come back with what they have; others are sent after the pause."""
+
+    number: int = field(default_factory=count(1).__next__)
+    """Of this process; the ids of its requests hold it."""
 
     @property
     def rids(self) -> set[str]:

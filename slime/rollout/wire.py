@@ -5,8 +5,13 @@ in its caller; aborts wait for nobody: a background task per engine delivers the
 for those. All on one event loop.
 
 Invariants
-1. An abort goes to the engine that has the request, and to no other; the end of everything is one message.
+1. An abort goes to the engine that has the request, and to no other.
 2. Aborts never wait for a free connection, and an engine that cannot be reached costs one attempt, not one a request.
+3. Requests whose ids begin alike are ended together, whatever their number, and with them no other. SGLang 0.5.16 ends
+   all whose ids begin with the one that it is sent, but drops an abort if that id is not itself one of a request. So a
+   request with that id, the marker, is sent first and ended with the others; that it was says that they were, too.
+4. No request that is to go on has an id that begins with that of a marker: SGLang sends itself an abort of each request
+   two seconds after its answer, and with several tokenizer workers it looks whether there is one only later.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import asyncio
 import contextlib
 import gc
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -30,7 +35,13 @@ ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
 """A connection whose answer does not end in this time is closed instead of used again."""
 EVERYTHING = ""
-"""Stands for the ids of all requests of an engine."""
+"""Stands for the ids of all requests of an engine, whoever sent them."""
+MARKERS = 3
+"""Sent at most: one ends by itself if its abort comes too late. Then, or if it is refused, each request is ended."""
+MARKER_TOKENS = 64
+"""A marker is ended long before it has so many."""
+MARKER_REPEAT_S = 0.25
+"""Its abort can overtake it on the way to the engine."""
 
 
 class Events:
@@ -98,8 +109,8 @@ class Wire:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
-        self._to_abort: dict[str, dict[str, None]] = {}
-        """Address -> ids whose abort waits to be delivered, in order."""
+        self._to_abort: dict[str, dict[str, list[str] | None]] = {}
+        """Address -> ids whose abort waits to be delivered, in order; and with what they begin -> those known."""
         self._delivering: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -119,17 +130,28 @@ class Wire:
         except (TimeoutError, aiohttp.ClientError):
             response.close()
 
-    def abort(self, url: str, rid: str = EVERYTHING) -> None:
+    def abort(self, url: str, rid: str = EVERYTHING) -> asyncio.Task[None] | None:
         """Has the engine end a request, or all that it has, in the background; it ignores one it does not know.
 
-        Nothing is sent any more after `close`.
+        Returns the task that delivers it; None after `close`, when nothing is sent any more.
         """
+        return self._order(url, rid, None)
+
+    def abort_together(self, url: str, prefix: str, rids: Iterable[str]) -> asyncio.Task[None] | None:
+        """Has the engine end all requests whose ids begin with `prefix`, in the background; `rids`: those known.
+
+        Returns as `abort` does.
+        """
+        return self._order(url, prefix, list(rids))
+
+    def _order(self, url: str, rid: str, together: list[str] | None) -> asyncio.Task[None] | None:
         if self._closed:
-            return
-        self._to_abort.setdefault(url, {})[rid] = None
+            return None
+        self._to_abort.setdefault(url, {})[rid] = together
         if url not in self._delivering:
             task = asyncio.get_running_loop().create_task(self._deliver(url), name=f"aborts {url}")
             self._delivering[url] = task
+        return self._delivering[url]
 
     async def drain(self) -> None:
         """Waits until every abort has been delivered (or given up)."""
@@ -155,13 +177,49 @@ class Wire:
     async def _deliver(self, url: str) -> None:
         try:
             while waiting := self._to_abort.pop(url, None):
-                rids = [EVERYTHING] if EVERYTHING in waiting else list(waiting)
-                for begin in range(0, len(rids), ABORTS_AT_ONCE):
-                    some = rids[begin : begin + ABORTS_AT_ONCE]
+                if EVERYTHING in waiting:
+                    waiting = {EVERYTHING: None}
+                alone = [rid for rid, together in waiting.items() if together is None]
+                for prefix, together in waiting.items():
+                    if together is not None and not await self._abort_together(url, prefix):
+                        alone += together
+                for begin in range(0, len(alone), ABORTS_AT_ONCE):
+                    some = alone[begin : begin + ABORTS_AT_ONCE]
                     if not all(await asyncio.gather(*(self._abort(url, rid) for rid in some))):
                         break
         finally:
             del self._delivering[url]  # in the turn in which nothing was left: an abort after it starts another task
+
+    async def _abort_together(self, url: str, prefix: str) -> bool:
+        """Invariant 3. Whether it has worked, or is given up, because the engine cannot be reached in time."""
+        params = {"max_new_tokens": MARKER_TOKENS, "ignore_eos": True}
+        body = orjson.dumps({"rid": prefix, "input_ids": [0], "sampling_params": params, "stream": True})
+        limit = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            for _ in range(MARKERS):
+                async with self._open().post(f"{url}/generate", data=body, timeout=limit) as marker:
+                    if marker.status != 200:
+                        return False
+                    text = await self._end_marker(url, prefix, marker)
+                    if text is None or b'"abort"' in text:
+                        return True
+                    if b'"error"' in text:
+                        return False
+        except (aiohttp.ClientError, TimeoutError):
+            return True
+        return False
+
+    async def _end_marker(self, url: str, prefix: str, marker: aiohttp.ClientResponse) -> bytes | None:
+        """Its answer; None if the engine cannot be reached any more."""
+        answer = asyncio.ensure_future(marker.read())
+        try:
+            while not answer.done():
+                if not await self._abort(url, prefix):
+                    return None
+                await asyncio.wait([answer], timeout=MARKER_REPEAT_S)
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def _abort(self, url: str, rid: str) -> bool:
         """Whether the engine could be reached."""

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import RankChecksums, WeightVersion
 
 DRAIN_POLL_S = 0.05
@@ -25,9 +26,9 @@ ERROR_CHARACTERS = 2000
 class HttpEngineControl:
     """Control plane of the server at `url`. See `core.ports.EngineControl` for each method's meaning."""
 
-    def __init__(self, url: str, tp_size: int, timeout_s: float, api_key: str | None = None) -> None:
+    def __init__(self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None) -> None:
         """`timeout_s` limits each call; `api_key` is the server's admin key, if it has one."""
-        self._url, self._tp_size, self._timeout_s = url.rstrip("/"), tp_size, timeout_s
+        self._url, self._layout, self._timeout_s = url.rstrip("/"), layout, timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # trust_env=False: a proxy of the environment must not see control traffic
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
@@ -37,8 +38,8 @@ class HttpEngineControl:
         return self._url
 
     @property
-    def tp_size(self) -> int:
-        return self._tp_size
+    def layout(self) -> EngineLayout:
+        return self._layout
 
     def close(self) -> None:
         """Closes the connections; idempotent."""
@@ -71,7 +72,8 @@ class HttpEngineControl:
     def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
     ) -> None:
-        assert len(payloads) == self._tp_size, f"{len(payloads)} payloads for {self._tp_size} ranks"
+        num_ranks = self._layout.num_ranks
+        assert len(payloads) == num_ranks, f"{len(payloads)} payloads for {num_ranks} ranks"
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format}
         self._post("update_weights_from_tensor", {**body, **_update(flush_cache, weight_version)})
 
@@ -107,14 +109,7 @@ class HttpEngineControl:
         ranks = body.get("ranks")
         if not ranks:
             raise EngineError(f"got no ranks in the checksum report of {self._url}: {str(body)[:ERROR_CHARACTERS]}")
-        return [
-            RankChecksums(
-                tp_rank=rank["parallelism_info"]["tp_rank"],
-                tp_size=rank["parallelism_info"]["tp_size"],
-                checksums=dict(rank["checksums"]),
-            )
-            for rank in ranks
-        ]
+        return [_checksums(rank) for rank in ranks]
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
         self._post("release_memory_occupation", {} if tags is None else {"tags": list(tags)})
@@ -145,6 +140,16 @@ class HttpEngineControl:
                 f"engine {self._url} did not answer /{route}: {type(error).__name__}: {error}; "
                 "it may have died, see its log"
             ) from error
+
+
+def _checksums(report: Mapping[str, Any]) -> RankChecksums:
+    """One rank's, of `/weights_checker`; with DP attention every DP group reports all ranks of its stage."""
+    info = report["parallelism_info"]
+    return RankChecksums(
+        EngineRank(info["pp_rank"], info["tp_rank"]),
+        EngineLayout(tp_size=info["tp_size"], pp_size=info["pp_size"], dp_size=info["dp_size"]),
+        dict(report["checksums"]),
+    )
 
 
 def _refusal(url: str, route: str, response: httpx.Response) -> EngineError:

@@ -63,11 +63,6 @@ class ServerFacts:
     problem: str = field(default="", compare=False)
     asks_for_key: bool = True
 
-    @property
-    def tp_size(self) -> int:
-        """Ranks that share each tensor."""
-        return int(self.info.get("tp_size") or 1)
-
 
 def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
     """The settings of a server, which its scheduler answers. Raises `EngineError` if it does not."""

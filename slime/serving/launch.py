@@ -35,24 +35,31 @@ API_KEY_ENV = "SLIME_ENGINE_API_KEY"
 is not."""
 
 
-def device_of(arguments: list[str]) -> str:
-    """The value of `--device` in SGLang's arguments: "cuda" unless it says otherwise."""
+def value_of(arguments: list[str], flag: str, default: str) -> str:
+    """The value of a flag in SGLang's arguments."""
     for i, argument in enumerate(arguments):
-        if argument.startswith("--device="):
+        if argument.startswith(f"{flag}="):
             return argument.partition("=")[2]
-        if argument == "--device" and i + 1 < len(arguments):
+        if argument == flag and i + 1 < len(arguments):
             return arguments[i + 1]
-    return "cuda"
+    return default
 
 
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
-    from slime.compat import sglang_fresh_router, sglang_memory_gate, sglang_routed_experts, sglang_token_versions
+    from slime.compat import (
+        sglang_flush_all,
+        sglang_fresh_router,
+        sglang_memory_gate,
+        sglang_routed_experts,
+        sglang_stages,
+        sglang_token_versions,
+    )
     from slime.compat.sglang_cpu import activate, forked_children
 
     if expected_parent is not None:
         die_with_parent(expected_parent)
-    if activate(device_of(arguments)):
+    if activate(value_of(arguments, "--device", "cuda")):
         forked_children.register()
     sglang_fresh_router.register()
     sglang_memory_gate.register()
@@ -60,6 +67,10 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_token_versions.register()
     if sglang_routed_experts.FLAG in arguments:
         sglang_routed_experts.register()
+    if int(value_of(arguments, sglang_stages.FLAG, "1")) > 1:
+        sglang_stages.register()
+    if sglang_flush_all.FLAG in arguments:
+        sglang_flush_all.register()
 
 
 def serve(arguments: list[str]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,12 +53,19 @@ def is_bindable(port: int) -> bool:
     return True
 
 
+MEETING_OFFSETS = (*range(7), 13)
+"""Ports that SGLang 0.5.16 takes from the one on which the nodes of an engine meet: with DP attention the five behind
+it and one for loads, and one on which nodes learn of each other (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""
+DERIVED_OFFSETS = (13, *range(233, 240))
+"""Ports that DP attention takes from that of a server that is one node (`ZMQ_TCP_PORT_DELTA`)."""
+
+
 @dataclass(slots=True)
 class PortLease:
     """The right to use `ports` on this host; ends with `release()`, the `with` block or the process."""
 
     ports: tuple[int, ...]
-    """Consecutive if leased so."""
+    """Consecutive if leased so; those derived from the first one behind the others."""
     _names: list[socket.socket]
 
     @property
@@ -98,26 +106,37 @@ def lease_port(port: int) -> PortLease:
     return PortLease((port,), [name])
 
 
-def lease_ports(count: int = 1, *, consecutive: bool = False) -> PortLease:
-    """Leases `count` free ports, neighbours if `consecutive`. Raises `EngineError` if the host has none left."""
+def lease_meeting_point() -> PortLease:
+    """Leases a port on which the nodes of an engine meet, on the host of the first one, with what SGLang derives."""
+    return lease_ports(beside_first=MEETING_OFFSETS[1:])
+
+
+def lease_ports(count: int = 1, *, consecutive: bool = False, beside_first: Sequence[int] = ()) -> PortLease:
+    """Leases `count` free ports, neighbours if `consecutive`. Raises `EngineError` if the host has none left.
+
+    `beside_first`: offsets from the first port that must be free and are leased with it, behind the others.
+    """
     chooser = random.SystemRandom()  # never the seeded global generator: two runs with one seed must not meet
     ranges = candidate_ports()
     ports: list[int] = []
     names: list[socket.socket] = []
+    derived: list[int] = []
     for _ in range(2000):
         span = chooser.choices(ranges, weights=[len(r) for r in ranges])[0]
         width = count if consecutive else 1
         first = chooser.randrange(span.start, max(span.stop - width + 1, span.start + 1))
-        claimed = [(p, _claim(p)) for p in range(first, first + width)]
-        good = [(p, n) for p, n in claimed if n is not None]
-        if len(good) < width:
+        beside = [] if ports else [first + offset for offset in beside_first]
+        wanted = [*range(first, first + width), *beside]
+        good = [] if max(wanted) > 65535 else [(p, n) for p in wanted if (n := _claim(p)) is not None]
+        if len(good) < len(wanted):
             for _, name in good:
                 name.close()
             continue
-        ports += [p for p, _ in good]
+        ports += wanted[:width]
+        derived += beside
         names += [n for _, n in good]
         if len(ports) >= count:
-            return PortLease(tuple(ports), names)
+            return PortLease((*ports, *derived), names)
     for name in names:
         name.close()
     raise EngineError(

@@ -12,7 +12,7 @@ for: routers to start and to answer, in the caller's thread or in its own, each 
 
 Invariants
 1. One change of a router at a time; what it is to know is written down before it is asked to.
-2. A router that ends `MAX_FAILURES` times without `STEADY_S` in between stays dead, and `require_alive` says so.
+2. A router that does not come back in `MAX_FAILURES` tries stays dead, and `require_alive` says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SILENCE_LIMIT_S = 8.0
 START_LIMIT_S = 60.0
 MAX_FAILURES = 3
 STEADY_S = 60.0
-"""A router that ran so long starts to count from the beginning."""
+"""After such a time the tries count from the beginning."""
 
 
 AnyRouter = Router | ExistingRouter
@@ -105,11 +105,15 @@ class Routers:
                 if kept.problem is None and kept.router.alive:
                     _change(kept, kept.router.remove_worker, url)
 
+    @property
+    def problem(self) -> SlimeError | None:
+        """Why one of them has ended for good; None if none has."""
+        return next((kept.problem for kept in self._kept.values() if kept.problem is not None), None)
+
     def require_alive(self) -> None:
         """Raises `EngineError` if one has ended for good."""
-        for kept in self._kept.values():
-            if kept.problem is not None:
-                raise kept.problem
+        if self.problem is not None:
+            raise self.problem
 
     def close(self) -> None:
         """Ends all of them. May be called again."""
@@ -149,26 +153,23 @@ class Routers:
         kept.silent = trouble is not None
 
     def _start_again(self, model: str, kept: _Kept, router: Router, trouble: str) -> None:
-        now = time.monotonic()
-        if now - kept.steady_since > STEADY_S:
+        if time.monotonic() - kept.steady_since > STEADY_S:
             kept.failures = 0
-        kept.failures, kept.restarts = kept.failures + 1, kept.restarts + 1
+        kept.failures += 1
         logger.warning("the router of model %s %s; it is started again", model, trouble)
         with kept.lock:
             try:
-                if kept.failures >= MAX_FAILURES:
-                    router.require_alive()
                 router.stop()
                 router.start()
                 router.wait_ready(START_LIMIT_S)
                 for url in kept.servers:
                     router.add_worker(url)
             except SlimeError as error:
+                logger.error("the router of model %s did not come back: %s", model, error)
                 if kept.failures >= MAX_FAILURES:
                     kept.problem = error
-                    logger.error("the router of model %s stays dead: %s", model, error)
                 return
-        kept.steady_since = time.monotonic()
+        kept.restarts, kept.steady_since = kept.restarts + 1, time.monotonic()
         logger.info("the router of model %s answers again, with %d servers", model, len(kept.servers))
 
 

@@ -3,11 +3,15 @@
 The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`; the server runs in processes of its own, which
 end with the owner whatever happens to it (`slime.serving.process`).
 
+An engine that is wider than a host is one server per host: the nodes of an engine. They meet at `dist_init_addr`, an
+address of the first one, which alone answers requests; the others answer `/health` alone.
+
 Invariants
 1. The server listens on `host` only (loopback unless set otherwise).
 2. Its ports are leased for as long as it may run, so no other run on the host is given them.
 3. `dtype` is always passed: SGLang's own "auto" serves a float32 checkpoint as float16.
 4. What the user gave with `--sglang-...` wins over every default here.
+5. What divides a model among ranks (`layout`) is said once, and nothing beside it says otherwise.
 """
 
 from __future__ import annotations
@@ -23,14 +27,16 @@ from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.addresses import interface_variables, is_loopback
 from slime.core.errors import ConfigError, EngineError
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out
 from slime.serving.plain_http import request
-from slime.serving.ports import lease_ports
+from slime.serving.ports import DERIVED_OFFSETS, lease_ports
 from slime.serving.process import ChildProcess, python_module
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
+from slime.settings.engine_layout import LAYOUT_SETTINGS, STAGES_ENV, contradictions, layout_of, server_settings
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -44,7 +50,7 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 }
 """ServerArgs of a CPU server. The pool is bounded by tokens: the fraction is of memory that is free at start, and small
 ones fail on a busy machine. Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
-_OWNED = frozenset({"model_path", "host", "port", "device", "tp_size", "dtype", "base_gpu_id", "nccl_port"})
+_OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
 _OWNED |= {"api_key", "admin_api_key"}  # with an admin key SGLang's control routes refuse the other one
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
 _START_TRIES = 3
@@ -60,10 +66,17 @@ class ServerSpec:
     """"bfloat16", "float16" or "float32"; the dtype that weights are served (and synced) in."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
-    tp_size: int = 1
-    """Number of tensor-parallel ranks."""
+    layout: EngineLayout = ONE_RANK
+    """How the ranks of the engine divide the model."""
+    num_nodes: int = 1
+    """Servers that the engine consists of, one per host."""
+    node_rank: int = 0
+    """Which of them this is."""
+    dist_init_addr: str | None = None
+    """Where they meet, HOST:PORT of the first one (`ports.lease_meeting_point`); None with one node."""
     gpu_ids: tuple[int, ...] | None = None
-    """[tp_size] physical GPU of each rank, becoming CUDA_VISIBLE_DEVICES; None: the GPUs from `base_gpu_id` on."""
+    """[ranks of this node] physical GPU of each, stage by stage, becoming CUDA_VISIBLE_DEVICES; None: the GPUs from
+    `base_gpu_id` on."""
     base_gpu_id: int = 0
     """First GPU among the visible ones; ignored with `gpu_ids`."""
     random_seed: int | None = None
@@ -73,7 +86,8 @@ class ServerSpec:
     num_threads: int = 1
     """CPU threads per rank; CPU only."""
     cpu_ids: tuple[tuple[int, ...], ...] | None = None
-    """[tp_size] cores of each rank; None: rank r gets core r. CPU with more than one rank only."""
+    """[layout.tp_size] cores of each rank of a stage, which the stages share; None: rank r gets core r. CPU with more
+    than one rank in a stage only."""
     api_key: str | None = None
     """Bearer token that every route but the health checks asks for; None: no token."""
     gated: bool = False
@@ -90,17 +104,42 @@ class ServerSpec:
             )
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"got device {self.device!r}; an engine runs on 'cpu' or 'cuda'")
-        if self.gpu_ids is not None and len(self.gpu_ids) != self.tp_size:
-            raise ConfigError(f"got {len(self.gpu_ids)} GPUs for {self.tp_size} ranks; give one per rank")
-        clash = sorted(_OWNED & self.extra.keys() - {"tp_size", "dtype", "device"})
+        if self.layout.num_ranks % self.num_nodes or not 0 <= self.node_rank < self.num_nodes:
+            raise ConfigError(
+                f"got node {self.node_rank} of {self.num_nodes} for an engine of {self.layout.num_ranks} ranks; nodes "
+                "have equally many"
+            )
+        if (self.num_nodes > 1) != (self.dist_init_addr is not None):
+            raise ConfigError(
+                f"got dist_init_addr {self.dist_init_addr!r} for an engine of {self.num_nodes} nodes; several nodes "
+                "need an address to meet at, one needs none"
+            )
+        if self.gpu_ids is not None and len(self.gpu_ids) != self.num_local_ranks:
+            raise ConfigError(f"got {len(self.gpu_ids)} GPUs for {self.num_local_ranks} ranks; give one per rank")
+        clash = sorted(_OWNED & self.extra.keys())
         if clash:
             raise ConfigError(f"got {clash} among the SGLang arguments, which slime sets itself; leave them out")
-        for name in ("tp_size", "dtype", "device"):
+        if contrary := contradictions(self.layout, self.extra):
+            raise ConfigError(
+                f"got sglang {', '.join(f'{name} {self.extra[name]}' for name in contrary)} for an engine of "
+                f"{self.layout}; make them agree"
+            )
+        for name in ("dtype", "device"):
             if name in self.extra and self.extra[name] != getattr(self, name):
                 raise ConfigError(
                     f"got sglang {name} {self.extra[name]!r} and {getattr(self, name)!r} from slime's own settings; "
                     "make them equal"
                 )
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks of this node."""
+        return self.layout.num_ranks // self.num_nodes
+
+    @property
+    def answers_requests(self) -> bool:
+        """Whether it is the first node."""
+        return self.node_rank == 0
 
     @classmethod
     def from_args(
@@ -112,26 +151,37 @@ class ServerSpec:
         gpu_ids: tuple[int, ...] | None = None,
         api_key: str | None = None,
         model_path: str | None = None,
-        tp_size: int | None = None,
+        layout: EngineLayout | None = None,
         overrides: Mapping[str, Any] | None = None,
         shares: bool = True,
+        node_rank: int = 0,
+        num_nodes: int = 1,
+        dist_init_addr: str | None = None,
     ) -> ServerSpec:
-        """The spec of engine `index` of a run. Raises `ConfigError` on contradictions.
+        """The spec of engine `index` of a run, or of one of its nodes. Raises `ConfigError` on contradictions.
 
-        `model_path`: None is the policy's. `overrides`: ServerArgs of its group, over those of the run. `shares`:
-        whether it is on GPUs of training ranks, if any engine is.
-
-        `api_key`: the token of the run; `--sglang-api-key`, if given, goes first.
+        `api_key`: the token of the run; `--sglang-api-key`, if given, goes first. `model_path`: in place of
+        `--hf-checkpoint`; `overrides`: ServerArgs by field name that win over `--sglang-...`; `layout`: in place of
+        what these say for an engine of `--rollout-num-gpus-per-engine`; `shares`: whether it is on GPUs of training
+        ranks, if any engine is.
         Without `gpu_ids` the server uses the first GPUs that its owner can see (Ray narrows them). Engines get
         different seeds: with one for all they would sample the same continuations of equal prompts.
         """
         extra = {**args.sglang, **(overrides or {})}
         dtype = extra.pop("dtype", None) or "bfloat16"
+        if layout is None:
+            layout = layout_of(int(args.rollout_num_gpus_per_engine), extra)
+        else:  # of the settings of other engines it takes what is not said for it
+            mine = overrides or {}
+            extra = {name: value for name, value in extra.items() if name in mine or name not in LAYOUT_SETTINGS}
         return cls(
             model_path=model_path or str(args.hf_checkpoint),
             dtype={"half": "float16", "float": "float32"}.get(dtype, dtype),
             device=args.device,
-            tp_size=tp_size or int(args.rollout_num_gpus_per_engine),
+            layout=layout,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            dist_init_addr=dist_init_addr,
             gpu_ids=gpu_ids,
             random_seed=int(args.rollout_seed) + index,
             memory_saver=bool(args.offload_rollout) and shares,
@@ -163,8 +213,10 @@ class ServerSpec:
             "nccl_port": nccl_port,
             "device": self.device,
             "dtype": self.dtype,
-            "tp_size": self.tp_size,
+            **server_settings(self.layout),
         }
+        if self.num_nodes > 1:
+            args |= {"nnodes": self.num_nodes, "node_rank": self.node_rank, "dist_init_addr": self.dist_init_addr}
         if self.device == "cuda" and self.gpu_ids is None:
             args["base_gpu_id"] = self.base_gpu_id
         return args
@@ -179,6 +231,8 @@ class ServerSpec:
         }
         # A list of the user's own is left as it is.
         files = [] if LEAVE_OUT_ENV in os.environ else files_left_out(self.model_path, self.extra)
+        if self.layout.pp_size > 1:  # stages as the trainer verifies them, whatever this host's environment says
+            env[STAGES_ENV] = ",".join(map(str, self.layout.stage_layers)) or None
         env |= {LEAVE_OUT_ENV: ",".join(files)} if files else {}
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))}
@@ -186,8 +240,8 @@ class ServerSpec:
         # SGLang compiles the choice of experts with a C++ compiler: half a minute for nothing on a CPU. A server that
         # dies meanwhile can leave an empty library in the user's cache, on which all later ones fail.
         env["TORCHDYNAMO_DISABLE"] = "1"
-        if self.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless it is given their cores
-            cores = self.cpu_ids or tuple((rank,) for rank in range(self.tp_size))
+        if self.layout.tp_size > 1:  # SGLang refuses more ranks than NUMA nodes unless it is given their cores
+            cores = self.cpu_ids or tuple((rank,) for rank in range(self.layout.tp_size))
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores)
         return env
 
@@ -229,9 +283,9 @@ class SGLangServer(LeasedServer):
     def start(self) -> None:
         """Starts the server process and returns at once; `wait_ready` waits for it."""
         assert self._process is None, "the server was started twice; stop() it first"
-        # DP attention takes `port + 233` and five more by its own rule; nothing reserves those (SGLang checks them).
-        self._lease = lease_ports(2)
-        port, nccl_port = self._lease.ports
+        offsets = DERIVED_OFFSETS if self.spec.layout.dp_size > 1 and self.spec.num_nodes == 1 else ()
+        self._lease = lease_ports(2, beside_first=offsets)
+        port, nccl_port = self._lease.ports[:2]
         flags = command_line_flags(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
         # A server of this host alone meets nobody outside it: gloo must not listen elsewhere.
         interface = interface_variables(self.host, {} if is_loopback(self.host) else os.environ)
@@ -261,13 +315,14 @@ class SGLangServer(LeasedServer):
                 raise EngineError("wait_ready before start(): there is nothing to wait for")
             try:
                 process.wait_until(self.healthy, what="it was ready", timeout_s=timeout_s)
-                if self.spec.device == "cpu":  # a flush collects garbage: 0.3 s, unless what is loaded is left out
+                if self.spec.device == "cpu" and self.spec.answers_requests:
+                    # A flush collects garbage: 0.3 s, unless what is loaded is left out.
                     request("POST", f"{self.url}/freeze_gc", timeout_s=timeout_s, api_key=self.spec.api_key)
                 return
             except EngineError as error:
                 lost_port = any(sign in process.log_tail(16000).lower() for sign in _PORT_TAKEN)
                 self.stop()
-                if not lost_port or attempt + 1 == _START_TRIES:
+                if not lost_port or attempt + 1 == _START_TRIES or self.spec.num_nodes > 1:  # the others are gone, too
                     raise error from None
                 self.start()
 
@@ -281,7 +336,12 @@ class SGLangServer(LeasedServer):
         return "it was not started" if self._process is None else self._process.problem()
 
     def scheduler_answers(self, timeout_s: float) -> bool:
-        """Asks for the state of its scheduler, which that one answers between two batches, also without memory."""
+        """Asks for the state of its scheduler, which that one answers between two batches, also without memory.
+
+        On other nodes than the first one nobody can be asked: their processes are all that is known.
+        """
+        if not self.spec.answers_requests:
+            return self.alive
         status, _ = request("GET", f"{self.url}/server_info", timeout_s=timeout_s, api_key=self.spec.api_key)
         return status == 200
 

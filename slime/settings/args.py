@@ -120,6 +120,23 @@ class Args(
             raise ConfigError(f"got unknown settings {sorted(unknown)} in Args.replace")
         return dataclasses.replace(self, **changes)
 
+    def without_secrets(self) -> Args:
+        """A copy for code that is to know no key: secret settings are None, those of engines and router are not there.
+
+        Nor are the command line as it was typed and the variables of training processes, which may hold some.
+        """
+        from slime.settings.table import components_of, secret_settings
+
+        secrets = secret_settings(components_of(self))
+        own = {field.name for field in dataclasses.fields(self)}
+        changes: dict[str, Any] = {name: None for owner, name in secrets if owner == "slime" and name in own}
+        for name in MAPPINGS:
+            owner = "slime" if name == "components" else name
+            kept = {k: v for k, v in getattr(self, name).items() if (owner, k) not in secrets}
+            hidden = dict.fromkeys(k for k in getattr(self, name) if k not in kept) if name == "components" else {}
+            changes[name] = Passthrough(name, {**kept, **hidden})
+        return dataclasses.replace(self, **changes, command=(), train_env_vars={})
+
     def to_json_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy with secrets masked, and with the evaluation datasets that the settings mean."""
         from slime.settings.eval_config import eval_datasets

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.hf_config import read_hf_config
+from slime.core.layout import EngineLayout
 from slime.settings.schema import flags_of_owner
 
 MODELS = "slime.models"
@@ -29,6 +30,13 @@ def architecture_of(hf_checkpoint: str, model_family: str | None = None) -> dict
         models.load_family(model_family)
     settings: dict[str, Any] = models.architecture(read_hf_config(hf_checkpoint))
     return settings
+
+
+def layout_problem_of(hf_checkpoint: str, layout: EngineLayout) -> str | None:
+    """Why an engine cannot hold a checkpoint in this layout, in a half sentence; None if it can."""
+    models: Any = importlib.import_module(MODELS)
+    problem: str | None = models.layout_problem(read_hf_config(hf_checkpoint), layout)
+    return problem
 
 
 def model_type_of(hf_checkpoint: str) -> str | None:

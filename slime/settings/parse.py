@@ -78,13 +78,23 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
         args = main_args(argv, synchronous=synchronous)
         logs = Path(args.run_dir).resolve() / "logs"
         main(args)
-    except KeyboardInterrupt as end:
+    except (KeyboardInterrupt, SlimeError) as end:
+        report_and_exit(end, logs)
+
+
+def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
+    """Ends the process as `run_or_exit` says; what is none of ours is raised again. `logs`: folder of the run's logs.
+
+    For the block that handles `end`.
+    """
+    if isinstance(end, KeyboardInterrupt):
         where = f"; what it recorded is in {logs.parent}" if logs is not None and logs.is_dir() else ""
         _stop(f"interrupted; the run and all its processes are ended{where}{_notes(end)}", 130)
-    except (ConfigError, HookError) as error:
-        _stop(f"{type(error).__name__}: {error}{_notes(error)}", 2)
-    except SlimeError as error:
-        _stop(f"{type(error).__name__}: {error}{_notes(error)}\nlogs of every process: {logs}", 1)
+    if isinstance(end, ConfigError | HookError):
+        _stop(f"{type(end).__name__}: {end}{_notes(end)}", 2)
+    if isinstance(end, SlimeError):
+        _stop(f"{type(end).__name__}: {end}{_notes(end)}\nlogs of every process: {logs}", 1)
+    raise end
 
 
 def _notes(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """What one SGLang rank holds of the full HF tensors: fused, sharded, padded; and the digests of exactly that.
 
 The trainer computes these digests on its own tensors before they travel, so that equality with what the engine reports
-afterwards covers names, fusing, sharding, padding, dtype and every bit on the way.
+afterwards covers names, fusing, sharding, padding, dtype and every bit on the way. Which part a rank holds stands in
+`holding`; here is what the part looks like.
 
 Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
 - q, k, v are stacked within each rank's shard, and so are gate and up; a tied head is not resident;
@@ -10,18 +11,25 @@ Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py
 - on a GPU, fewer KV heads than ranks are replicated;
 - on a CPU, KV heads are padded with zero heads to a multiple of the ranks (and query heads with them), the MLP with
   zero features to a multiple of 32 times the ranks.
+
+Invariants
+1. Ranks that hold the same bytes share one digest, whatever engines they belong to: it is computed once.
+2. Where tensors come in table order, one incomplete resident tensor is kept at a time: never a second copy of the
+   model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
+from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import Digest
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 from slime.weights.convert import padded_slice, segments_of, slice_shards, unit_count
+from slime.weights.holding import Holding, Share, holdings
 
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this."""
@@ -38,9 +46,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def engine_shards(
-    table: FamilyTable, entry: Entry, parts: Sequence[Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
+    table: FamilyTable, entry: Entry, parts: Sequence[Tensor], share: Share, *, on_cpu: bool
 ) -> list[Tensor]:
-    """What engine rank `tp_rank` holds of `entry`, as shards to be stacked along dim 0 (mostly views: joining them
+    """What a rank with this share holds of `entry`, as shards to be stacked along dim 0 (mostly views: joining them
     would cost more than their digest). `parts` are the full HF tensors in the order of the row.
 
     Raises `ConfigError` if the engine cannot split the tensor evenly.
@@ -52,46 +60,46 @@ def engine_shards(
         return list(parts)
     shards: list[Tensor] = []
     for segment, unit in zip(segments_of(entry, parts), entry.row.units, strict=True):
-        size, rank, num_ranks = _split(table.sizes, entry, unit, segment.shape[dim], tp_rank, tp_size, on_cpu)
-        share = size // num_ranks
-        own = rank * share, share
+        size, rank, num_ranks = _split(table.sizes, entry, unit, segment.shape[dim], share, on_cpu)
+        each = size // num_ranks
+        own = rank * each, each
         shards += slice_shards(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
     return shards
 
 
-def held_as_given(table: FamilyTable, held: Sequence[Entry], *, on_cpu: bool) -> bool:
-    """Whether an engine of one rank holds the HF tensors of these entries end to end, as they are."""
+def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on_cpu: bool) -> bool:
+    """Whether a rank with this share holds the HF tensors of these entries end to end, as they are."""
     for entry in {id(e.row): e for e in held}.values():
         row = entry.row
+        if row.stacked or (row.dim is not None and share.parts > 1):
+            return False
         columns = bool(row.dim) and len(row.segments) > len(row.hf)  # they would be stacked in another order
         lengths = zip(row.units, row.segments, strict=False)
-        padded = any(_split(table.sizes, entry, unit, size, 0, 1, on_cpu)[0] != size for unit, size in lengths)
-        if row.stacked or columns or padded:
+        padded = any(_split(table.sizes, entry, unit, size, share, on_cpu)[0] != size for unit, size in lengths)
+        if columns or padded:
             return False
     return True
 
 
-def _split(
-    sizes: ModelSizes, entry: Entry, unit: Unit, size: int, tp_rank: int, tp_size: int, on_cpu: bool
-) -> tuple[int, int, int]:
+def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share, on_cpu: bool) -> tuple[int, int, int]:
     """(padded length over all ranks, rank, number of ranks that differ) of a segment."""
     if unit is Unit.VOCAB:
-        return padded_vocab_size(size, tp_size), tp_rank, tp_size
+        return padded_vocab_size(size, share.parts), share.part, share.parts
     if unit is Unit.FEATURES and on_cpu:
-        return _up(size, CPU_MLP_PADDING * tp_size), tp_rank, tp_size
-    num_ranks = tp_size
+        return _up(size, CPU_MLP_PADDING * share.padded_for), share.part, share.parts
+    num_ranks = share.parts
     if unit in (Unit.HEADS, Unit.KV_HEADS):
-        kv_heads = _up(sizes.num_kv_heads, tp_size) if on_cpu else sizes.num_kv_heads
+        kv_heads = _up(sizes.num_kv_heads, share.padded_for) if on_cpu else sizes.num_kv_heads
         count = kv_heads * (sizes.heads_per_group if unit is Unit.HEADS else 1)
         size = size // unit_count(sizes, unit, size) * count
         if unit is Unit.KV_HEADS:
-            num_ranks = min(kv_heads, tp_size)  # fewer than ranks: neighbours hold the same head
-        uneven = count % num_ranks or tp_size % num_ranks
+            num_ranks = min(kv_heads, share.parts)  # fewer than ranks: neighbours hold the same head
+        uneven = count % num_ranks or share.parts % num_ranks
     else:
-        uneven = size % tp_size
+        uneven = size % share.parts
     if uneven:
-        raise ConfigError(f"got an engine of {tp_size} ranks for {entry.engine} with {size} {unit.value}; uneven")
-    return size, tp_rank * num_ranks // tp_size, num_ranks
+        raise ConfigError(f"got an engine of {share.parts} ranks for {entry.engine} with {size} {unit.value}; uneven")
+    return size, share.part * num_ranks // share.parts, num_ranks
 
 
 def _up(size: int, multiple: int) -> int:
@@ -99,15 +107,13 @@ def _up(size: int, multiple: int) -> int:
 
 
 class ExpectedDigests:
-    """Digests of every resident tensor, on engines of the same kind of device, built while HF tensors stream by.
+    """Digests of every resident tensor, on engines of the same kind of device, built while HF tensors stream by."""
 
-    Holds at most one incomplete resident tensor when tensors come in table order (the largest: the experts of one
-    layer), never a second copy of the model.
-    """
-
-    def __init__(self, table: FamilyTable, tp_sizes: Sequence[int], digest: Digest) -> None:
+    def __init__(self, table: FamilyTable, layouts: Iterable[EngineLayout], digest: Digest) -> None:
         self._table, self._digest = table, digest
-        self._digests: dict[int, list[dict[str, str]]] = {n: [{} for _ in range(n)] for n in sorted(set(tp_sizes))}
+        self._digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {
+            layout: {rank: {} for rank in layout.ranks()} for layout in layouts
+        }
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._num_parts = {name: len({n for e in held for n in e.hf}) for name, held in table.resident.items()}
         self._seen: set[str] = set()
@@ -129,35 +135,34 @@ class ExpectedDigests:
 
     def _complete(self, held: Sequence[Entry], state: Mapping[str, Tensor]) -> None:
         on_cpu = not state[held[0].hf[0]].is_cuda
-        whole = all(e.row.dim is None and not e.row.stacked for e in held)
-        for tp_size, ranks in self._digests.items():
-            given = whole or (tp_size == 1 and held_as_given(self._table, held, on_cpu=on_cpu))
-            same = self._digest([state[name] for e in held for name in e.hf]) if given else ""
-            sums = {e.plus_one: self._digest([state[e.hf[0]] + 1.0]) for e in held if e.plus_one}
-            for rank, digests in enumerate(ranks):
-                digests.update(sums)
-                digests[held[0].engine] = same or self._digest(
-                    _stack(self._table, held, state, tp_rank=rank, tp_size=tp_size, on_cpu=on_cpu)
-                )
+        known: dict[Holding, str] = {}
+        sums: dict[str, str] = {}
+        for layout, ranks in self._digests.items():
+            for rank, name, holding in holdings(self._table, held, layout):
+                if holding not in known:
+                    known[holding] = self._digest(self._held(holding, held, state, on_cpu=on_cpu))
+                    sums = sums or {e.plus_one: self._digest([state[e.hf[0]] + 1.0]) for e in held if e.plus_one}
+                ranks[rank].update(sums)
+                ranks[rank][name] = known[holding]
 
-    def finish(self) -> dict[int, list[dict[str, str]]]:
-        """tp_size -> per rank, resident name -> digest. Raises `WeightSyncError` if tensors are missing."""
+    def _held(
+        self, holding: Holding, held: Sequence[Entry], state: Mapping[str, Tensor], *, on_cpu: bool
+    ) -> list[Tensor]:
+        """What is to be stacked along dim 0: the tensors of the entries as they are, or their shards in order."""
+        entries = holding.entries(held)
+        if held_as_given(self._table, entries, holding.share, on_cpu=on_cpu):
+            return [state[name] for e in entries for name in e.hf]
+        return [
+            shard
+            for entry in entries
+            for shard in engine_shards(self._table, entry, [state[n] for n in entry.hf], holding.share, on_cpu=on_cpu)
+        ]
+
+    def finish(self) -> Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]]:
+        """Layout -> rank -> resident name -> digest. Raises `WeightSyncError` if tensors are missing."""
         missing = [name for name in self._table.hf_names if name not in self._seen]
         if missing:
             raise WeightSyncError(
                 f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor"
             )
         return self._digests
-
-
-def _stack(
-    table: FamilyTable, held: Sequence[Entry], state: Mapping[str, Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
-) -> list[Tensor]:
-    """The shards of one resident tensor: those of its entries in order."""
-    return [
-        shard
-        for entry in held
-        for shard in engine_shards(
-            table, entry, [state[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu
-        )
-    ]

@@ -40,10 +40,11 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
     hold stacked.
     """
     from slime.weights.engine_layout import held_as_given
+    from slime.weights.holding import Share
 
     places: dict[str, tuple[str, int]] = {}
     for resident, held in table.resident.items():
-        if held[0].expert is None or not held_as_given(table, held, on_cpu=on_cpu):
+        if held[0].expert is None or not held_as_given(table, held, Share(), on_cpu=on_cpu):
             continue
         start = 0
         for e in held:

@@ -23,8 +23,8 @@ class Receiver:
 
     control: EngineControl
     gpu_ids: tuple[str, ...] = ()
-    """Per engine rank, the identity of its GPU in the same naming as the trainer's (`TransportContext.gpu_id`).
-    Empty on a CPU; only the tensor transport reads it."""
+    """Per engine rank, stage by stage, the identity of its GPU in the same naming as the trainer's
+    (`TransportContext.gpu_id`). Empty on a CPU; only the tensor transport reads it."""
 
 
 def _alone(value: Any) -> Any:

@@ -96,8 +96,8 @@ class _WeightSync:
     ) -> None:
         self._table, self._receivers, self._channel, self._version = table, receivers, channel, version
         self._pause_mode = pause_mode
-        tp_sizes = [receiver.control.tp_size for receiver in receivers] if peers.is_sender else []
-        self._expected = ExpectedDigests(table, tp_sizes, digest)
+        layouts = [receiver.control.layout for receiver in receivers] if peers.is_sender else []
+        self._expected = ExpectedDigests(table, layouts, digest)
         self._failure: SlimeError | None = None
         self._started = time.monotonic()
         self._times = dict.fromkeys(("pause", "send", "verify", "digest"), 0.0)
@@ -154,7 +154,7 @@ class _WeightSync:
         with self.timed("verify"):
             reports = on_all(self._receivers, lambda c: c.weight_checksums(), "report weight checksums")
             named = {
-                receiver.control.url: (receiver.control.tp_size, report)
+                receiver.control.url: (receiver.control.layout, report)
                 for receiver, report in zip(self._receivers, reports, strict=True)
             }
             require_equal(self._table, expected, named, version=self._version, transport=type(self._channel).__name__)

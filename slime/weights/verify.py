@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime.core.errors import WeightSyncError
+from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import RankChecksums
 from slime.models.common.table import FamilyTable
 
@@ -49,31 +50,43 @@ def compare(expected: Mapping[str, str], actual: Mapping[str, str]) -> Differenc
 
 def require_equal(
     table: FamilyTable,
-    expected: Mapping[int, Sequence[Mapping[str, str]]],
-    reports: Mapping[str, tuple[int, Sequence[RankChecksums]]],
+    expected: Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]],
+    reports: Mapping[str, tuple[EngineLayout, Sequence[RankChecksums]]],
     *,
     version: int,
     transport: str,
 ) -> None:
     """Raises one `WeightSyncError` that names every engine, rank and tensor that departs.
 
-    `expected`: tp_size -> rank -> resident name -> digest; `reports`: engine url -> (tp_size, what its ranks hold).
+    `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, what its ranks hold; a
+    rank may report several times).
     """
     complaints: list[str] = []
-    for url, (tp_size, ranks) in reports.items():
-        if sorted({r.tp_rank for r in ranks}) != list(range(tp_size)):
-            complaints.append(f"engine {url} reported ranks {sorted(r.tp_rank for r in ranks)}, it has {tp_size}")
+    for url, (layout, ranks) in reports.items():
+        if problem := _misreported(layout, ranks):
+            complaints.append(f"engine {url} {problem}")
             continue
-        for rank in ranks:
-            held = {name: d for name, d in rank.checksums.items() if not table.carries(name)}
-            difference = compare(expected[tp_size][rank.tp_rank], held)
+        for rank, reported in {(r.rank, tuple(sorted(r.checksums.items()))) for r in ranks}:
+            held = {name: d for name, d in reported if not table.carries(name)}
+            difference = compare(expected[layout][rank], held)
             if difference:
-                complaints.append(f"engine {url} rank {rank.tp_rank}: {describe(table, difference)}")
+                complaints.append(f"engine {url} rank {rank}: {describe(table, difference)}")
     if complaints:
         raise WeightSyncError(
             f"got weights of version {version} by {transport} that differ from the trainer's, so they must not be "
-            f"served: {'; '.join(complaints)}. The engines stay paused; sync again, or replace them"
+            f"served: {'; '.join(sorted(complaints))}. The engines stay paused; sync again, or replace them"
         )
+
+
+def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | None:
+    """What is wrong with who reported, in words; None if it is every rank of an engine of this layout."""
+    named = ("tp_size", "pp_size", "dp_size")
+    for report in ranks:
+        if any(getattr(report.layout, name) != getattr(layout, name) for name in named):
+            return f"says that it is of {report.layout}, it was started with {layout}"
+    numbers = {rank: number for number, rank in enumerate(layout.ranks())}
+    got = sorted({numbers.get(report.rank, -1) for report in ranks})
+    return None if got == list(range(layout.num_ranks)) else f"reported ranks {got}, it has {layout.num_ranks}"
 
 
 def describe(table: FamilyTable, difference: Difference) -> str:

@@ -6,8 +6,10 @@ Daemons of the clusters know nothing of a run: what its processes need has to re
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +164,30 @@ def test_nothing_is_left_on_any_host(killed: str, two: FakeCluster, shared: Path
         print(f"{killed}: clean after {run.clean_s:.1f} s")
         if killed != "raylet":
             assert [h.ports() - ports for h, ports in zip(cluster.hosts, before, strict=True)] == [set(), set()]
+
+
+def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flags) -> None:
+    """Law: the run goes on with the engines of other hosts; when the last of them is lost it is planned over what is
+    left, which is too little here, and says so."""
+    save = shared / "lost-save"
+    flags = [*flags, "--num-rollout", "1000", "--rollout-num-gpus", "2", "--save", save, "--load", save]
+    flags += ["--save-interval", "1", "--max-restarts", "1"]
+    with ray_cluster(shared, [1, 1, 1]) as cluster, HostedRun(cluster, shared / "lost", flags) as run:
+        run.wait_until("the first checkpoint", lambda: latest_step(save) >= 0)
+        log = run.run_dir / "logs" / "driver.log"
+        assert f"({cluster.hosts[0].address}) has training ranks [0], the rollout side" in log.read_text()
+        os.kill(cluster.hosts[2].init, signal.SIGKILL)
+        run.wait_until("word of the host", lambda: "engine 1 waits for its host" in log.read_text())
+        after = max(run.metrics("train"))
+        run.wait_until("two steps more", lambda: max(run.metrics("train")) >= after + 2)
+        os.kill(cluster.hosts[1].init, signal.SIGKILL)
+        assert run.wait() == 2, run.tail
+        for part in ("no engine is left", "restart 1 of 1: on with step", "free are", "is not started again"):
+            assert part in run.tail, (part, run.tail)
+        for row in run.metrics("train").values():
+            settled = row["data/trained"] + row["data/filtered"] + row["data/failed"]
+            assert row["data/issued"] == settled + row["data/buffered"] + row["data/in_flight"], row
+        assert run.left_now(cluster.hosts[0]) == []
 
 
 def test_colocated_run_joins_a_cluster_of_one_host(shared: Path, flags: Flags) -> None:

@@ -177,9 +177,10 @@ class FakeEngine:
     async def abort(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.aborted.append(body["rid"])
-        for rid, stop in self.running.items():
-            if rid == body["rid"] or body.get("abort_all"):
-                stop.set()
+        if body.get("abort_all") or body["rid"] in self.running:
+            for rid, stop in self.running.items():
+                if body.get("abort_all") or rid.startswith(body["rid"]):
+                    stop.set()
         return web.Response()
 
     async def workers(self, request: web.Request) -> web.Response:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from slime.core.layout import ONE_RANK
 from slime.core.sample import Sample
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
@@ -69,7 +70,7 @@ class LabelledEngine:
         self.version = 0
         self.pause_s: list[float] = []
         self._table, self._state = read_model(model_path)
-        self._control = HttpEngineControl(url, 1, timeout_s=60)
+        self._control = HttpEngineControl(url, ONE_RANK, timeout_s=60)
         self._channel = TensorTransport().open(transport_context(table=self._table))
 
     async def sync_weights(self, version: int, scope: RequestScope | None = None) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from slime.core.errors import EngineError
+from slime.core.layout import ONE_RANK, EngineLayout, EngineRank
 from slime.core.ports import RankChecksums
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest, serialize_bucket
 from slime.weights.buckets import Bucket
 from slime.weights.engine_layout import engine_shards
+from slime.weights.holding import holdings
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.transports import Channel, TransportContext
 
@@ -29,6 +31,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 36,
     "vocab_size": 70,
 }
+FIRST_RANK = EngineRank(0, 0)
 State = dict[str, torch.Tensor]
 Tamper = Callable[[str, torch.Tensor], torch.Tensor]
 """Gets a private copy of a tensor that is about to travel, returns what travels instead."""
@@ -42,18 +45,23 @@ def model(**changes: Any) -> tuple[FamilyTable, State]:
 
 
 def engine_tensors(
-    table: FamilyTable, state: Mapping[str, torch.Tensor], *, tp_rank: int, tp_size: int, on_cpu: bool
+    table: FamilyTable,
+    state: Mapping[str, torch.Tensor],
+    *,
+    layout: EngineLayout = ONE_RANK,
+    rank: EngineRank = FIRST_RANK,
+    on_cpu: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All resident tensors of one rank from a whole HF state dict; experts come stacked flat."""
-    for name, held in table.resident.items():
-        shards = [
-            shard
-            for entry in held
-            for shard in engine_shards(
-                table, entry, [state[n] for n in entry.hf], tp_rank=tp_rank, tp_size=tp_size, on_cpu=on_cpu
-            )
-        ]
-        yield name, torch.cat(shards)
+    for held in table.resident.values():
+        for own, name, holding in holdings(table, held, layout):
+            if own == rank:
+                shards = [
+                    shard
+                    for entry in holding.entries(held)
+                    for shard in engine_shards(table, entry, [state[n] for n in entry.hf], holding.share, on_cpu=on_cpu)
+                ]
+                yield name, torch.cat(shards)
 
 
 def transport_context(**changes: Any) -> TransportContext:
@@ -107,8 +115,8 @@ class TamperingChannel(Channel):
 class FakeEngine:
     """An engine that loads what it is given (by reference, through `FakeWire`) into its own idea of the layout."""
 
-    def __init__(self, url: str, table: FamilyTable, wire: FakeWire, tp_size: int = 1) -> None:
-        self.url, self.tp_size = url, tp_size
+    def __init__(self, url: str, table: FamilyTable, wire: FakeWire, layout: EngineLayout = ONE_RANK) -> None:
+        self.url, self.layout = url, layout
         self.table, self.wire = table, wire
         self.log: list[str] = []
         self.loaded: State = {}
@@ -131,17 +139,17 @@ class FakeEngine:
 
     def update_weights_from_tensor(self, payloads: Sequence[str], **update: Any) -> None:
         assert update["flush_cache"] is False
-        assert len(set(payloads)) == self.tp_size, "ranks must not share a payload"
+        assert len(set(payloads)) == self.layout.num_ranks, "ranks must not share a payload"
         self._did("update")
         self.loaded.update(self.wire.open(payloads[0]))
 
     def weight_checksums(self) -> list[RankChecksums]:
         self._did("checksums")
         ranks = []
-        for rank in range(self.tp_size):
-            tensors = dict(engine_tensors(self.table, self.loaded, tp_rank=rank, tp_size=self.tp_size, on_cpu=True))
+        for rank in self.layout.ranks():
+            tensors = dict(engine_tensors(self.table, self.loaded, layout=self.layout, rank=rank, on_cpu=True))
             tensors.pop(self.drop or "", None)
-            ranks.append(RankChecksums(rank, self.tp_size, {n: digest(t) for n, t in tensors.items()}))
+            ranks.append(RankChecksums(rank, self.layout, {n: digest(t) for n, t in tensors.items()}))
         return ranks
 
 
@@ -163,8 +171,8 @@ class FakeWire:
 class Ranks:
     """Trainer ranks as threads, with the two collectives that `Peers` needs."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, threading.Barrier(size, timeout=10)
+    def __init__(self, size: int, limit_s: float = 10) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=limit_s)
         self.slots: list[Any] = [None] * size
 
     def peers(self, rank: int) -> Peers:

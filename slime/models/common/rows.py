@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slime.core.hf_config import HfConfig
-from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row, Unit
+from slime.models.common.spread import PLAIN, Spread
+from slime.models.common.table import EMBEDDING, EXPERT, HEAD, FamilyTable, ModelSizes, Row, Unit
 
 Rows = tuple[Row, ...]
 
@@ -153,20 +154,22 @@ def decoder_table(
     *,
     prefix: str = "model.",
     carried: tuple[str, ...] = (),
+    spread: Spread = PLAIN,
 ) -> FamilyTable:
     """Embedding, layers, final norm and output layer. `layer(sizes, number)`: the rows of that layer."""
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
     tied = bool(hf_config.get("tie_word_embeddings", False))
-    output = column("output_layer.weight", "lm_head.weight", vocab, Unit.VOCAB)
+    output = column(HEAD, "lm_head.weight", vocab, Unit.VOCAB)
     return FamilyTable(
         family=str(hf_config["model_type"]),
         sizes=sizes,
-        before=(column("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", vocab, Unit.VOCAB),),
+        before=(column(EMBEDDING, f"{prefix}embed_tokens.weight", vocab, Unit.VOCAB),),
         layers=tuple(at_layer(layer(sizes, number), prefix) for number in range(sizes.num_layers)),
         after=(norm("decoder.final_layernorm", f"{prefix}norm", hidden), *(() if tied else (output,))),
         tied=tied,
         carried=carried,
+        spread=spread,
     )
 
 

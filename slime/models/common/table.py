@@ -21,11 +21,19 @@ from typing import Any
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.hf_config import HfConfig, num_experts_of
+from slime.models.common.spread import PLAIN, Spread
 
 LAYER = "{layer}"
 """Stands for the layer number in name patterns."""
 EXPERT = "{expert}"
 """Stands for the number of a routed expert in name patterns."""
+
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's name of the embedding."""
+HEAD = "output_layer.weight"
+"""Megatron's name of the output layer."""
+ATTENTION = ".self_attention."
+"""In Megatron's names of what attention, or what stands in its place, consists of."""
 
 
 class Unit(str, Enum):
@@ -168,6 +176,8 @@ class Entry:
     """This entry by resident tensors, where an engine has several for it."""
     plus_one: str = ""
     """As in the row."""
+    layer: int | None = None
+    """Number of its layer; None before and after the layers."""
 
     @classmethod
     def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
@@ -176,7 +186,7 @@ class Entry:
 
         apart = tuple(cls.of(part, layer, expert) for part in row.apart())
         names = fill(row.megatron), tuple(map(fill, row.hf)), fill(row.engine)
-        return cls(*names, row, expert, apart, fill(row.plus_one))
+        return cls(*names, row, expert, apart, fill(row.plus_one), layer)
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,8 @@ class FamilyTable:
     """The output layer shares the embedding: no row of its own, neither in Megatron nor in the engine."""
     carried: tuple[str, ...] = ()
     """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source."""
+    spread: Spread = PLAIN
+    """How an engine may spread it over ranks."""
     entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
     """Rows with layer and expert numbers, in export order."""
 

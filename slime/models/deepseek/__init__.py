@@ -9,6 +9,7 @@ from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.experts import sigmoid_experts
 from slime.models.common.flops import AttentionCost
+from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable
 from slime.models.deepseek.flops import latent_cost
 from slime.models.deepseek.indexer import indexer_kinds
@@ -50,7 +51,12 @@ class DeepSeek(Family):
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """See `weights`."""
-        return deepseek_table(hf_config)
+        return deepseek_table(hf_config, self.spread(hf_config))
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In stages, the last one has the output layer; each one in GLM-4.7-Flash."""
+        head = Head.EVERY if hf_config["model_type"] == "glm4_moe_lite" else Head.LAST
+        return Spread(dp_attention=True, stages=head, whole_dense_mlp=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """Latent attention, with an indexer where the layer has one."""

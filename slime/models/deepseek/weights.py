@@ -13,6 +13,7 @@ import dataclasses
 from slime.core.hf_config import HfConfig
 from slime.models.common.hf_config import is_sparse
 from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
+from slime.models.common.spread import Spread
 from slime.models.common.table import FamilyTable, ModelSizes, Unit
 from slime.models.deepseek.indexer import indexer_kinds
 
@@ -65,7 +66,7 @@ def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
     return tuple(dataclasses.replace(row, trained=False) for row in rows)
 
 
-def deepseek_table(hf_config: HfConfig) -> FamilyTable:
+def deepseek_table(hf_config: HfConfig, spread: Spread) -> FamilyTable:
     """Rows of a model with latent attention, whose first layers are dense and whose others have experts."""
     kinds = indexer_kinds(hf_config)
 
@@ -90,4 +91,5 @@ def deepseek_table(hf_config: HfConfig) -> FamilyTable:
             # Engines make an indexer for these layers, too, and do not use it.
             *(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without),
         ),
+        spread=spread,
     )

@@ -8,6 +8,7 @@ from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.hf_config import rotary_percent
 from slime.models.common.rows import Rows, attention, column, decoder_table, norm, row
+from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable, ModelSizes, Unit
 from slime.models.family import Family
 
@@ -47,7 +48,11 @@ class Glm4(Family):
                 norm("mlp.output_norm", "post_mlp_layernorm", hidden),
             )
 
-        return decoder_table(hf_config, layer)
+        return decoder_table(hf_config, layer, spread=self.spread(hf_config))
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In stages, the last one has the output layer."""
+        return Spread(stages=Head.LAST)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """With a norm on its output."""

@@ -10,6 +10,7 @@ from slime.models import FAMILIES
 from slime.models.common.experts import sigmoid_experts
 from slime.models.common.hf_config import is_sparse, rotary_percent
 from slime.models.common.rows import Rows, attention, decoder_table, experts, mlp, pre_norm
+from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable, ModelSizes
 from slime.models.family import Family
 
@@ -49,4 +50,8 @@ class Glm4Moe(Family):
 
         num_layers, predicted = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
         carried = tuple(rf"model\.layers\.{num_layers + i}\." for i in range(predicted))
-        return decoder_table(hf_config, layer, carried=carried)
+        return decoder_table(hf_config, layer, carried=carried, spread=self.spread(hf_config))
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In stages, each one has an output layer."""
+        return Spread(dp_attention=True, stages=Head.EVERY, whole_dense_mlp=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
+from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
 
@@ -23,4 +24,9 @@ class Llama(Family):
                 attention(s, qkv_bias=bias, out_bias=bias),
                 mlp(s.hidden_size, s.intermediate_size, bias=mlp_bias),
             ),
+            spread=self.spread(hf_config),
         )
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In stages, each one has an output layer."""
+        return Spread(stages=Head.EVERY)

@@ -7,6 +7,7 @@ from typing import Any
 from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
+from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
 
@@ -26,4 +27,9 @@ class Qwen2(Family):
         return decoder_table(
             hf_config,
             lambda s, _: pre_norm(s.hidden_size, attention(s, qkv_bias=True), mlp(s.hidden_size, s.intermediate_size)),
+            spread=self.spread(hf_config),
         )
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In stages, the last one has the output layer."""
+        return Spread(stages=Head.LAST, tied_stages=True)

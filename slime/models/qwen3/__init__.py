@@ -9,6 +9,7 @@ from slime.models import FAMILIES
 from slime.models.common.experts import softmax_experts
 from slime.models.common.hf_config import is_sparse
 from slime.models.common.rows import attention, decoder_table, experts, mlp, pre_norm
+from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
 
@@ -31,7 +32,12 @@ class Qwen3(Family):
                 attention(s, qkv_bias=bias, out_bias=bias, qk_norm=True),
                 experts(s) if is_sparse(hf_config, layer) else mlp(s.hidden_size, s.intermediate_size),
             ),
+            spread=self.spread(hf_config),
         )
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In stages, the last one has the output layer."""
+        return Spread(dp_attention=True, stages=Head.LAST, tied_stages=True)
 
 
 @FAMILIES.register("qwen3_moe")
@@ -41,3 +47,7 @@ class Qwen3Moe(Qwen3):
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Norms of q and k, and the experts. Raises `ConfigError` where their sizes are missing."""
         return {**super().departures(hf_config), **softmax_experts(hf_config)}
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In stages, each one has an output layer."""
+        return Spread(dp_attention=True, stages=Head.EVERY)

@@ -11,6 +11,7 @@ from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.experts import softmax_experts
 from slime.models.common.flops import AttentionCost
+from slime.models.common.spread import Spread
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
 from slime.models.qwen3_next.flops import mixer_cost
@@ -83,7 +84,11 @@ class Qwen3Next(Family):
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """See `weights`."""
-        return qwen_next_table(hf_config)
+        return qwen_next_table(hf_config, self.spread(hf_config))
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """Qwen3.5 and 3.6 come inside multimodal models, which spread in a way of their own."""
+        return Spread(dp_attention=hf_config["model_type"] == "qwen3_next")
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """A gated delta net, or attention with a gate."""

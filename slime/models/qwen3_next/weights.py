@@ -12,6 +12,7 @@ import dataclasses
 from slime.core.hf_config import HfConfig
 from slime.models.common.hf_config import is_sparse
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
+from slime.models.common.spread import Spread
 from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row
 from slime.models.qwen3_next.linear import is_linear
 
@@ -19,7 +20,7 @@ CARRIED = (r"mtp\.", r"(model\.)?visual\.")
 """HF tensors for multi-token prediction and of the vision tower."""
 
 
-def qwen_next_table(hf_config: HfConfig) -> FamilyTable:
+def qwen_next_table(hf_config: HfConfig, spread: Spread) -> FamilyTable:
     """Rows of a Qwen3-Next or of the language model of a Qwen3.5 or 3.6."""
     wrapped = bool(hf_config.get("wrapper_type"))
 
@@ -33,7 +34,7 @@ def qwen_next_table(hf_config: HfConfig) -> FamilyTable:
         return pre_norm(s.hidden_size, mixer, tuple(map(_stacked, rows)) if hf_config.get("_stacked_experts") else rows)
 
     prefix = "model.language_model." if wrapped else "model."
-    table = decoder_table(hf_config, layer, prefix=prefix, carried=CARRIED)
+    table = decoder_table(hf_config, layer, prefix=prefix, carried=CARRIED, spread=spread)
     return dataclasses.replace(
         table,
         before=tuple(map(_as_served, table.before)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slime.core.text import shorten
 from slime.observability.report.markup import Markup, element
@@ -149,7 +149,7 @@ def starts_section(record: RunRecord) -> Markup | None:
         rows.append(
             element(
                 "tr",
-                element("td", began, element("br"), element("span", _how(number_of, step), class_="muted")),
+                element("td", began, element("br"), element("span", _how(number_of, step, facts), class_="muted")),
                 element("td", step, class_="nowrap"),
                 element("td", element("code", str(facts.get("commit") or "")[:NUM_COMMIT_CHARS])),
                 element("td", _host(host or {})),
@@ -160,10 +160,12 @@ def starts_section(record: RunRecord) -> Markup | None:
     return element("section", element("h2", "Starts"), table, _versions(record), id="starts")
 
 
-def _how(number_of: int, step: str) -> str:
+def _how(number_of: int, step: str, facts: Mapping[str, object]) -> str:
     if number_of == 0:
         return "first start"
-    return "ended before a step" if step == "none" else "resumed"
+    how = "ended before a step" if step == "none" else "resumed"
+    restart = facts.get("restart")
+    return f"{how} by itself, after {restart.get('because')}" if isinstance(restart, dict) else how
 
 
 def _host(host: dict[str, object]) -> str:

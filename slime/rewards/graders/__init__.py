@@ -42,6 +42,8 @@ class Grader(ABC):
     """It computes for longer than a formula takes, within limits of its own: it may take the whole `limit_s`."""
     needs_network: ClassVar[bool] = False
     """Its process keeps the network. One that `waits` has it anyway; any other has none, where the kernel permits."""
+    runs_code: ClassVar[bool] = False
+    """It runs what a model wrote, in the `sandbox`: a machine that cannot hold that is refused before the start."""
     finds_box: ClassVar[bool] = False
     """It needs what stands around the box: with the prefix `boxed_` it would score nothing but failures."""
     needs_label: ClassVar[bool] = False

@@ -117,15 +117,21 @@ def same_value(got: Any, expected: Any) -> bool:
 
 
 @GRADERS.register("code")
+@dataclass(frozen=True, kw_only=True)
 class ProgramTests(Grader):
     """The program passes the tests of its row."""
 
     is_slow = True
+    runs_code = True
+
+    allow_unconfined_code: bool = False
+    """Run programs also where nothing holds them."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the share of tests passed, or 0.0 / 1.0; without a complete code block 0.0.
 
-        Raises `DataError` on a row without tests, `DeadlineExceeded` if the tests together take too long.
+        Raises `DataError` on a row without tests, `DeadlineExceeded` if the tests together take too long, `Unconfined`
+        where nothing holds a program and `--allow-unconfined-code` was not given.
         """
         from slime.rewards.graders.sandbox import run
 
@@ -147,7 +153,13 @@ class ProgramTests(Grader):
                     last_progress=f"{number} run, {num_passed} passed",
                 )
             request = {"program": program, **case.request}
-            ended = run(request, stdin=case.stdin, time_limit_s=time_limit_s, memory_bytes=memory_bytes)
+            ended = run(
+                request,
+                stdin=case.stdin,
+                time_limit_s=time_limit_s,
+                memory_bytes=memory_bytes,
+                allow_unconfined=self.allow_unconfined_code,
+            )
             if case.kind == "stdin":
                 passed = ended.code == 0 and same_output(ended.output, case.expected)
             else:

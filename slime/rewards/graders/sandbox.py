@@ -3,12 +3,16 @@
 Three processes: the supervisor (`main`, started by `run`) waits with a deadline; its child is the first process of a
 PID namespace, so that with it everything dies that the program started; that one's child is the program.
 
-What holds the program, where the kernel permits (it is a Linux of 2021 or newer, with user namespaces allowed):
+What holds the program:
 - namespaces: no network, no other process to see or signal, and a scratch disk of `SCRATCH_BYTES`;
 - Landlock: files outside the scratch folder are not written, and none but Python's and the system's libraries are read;
 - limits: CPU seconds, address space, size of a file (and of what it prints), processes. They hold on every kernel.
 
+The first two need a Linux of 2021 or newer that allows user namespaces. Where one of them is missing no program runs,
+unless the caller says that it may (`--allow-unconfined-code`).
+
 Invariants
+0. A program that is not held by all of them runs only if that was allowed.
 1. After `run` no process of the program lives: the supervisor kills all of its descendants.
 2. The program's memory never holds the expected output of a test. Assertions are another matter: they run in the
    program's own interpreter, so they, and the token that says that they passed, are read after its definitions ran.
@@ -28,6 +32,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,8 @@ SCRATCH_BYTES = 64 * 1024 * 1024
 MAX_PROCESSES = 32
 WALL_FACTOR, WALL_EXTRA_S = 2.0, 1.0
 """Wall clock beside the CPU limit: a loaded machine must not fail a program, a sleeping one must end."""
+PROBE_S = 20.0
+"""For an empty program, however busy the machine is."""
 SUPERVISOR_S = 10.0
 """Longer than this beyond the program's deadline no supervisor takes."""
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
@@ -49,6 +56,12 @@ FS_RIGHTS, FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}, 0b1100000000000111
 """Landlock: number of file rights since an ABI; the rights that a plain file can have."""
 READ_RIGHTS = 0b1101
 """Execute, read a file, list a folder."""
+NAMESPACES, LANDLOCK = "namespaces", "Landlock"
+WHAT_FOR = {
+    NAMESPACES: "no network, no other process in sight, a scratch disk of its own",
+    LANDLOCK: "no file outside of its folder",
+}
+"""What holds a program -> what for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +76,43 @@ class Ended:
     """What it printed, at most `MAX_OUTPUT_BYTES`."""
     result: list[Any] | None
     """[what the function returned, as JSON]; for assertions [True] if all hold; None if it did not get there."""
+    missing: tuple[str, ...] = ()
+    """Of `WHAT_FOR`, what did not hold the program."""
 
 
-def run(request: dict[str, Any], *, stdin: str = "", time_limit_s: float, memory_bytes: int) -> Ended:
+def missing_here() -> tuple[str, ...]:
+    """Of `WHAT_FOR`, what this machine does not give. Takes as long as an empty program.
+
+    Raises `OSError` if that does not end well.
+    """
+    ended = run({"program": ""}, time_limit_s=PROBE_S, memory_bytes=1 << 30, allow_unconfined=True)
+    if ended.code != 0:
+        raise OSError(f"got status {ended.code} from an empty program in the sandbox; look at load and free memory")
+    return ended.missing
+
+
+def refusal(missing: Sequence[str]) -> str:
+    """Why no program runs here, and what to do."""
+    gone = "; ".join(f"{name}: {WHAT_FOR[name]}" for name in missing)
+    return (
+        f"got a machine that cannot hold a program that a model wrote (it lacks {gone}); allow user namespaces "
+        "(sysctl user.max_user_namespaces and kernel.unprivileged_userns_clone, a container's seccomp profile), boot "
+        "a kernel with Landlock, or give --allow-unconfined-code where losing this machine does no harm"
+    )
+
+
+def run(
+    request: dict[str, Any],
+    *,
+    stdin: str = "",
+    time_limit_s: float,
+    memory_bytes: int,
+    allow_unconfined: bool = False,
+) -> Ended:
     """Runs `request["program"]`; then calls `request["function"]` with `request["arguments"]`, or `request["asserts"]`.
 
-    Raises `OSError` if the sandbox itself fails.
+    `allow_unconfined`: also where namespaces or Landlock cannot hold it. Raises `Unconfined` without that, and
+    `OSError` if the sandbox itself fails.
     """
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="slime-code-") as folder:
@@ -80,7 +124,7 @@ def run(request: dict[str, Any], *, stdin: str = "", time_limit_s: float, memory
         command = [sys.executable, "-I", "-S", "-X", "utf8", __file__, folder, str(time_limit_s), str(memory_bytes)]
         environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
         supervisor = subprocess.run(
-            [*command, str(os.getpid()), sysconfig.get_path("purelib")],
+            [*command, str(os.getpid()), sysconfig.get_path("purelib"), "any" if allow_unconfined else "held"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=environment,
@@ -93,6 +137,11 @@ def run(request: dict[str, Any], *, stdin: str = "", time_limit_s: float, memory
             problem = supervisor.stderr[-300:].decode(errors="replace")
             raise OSError(f"got status {supervisor.returncode} from the sandbox's supervisor: {problem}")
         verdict = json.loads(supervisor.stdout)
+        missing = tuple(verdict["missing"])
+        if missing and not allow_unconfined:
+            from slime.core.errors import Unconfined  # the supervisor runs this file without any package
+
+            raise Unconfined(refusal(missing))
         result = None
         with contextlib.suppress(ValueError, RecursionError):
             result = json.loads((scratch / "result").read_bytes()[:MAX_OUTPUT_BYTES] or b"null")
@@ -100,7 +149,7 @@ def run(request: dict[str, Any], *, stdin: str = "", time_limit_s: float, memory
             result = [True] if result == [token] else None
         output = (scratch / "stdout").read_bytes()[:MAX_OUTPUT_BYTES].decode(errors="replace")
         result = result if isinstance(result, list) and len(result) == 1 else None
-        return Ended(verdict["code"], verdict["timed_out"], output, result)
+        return Ended(verdict["code"], verdict["timed_out"], output, result, missing)
 
 
 def confine(scratch: Path, libc: Any) -> bool:
@@ -126,8 +175,14 @@ def confine(scratch: Path, libc: Any) -> bool:
     return bool(libc.syscall(446, ruleset, 0) == 0)
 
 
-def become_program(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any) -> int:
-    """The program's process: takes its limits, then runs it; the exit status."""
+def become_program(
+    scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, missing: Sequence[str], report: int
+) -> int:
+    """The program's process: takes its limits, then runs it; the exit status.
+
+    `missing`: what does not hold it already; with what else does not it goes to the pipe `report`, before the program
+    runs, which never sees that pipe.
+    """
     os.setsid()
     request = json.loads((scratch / "request").read_text())
     asserts = open(scratch / "asserts", "rb")  # noqa: SIM115  (read when the program's definitions have run)
@@ -148,7 +203,11 @@ def become_program(scratch: Path, time_limit_s: float, memory_bytes: int, libc: 
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
-    confine(scratch, libc)
+    unheld = [*missing, *([] if confine(scratch, libc) else [LANDLOCK])]
+    os.write(report, json.dumps(unheld).encode())
+    os.close(report)
+    if unheld and sys.argv[6] != "any":
+        return 1
     sys.path.append(sys.argv[5])
     sys.argv = ["solution.py"]
     plain = "function" not in request and not request.get("checked")
@@ -174,18 +233,22 @@ def become_program(scratch: Path, time_limit_s: float, memory_bytes: int, libc: 
     return code & 0xFF
 
 
-def first_process(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, alone: bool) -> int:
+def first_process(scratch: Path, time_limit_s: float, memory_bytes: int, libc: Any, *, alone: bool, report: int) -> int:
     """The first process of the namespace: starts the program and answers its exit status; with it all others end."""
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     if alone:
-        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        libc.mount(b"tmpfs", bytes(scratch / "work"), b"tmpfs", 0, f"size={SCRATCH_BYTES},mode=700".encode())
+        disk = f"size={SCRATCH_BYTES},mode=700".encode()
+        alone = libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        alone = alone and libc.mount(b"tmpfs", bytes(scratch / "work"), b"tmpfs", 0, disk) == 0
     program = os.fork()
     if program == 0:
+        missing = [] if alone else [NAMESPACES]
         try:
-            os._exit(become_program(scratch, time_limit_s, memory_bytes, libc))
+            code = become_program(scratch, time_limit_s, memory_bytes, libc, missing=missing, report=report)
+            os._exit(code)
         finally:
             os._exit(1)
+    os.close(report)
     while True:
         ended, status = os.wait()
         if ended == program:
@@ -204,7 +267,7 @@ def end_descendants() -> None:
 
 
 def main() -> None:
-    """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES`; prints a verdict."""
+    """The supervisor: `sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any`; prints a verdict."""
     sys.path.append(str(Path(__file__).parents[3]))
     from slime.core.lifeline import die_with_parent
     from slime.rewards.environment import leave_network
@@ -217,13 +280,15 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     alone = leave_network(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID)
     deadline = time.monotonic() + time_limit_s * WALL_FACTOR + WALL_EXTRA_S
+    told, report = os.pipe()
     first = os.fork()
     if first == 0:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            os._exit(first_process(scratch, time_limit_s, memory_bytes, libc, alone=alone))
+            os._exit(first_process(scratch, time_limit_s, memory_bytes, libc, alone=alone, report=report))
         finally:
             os._exit(1)
+    os.close(report)
     code, timed_out = None, False
     while code is None:
         left = deadline - time.monotonic()
@@ -239,7 +304,9 @@ def main() -> None:
     timed_out = timed_out or (code > 128 and used.ru_utime + used.ru_stime >= time_limit_s)
     for name in ("stdout", "result"):
         (scratch / name).touch()
-    sys.stdout.write(json.dumps({"code": code, "timed_out": timed_out, "alone": alone}))
+    said = os.read(told, 1000)  # nobody holds the other end any more
+    missing = json.loads(said) if said else []  # it ended before it began, so nothing of the program ran
+    sys.stdout.write(json.dumps({"code": code, "timed_out": timed_out, "missing": missing}))
 
 
 if __name__ == "__main__":

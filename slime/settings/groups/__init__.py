@@ -46,7 +46,7 @@ GROUPS: tuple[Group, ...] = (
     Group(weights.WeightSyncSettings, "Weight sync"),
     Group(serving.ServingSettings, "Serving", serving.RULES),
     Group(topology.TopologySettings, "Topology", topology.RULES, topology.PASSED),
-    Group(fleet.FleetSettings, "Fleet"),
+    Group(fleet.FleetSettings, "Fleet", fleet.RULES),
     Group(logging.LoggingSettings, "Logging"),
     Group(debug.DebugSettings, "Debug", debug.RULES),
     Group(hooks.HookSettings, "Hooks"),

@@ -113,7 +113,7 @@ class ClusterSettings:
     """Inference GPUs in all. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
     engine. More than there are for training, with --colocate: the others are the engines' own."""
     rollout_num_gpus_per_engine: int = opt(1, ge=1, needs=_OWN_ENGINES)
-    """GPUs of one SGLang server (its tensor-parallel size)."""
+    """GPUs of one SGLang engine: its tensor-parallel ranks, times --sglang-pp-size pipeline stages."""
     colocate: bool = opt(False, adjust=_without_trainer)
     """Training and inference share the same GPUs and take turns."""
     offload: bool = opt(False, needs=_SHARED)
@@ -151,15 +151,4 @@ def several_hosts_need_a_cluster(args: Args) -> str | None:
     )
 
 
-def engines_of_one_gpu(args: Args) -> str | None:
-    """An engine actor holds one GPU."""
-    each = args.rollout_num_gpus_per_engine
-    if args.device != "cuda" or args.debug_train_only or each <= 1:
-        return None
-    return (
-        f"got rollout_num_gpus_per_engine {each}; this release starts engines of one GPU: leave it at 1 and give "
-        f"--rollout-num-gpus {each} for as many engines"
-    )
-
-
-RULES: tuple[Rule, ...] = (engines_divide, several_hosts_need_a_cluster, engines_of_one_gpu)
+RULES: tuple[Rule, ...] = (engines_divide, several_hosts_need_a_cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,16 @@ def _may_ask_a_service(s: Any) -> bool:
 
     Functions may ask it too.
     """
+    return _may_be_graded_by(s, lambda kind: "rm_url" in getattr(kind, "__dataclass_fields__", {}))
+
+
+def _may_run_code(s: Any) -> bool:
+    """Whether a grader that runs programs may be named."""
+    return _may_be_graded_by(s, lambda kind: kind.runs_code)
+
+
+def _may_be_graded_by(s: Any, fits: Callable[[Any], bool]) -> bool:
+    """Whether a grader that fits, or a function, may be named."""
     if s.custom_rm_path or s.custom_generate_function_path or s.data_source_path:
         return True
     try:
@@ -34,8 +45,9 @@ def _may_ask_a_service(s: Any) -> bool:
         named = [one for one in (s.rm_type, *(d.rm_type for d in datasets)) if one]
         if any(d.custom_rm_path or d.custom_generate_function_path for d in datasets):
             return True
-        asks = any("rm_url" in getattr(grader_of(name), "__dataclass_fields__", {}) for name in named)
-        return asks or any(first_row_names(file, s.metadata_key) for file in files)
+        return any(fits(grader_of(name)) for name in named) or any(
+            first_row_names(file, s.metadata_key) for file in files
+        )
     except ConfigError:  # a rule tells it
         return True
 
@@ -49,6 +61,7 @@ def _more_than_one(value: Any) -> bool:
 
 
 _SERVICE = Need(_may_ask_a_service, "--rm-type remote_rm, rows with metadata (which may name it), or your own function")
+_CODE = Need(_may_run_code, "--rm-type code, rows with metadata (which may name it), or your own function")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,9 @@ class RewardSettings:
     """Address of the grader of --rm-type remote_rm."""
     rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one)
     """Most samples in one request to --rm-url: 1 sends an object for each, more a list of objects."""
+    allow_unconfined_code: bool = opt(False, needs=_CODE)
+    """Let a grader run programs that a model wrote also where the machine cannot hold them: without user namespaces
+    they reach the network and other processes, without Landlock all files. Else such a machine is refused."""
     reward_key: str | None = None
     """Which entry of a dict reward is the number to train on."""
     group_rm: bool = False

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.core.addresses import is_loopback
+from slime.core.errors import ConfigError
+from slime.core.layout import EngineLayout
+from slime.settings.engine_layout import layout_of_run
+from slime.settings.families import layout_problem_of
 from slime.settings.fields import Need, internal, opt
 from slime.settings.group import Rule
 
@@ -47,26 +52,28 @@ class ServingSettings:
     """By model, host and port of its router; set when they have started."""
 
 
-PLAIN_ENGINE = {
+UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "quantization": (None,),
-    "pp_size": (None, 1),
-    "ep_size": (None, 1),
-    "dp_size": (None, 1),
-    "enable_dp_attention": (None, False),
-    "enable_eplb": (None, False),
-    "moe_a2a_backend": (None, "none"),
     "speculative_algorithm": (None,),
+    "enable_eplb": (None, False),
     "init_expert_location": (None, "trivial"),
+    "ep_num_redundant_experts": (None, 0),
+    "elastic_ep_backend": (None, "none"),
+    "moe_a2a_backend": (None, "none"),
+    "moe_dp_size": (None, 1),
+    "attn_cp_size": (None, 1),
+    "enable_prefill_cp": (None, False),
+    "enable_dp_attention_local_control_broadcast": (None, False),
+    "disaggregation_mode": (None, "null"),
 }
-"""Settings of SGLang -> values under which an engine's ranks shard tensors by tensor parallelism alone, with experts in
-their order."""
+"""Settings of SGLang -> values under which its ranks hold what `slime.weights.holding` says, and report it."""
 
 
 def engines_serve_what_tables_say(args: Args) -> str | None:
-    """The weight tables know engines whose ranks shard tensors by tensor parallelism alone, unquantised."""
+    """The trainer knows what each rank of an engine holds, unquantised, with experts in their order."""
     if args.debug_rollout_only or args.debug_train_only:
         return None
-    odd = [name for name, plain in PLAIN_ENGINE.items() if args.sglang.get(name) not in plain]
+    odd = [name for name, plain in UNVERIFIED.items() if args.sglang.get(name) not in plain]
     if not odd:
         return None
     return (
@@ -75,12 +82,76 @@ def engines_serve_what_tables_say(args: Args) -> str | None:
     )
 
 
-def engine_divides_heads(args: Args) -> str | None:
-    """SGLang shards query heads over the ranks of an engine."""
-    tp, heads = args.rollout_num_gpus_per_engine, args.megatron["num_attention_heads"]
-    if args.debug_train_only or tp < 1 or heads % tp == 0:
+def engine_has_a_layout(args: Args) -> str | None:
+    """Its GPUs divide into pipeline stages, DP groups and groups of experts."""
+    if args.debug_train_only or args.rollout_num_gpus_per_engine < 1:
         return None
-    return f"got rollout_num_gpus_per_engine {tp}, which does not divide the {heads} attention heads; choose a divisor"
+    try:
+        layout_of_run(args)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def engine_divides_heads(args: Args) -> str | None:
+    """SGLang shards heads over the ranks that share attention; on a GPU, fewer KV heads than these are replicated."""
+    layout = _layout(args)
+    if layout is None:
+        return None
+    ranks, heads, kv_heads = layout.attention_tp_size, *(args.megatron[name] for name in _HEADS)
+    if heads % ranks:
+        return (
+            f"got engines whose attention {ranks} ranks share ({layout}), which does not divide the {heads} attention "
+            "heads; choose a divisor for --rollout-num-gpus-per-engine"
+        )
+    if kv_heads and args.device == "cuda" and kv_heads % ranks and ranks % kv_heads:
+        return (
+            f"got engines whose attention {ranks} ranks share ({layout}) for {kv_heads} KV heads, where neither number "
+            "divides the other; choose another --rollout-num-gpus-per-engine"
+        )
+    return None
+
+
+def engine_holds_the_model(args: Args) -> str | None:
+    """SGLang's models differ in what they can be divided by."""
+    layout = _layout(args)
+    if layout is None or args.debug_rollout_only:
+        return None
+    problem = layout_problem_of(str(args.hf_checkpoint), layout)
+    return f"got engines of {layout} for this checkpoint: {problem}; choose another layout" if problem else None
+
+
+def groups_need_a_gpu(args: Args) -> str | None:
+    """On a CPU SGLang loads experts apart and DP attention, and fails at the first request."""
+    layout = _layout(args)
+    if layout is None or args.device == "cuda" or layout.ep_size == layout.dp_size == 1:
+        return None
+    name = "ep_size" if layout.ep_size > 1 else "dp_size"
+    return (
+        f"got sglang_{name} {getattr(layout, name)} on a CPU, where SGLang's plain kernels know neither experts of "
+        "other ranks nor DP attention; leave it out there"
+    )
+
+
+def stages_abort(args: Args) -> str | None:
+    """SGLang's loop of pipeline stages takes no notice of a pause that keeps requests."""
+    layout = _layout(args)
+    if layout is None or layout.pp_size == 1 or args.pause_generation_mode == "abort":
+        return None
+    return (
+        f"got --pause-generation-mode {args.pause_generation_mode} with --sglang-pp-size {layout.pp_size}: SGLang goes "
+        "on serving in pipeline stages while weights change; use abort"
+    )
+
+
+_HEADS = ("num_attention_heads", "num_query_groups")
+
+
+def _layout(args: Args) -> EngineLayout | None:
+    """Of the engines of the run; None where there are none, or where `engine_has_a_layout` complains."""
+    if args.debug_train_only or engine_has_a_layout(args) is not None or args.rollout_num_gpus_per_engine < 1:
+        return None
+    return layout_of_run(args)
 
 
 def strangers_need_a_key(args: Args) -> str | None:
@@ -116,8 +187,12 @@ def one_key(args: Args) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    engine_has_a_layout,
     engine_divides_heads,
+    engine_holds_the_model,
     engines_serve_what_tables_say,
+    groups_need_a_gpu,
+    stages_abort,
     strangers_need_a_key,
     an_existing_router_is_named_whole,
     one_key,

@@ -21,7 +21,22 @@ def _separate(s: Any) -> bool:
     return s.device == "cuda" or s.ray_address is not None
 
 
+def _is_mixed(s: Any) -> bool:
+    """Whether some engines share GPUs with the trainer and others do not."""
+    return bool(
+        s.device == "cuda" and s.colocate and s.rollout_num_gpus > s.actor_num_nodes * s.actor_num_gpus_per_node
+    )
+
+
+def _transport(s: Any) -> str:
+    if _is_mixed(s):
+        return "mixed"
+    return "distributed" if _separate(s) else "tensor"
+
+
 def _why(s: Any) -> str:
+    if _is_mixed(s):
+        return "some engines share GPUs with the trainer, others have their own"
     if not _separate(s):
         return "trainer and engines share memory"
     if s.rollout_external_engine_addrs:
@@ -30,7 +45,7 @@ def _why(s: Any) -> str:
 
 
 def _hands_memory_over(s: Any) -> bool:
-    return bool(s.offload_train and s.offload_rollout and s.update_weight_transport == "tensor")
+    return bool(s.offload_train and s.offload_rollout and s.update_weight_transport in ("tensor", "mixed"))
 
 
 def _one_name(value: Any) -> Any:
@@ -46,14 +61,15 @@ class WeightSyncSettings:
     """Weight sync. Every sync is verified; there is no switch for that."""
 
     update_weight_transport: str = derived(
-        lambda s: "distributed" if _separate(s) else "tensor",
+        _transport,
         _why,
         chosen_from=TRANSPORTS,
         canonical=_one_name,
     )
     """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;
-    disk: a shared folder; or the import path of a transport of your own. auto: distributed on cuda without --colocate
-    and where an engine may be on another host, else tensor."""
+    disk: a shared folder; mixed: tensor for the engines on GPUs of training ranks, distributed for the others; or the
+    import path of a transport of your own. auto: mixed where there are engines of both kinds, distributed on cuda
+    without --colocate and where an engine may be on another host, else tensor."""
     update_weight_buffer_size: int = derived(
         lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
         "little else is on the GPU during a weight sync, and each bucket costs time",

@@ -50,6 +50,8 @@ class TransportContext:
     """Of the trainer's tensors: "cpu" or "cuda"."""
     gpu_id: str | None
     """This rank's GPU, in the naming of `Receiver.gpu_ids`; None on a CPU."""
+    training_gpus: frozenset[str] = frozenset()
+    """GPUs of all training ranks, in the same naming; empty on a CPU."""
     address: str
     """This host, as engines reach it."""
     timeout_s: float

@@ -74,7 +74,7 @@ class DistributedChannel(Channel):
         from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
 
         limit = timedelta(seconds=self._timeout_s)
-        sizes = [receiver.control.tp_size for receiver in receivers]
+        sizes = [receiver.control.layout.num_ranks for receiver in receivers]
         offsets = {r.control.url: 1 + sum(sizes[:i]) for i, r in enumerate(receivers)}
         world_size = 1 + sum(sizes)
         group_name = f"slime-weights-{secrets.token_hex(4)}"  # engines keep a name until it is destroyed

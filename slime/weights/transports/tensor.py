@@ -58,11 +58,11 @@ class TensorChannel(Channel):
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         for receiver in receivers:
-            if self._gpu_id is not None and len(receiver.gpu_ids) != receiver.control.tp_size:
+            if self._gpu_id is not None and len(receiver.gpu_ids) != receiver.control.layout.num_ranks:
                 raise WeightSyncError(
                     f"got {len(receiver.gpu_ids)} GPU ids for engine {receiver.control.url} of "
-                    f"{receiver.control.tp_size} ranks; the tensor transport pairs ranks by GPU; give one per rank, or "
-                    "use --update-weight-transport distributed"
+                    f"{receiver.control.layout.num_ranks} ranks; the tensor transport pairs ranks by GPU; give one per "
+                    "rank, or use --update-weight-transport distributed"
                 )
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
@@ -85,7 +85,7 @@ class TensorChannel(Channel):
         """What the bucket travels as, if it has experts and every engine is of one rank."""
         if not any(name in self._places for name, _ in bucket.tensors):
             return None
-        if any(receiver.control.tp_size > 1 for receiver in receivers):
+        if any(receiver.control.layout.num_ranks > 1 for receiver in receivers):
             return None
         return named_runs(bucket.tensors, self._places)
 
@@ -93,7 +93,7 @@ class TensorChannel(Channel):
         """Engine ranks that this training rank serves."""
         if self._gpu_id is not None:
             return sum(receiver.gpu_ids.count(self._gpu_id) for receiver in receivers)
-        return sum(receiver.control.tp_size for receiver in receivers) if self._peers.is_sender else 0
+        return sum(receiver.control.layout.num_ranks for receiver in receivers) if self._peers.is_sender else 0
 
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
         load_format, gathered = prepared
@@ -105,7 +105,7 @@ class TensorChannel(Channel):
         per_engine: dict[str, list[str]] = {}
         for receiver in receivers:
             gpu_ids: Sequence[str | None] = (
-                receiver.gpu_ids if self._gpu_id is not None else [None] * receiver.control.tp_size
+                receiver.gpu_ids if self._gpu_id is not None else [None] * receiver.control.layout.num_ranks
             )
             absent = [g for g in gpu_ids if not payloads.get(g)]
             if absent:

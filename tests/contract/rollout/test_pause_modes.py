@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from slime.core.layout import ONE_RANK
 from slime.rollout.client import EngineClient
 from slime.rollout.generation import Generation
 from slime.serving.control import HttpEngineControl
@@ -49,7 +50,7 @@ class Updates:
     """Syncs versions of the weights to one engine as `weights.sync` does."""
 
     def __init__(self, url: str, models: Models) -> None:
-        self._control, self._models = HttpEngineControl(url, 1, 60.0), models
+        self._control, self._models = HttpEngineControl(url, ONE_RANK, 60.0), models
 
     def sync_weights(self, version: int, mode: str, model: Path | str | None = None) -> None:
         """`model`: of `version`, if it is another one."""

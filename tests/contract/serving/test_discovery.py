@@ -10,7 +10,8 @@ import pytest
 
 from slime.core.errors import EngineError
 from slime.core.hf_config import read_hf_config
-from slime.fleet.fitting import Wanted, misfits
+from slime.core.layout import ONE_RANK
+from slime.fleet.fitting import Wanted, layout_of_server, misfits
 from slime.models import table_for
 from slime.serving.discovery import NotAnswering, ask
 from slime.serving.plain_http import request
@@ -36,7 +37,7 @@ def test_a_real_server_fits_the_run_that_would_have_started_it(
 ) -> None:
     facts = ask(engine_server.url, None, LIMIT_S, LIMIT_S, experts=False)
     assert misfits(facts, wanted_of(tiny_model_path)) == []
-    assert (facts.tp_size, facts.asks_for_key) == (1, False)
+    assert (layout_of_server(facts), facts.asks_for_key) == (ONE_RANK, False)
     assert "api_key" not in facts.info
 
 

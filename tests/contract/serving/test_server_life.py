@@ -14,6 +14,7 @@ import pytest
 
 from slime.compat.sglang_memory_gate import WAITING
 from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.serving import server as server_module
 from slime.serving.control import HttpEngineControl
 from slime.serving.plain_http import request
@@ -168,7 +169,7 @@ def test_a_port_that_was_taken_meanwhile_is_answered_with_another(
 
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks_serve(tiny_model_path: Path, tmp_path: Path) -> None:
-    with serving(spec_of(tiny_model_path, tp_size=2), tmp_path) as server:
+    with serving(spec_of(tiny_model_path, layout=EngineLayout(tp_size=2)), tmp_path) as server:
         assert request("POST", f"{server.url}/generate", GENERATE, timeout_s=60)[0] == 200
         status, text = request("POST", f"{server.url}/weights_checker", {"action": "checksum"}, timeout_s=60)
         assert status == 200 and text.count("tp_rank") == 2, text
@@ -198,11 +199,11 @@ def test_a_server_with_a_token_serves_its_router_and_refuses_others(tiny_model_p
         for route, body in (("weights_checker", {"action": "checksum"}), ("abort_request", {"rid": "none"})):
             assert request("POST", f"{server.url}/{route}", body)[0] == 401, route
             assert request("POST", f"{server.url}/{route}", body, api_key=spec.api_key, timeout_s=60)[0] == 200, route
-        stranger = HttpEngineControl(server.url, tp_size=1, timeout_s=30)
+        stranger = HttpEngineControl(server.url, ONE_RANK, timeout_s=30)
         for call in (stranger.pause, stranger.flush_cache, stranger.weight_checksums, stranger.resume):
             with pytest.raises(EngineError, match="401"):
                 call()
-        control = HttpEngineControl(server.url, tp_size=1, timeout_s=30, api_key=spec.api_key)
+        control = HttpEngineControl(server.url, ONE_RANK, timeout_s=30, api_key=spec.api_key)
         control.pause()
         control.flush_cache()
         assert control.weight_checksums()[0].checksums

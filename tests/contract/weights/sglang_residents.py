@@ -1,7 +1,7 @@
-"""Loads a checkpoint with SGLang's own model class and loader and compares its parameters with the weight table.
+"""Loads checkpoints with SGLang's own model classes and loaders and compares their parameters with the weight table.
 
-One tensor-parallel rank, in bfloat16, no server. For models that SGLang builds but does not serve on a CPU: it is told
-that this is none where the models ask.
+One rank of an engine of any layout, in bfloat16, no server. For what SGLang builds but does not serve on a CPU: it is
+told that this is none where the models ask.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slime.core.layout import EngineLayout, EngineRank
+from slime.settings.engine_layout import server_settings
 from tests.support.ranks import Seat
 
 KERNELS = (
@@ -20,9 +22,8 @@ KERNELS = (
 """What SGLang's Qwen3.5 looks up on a CPU when it is imported, and only a build of its kernels has."""
 
 
-def load(checkpoint: Path, seat: Seat) -> Any:
-    """SGLang's model with the weights of the checkpoint."""
-    rank, size = seat.rank, seat.world_size
+def meet(seat: Seat, layout: EngineLayout, checkpoint: Path) -> EngineRank:
+    """Makes SGLang's groups of ranks in this process; which rank it is."""
     if seat.listener is not None:
         seat.listener.close()  # SGLang opens the store itself
     from slime.compat.sglang_cpu import activate
@@ -33,44 +34,75 @@ def load(checkpoint: Path, seat: Seat) -> Any:
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     for kernel in KERNELS:
         library.define(f"{kernel}(Tensor a) -> Tensor")
+    _KEPT.append(library)
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.models import qwen3_5, qwen3_next
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    qwen3_5._is_cpu = qwen3_next._is_cpu = False
+    set_global_server_args_for_scheduler(_server_args(checkpoint, layout))
+    parallel_state.init_distributed_environment(
+        world_size=layout.num_ranks,
+        rank=seat.rank,
+        local_rank=seat.rank,
+        distributed_init_method=f"tcp://127.0.0.1:{seat.port}",
+        backend="gloo",
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp_size,
+        attention_data_parallel_size=layout.dp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        expert_model_parallel_size=layout.ep_size,
+    )
+    return layout.ranks()[seat.rank]
+
+
+def load(checkpoint: Path, layout: EngineLayout) -> Any:
+    """SGLang's model with the weights of the checkpoint; after `meet`."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.model_loader import get_model
-    from sglang.srt.models import qwen3_5, qwen3_next
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-    qwen3_5._is_cpu = qwen3_next._is_cpu = False
-    args = ServerArgs(
+    args = _server_args(checkpoint, layout)
+    set_global_server_args_for_scheduler(args)
+    initialize_moe_config(args)
+    config = ModelConfig.from_server_args(args)
+    initialize_dp_attention(args, config)
+    return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+
+
+def _server_args(checkpoint: Path, layout: EngineLayout) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(
         model_path=str(checkpoint),
         device="cpu",
         dtype="bfloat16",
-        tp_size=size,
         disable_shared_experts_fusion=True,
         disable_radix_cache=True,
         disable_overlap_schedule=True,
         disable_cuda_graph=True,
         attention_backend="torch_native",
+        **server_settings(layout),
     )
-    set_global_server_args_for_scheduler(args)
-    config = ModelConfig.from_server_args(args)
-    parallel_state.init_distributed_environment(
-        world_size=size,
-        rank=rank,
-        local_rank=rank,
-        distributed_init_method=f"tcp://127.0.0.1:{seat.port}",
-        backend="gloo",
-    )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-    initialize_dp_attention(args, config)
-    return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
 
 
-def compare(seat: Seat, checkpoint: Path) -> dict[str, list[str]]:
-    """Names that are missing, extra, hold other bits, or are equal."""
-    held = {name: p.detach() for name, p in load(checkpoint, seat).named_parameters()}
+_KEPT: list[Any] = []
+"""A library that is dropped takes its kernels along."""
+
+
+def compare(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[str, list[str]]]:
+    """For each checkpoint the names that are missing, extra, hold other bits, or are equal."""
+    rank = meet(seat, layout, checkpoints[0])
+    return [_compare(layout, rank, checkpoint) for checkpoint in checkpoints]
+
+
+def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[str, list[str]]:
+    held = {name: p.detach() for name, p in load(checkpoint, layout).named_parameters()}
     import torch
     from safetensors.torch import load_file
 
@@ -81,7 +113,7 @@ def compare(seat: Seat, checkpoint: Path) -> dict[str, list[str]]:
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
     state = {n: source[n] if table.entry_of_hf(n).row.wide else source[n].bfloat16() for n in table.hf_names}
-    want = dict(engine_tensors(table, state, tp_rank=seat.rank, tp_size=seat.world_size, on_cpu=False))
+    want = dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False))
     both = want.keys() & held.keys()
     return {
         "missing": sorted(want.keys() - held.keys()),

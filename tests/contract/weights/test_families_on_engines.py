@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.core.hf_config import read_hf_config
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
@@ -85,8 +86,9 @@ def engine_parity(family: str, folder: Path, tp_size: int = 1, **overrides: Any)
     )
     if family == "glm4_moe":
         served, trained = with_prediction_layer(served), with_prediction_layer(trained)
-    with serving(spec_of(served, tp_size=tp_size), folder) as server:
-        control = HttpEngineControl(server.url, tp_size, timeout_s=60)
+    layout = EngineLayout(tp_size=tp_size)
+    with serving(spec_of(served, layout=layout), folder) as server:
+        control = HttpEngineControl(server.url, layout, timeout_s=60)
         with one_rank(trained, global_batch_size=24, micro_batch_size=6) as backend:
             backend.train(random_batch())
             sync_state(control, backend.table, backend.iter_hf_tensors(), version=2)
@@ -122,7 +124,7 @@ def test_an_engine_in_half_precision_chooses_experts_with_the_routers_that_it_wa
     state = {n: state[n] for n in table.hf_names}
     other = {n: -t if n.endswith("mlp.gate.weight") else t for n, t in state.items()}
     with serving(spec_of(path, dtype="bfloat16"), tmp_path) as server:
-        control = HttpEngineControl(server.url, 1, timeout_s=60)
+        control = HttpEngineControl(server.url, ONE_RANK, timeout_s=60)
         scores = []
         for version, sent in enumerate((state, other, state), 1):
             sync_state(control, table, sent.items(), version)

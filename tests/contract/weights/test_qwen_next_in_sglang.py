@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.core.layout import EngineLayout
 from tests.contract.weights.sglang_residents import compare
 from tests.support.qwen_next import write_qwen_next
 from tests.support.ranks import Ranks
@@ -19,7 +20,7 @@ def test_sglang_holds_what_the_table_says(tmp_path: Path, family: str, size: int
     config = checkpoint / "config.json"  # SGLang's Qwen3-Next keeps one norm in the dtype of the file, not of the flag
     config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
     with Ranks(fresh=True) as ranks:
-        told = ranks.run(compare, size, checkpoint)
-    for rank, found in enumerate(told):
+        told = ranks.run(compare, size, EngineLayout(tp_size=size), checkpoint)
+    for rank, (found,) in enumerate(told):
         assert len(found.pop("equal")) > 30, "too few tensors were compared"
         assert not any(found.values()), f"rank {rank} of {size}: {found}"

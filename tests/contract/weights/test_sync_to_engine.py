@@ -3,6 +3,7 @@ altered float is refused by name, and the engine stays paused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +16,17 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.errors import WeightSyncError
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
+from slime.serving.ports import lease_meeting_point
 from slime.serving.server import SGLangServer
 from slime.serving.wire import digest
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
-from tests.support.engines import serving, spec_of
+from tests.support.engines import READY_LIMIT_S, serving, spec_of
 from tests.support.tiny import write_tiny_model
 from tests.support.weights import Tamper, TamperingChannel, transport_context
 
@@ -89,10 +92,10 @@ def one_float(name: str, tensor: torch.Tensor) -> torch.Tensor:
 class Rig:
     """A server, its control, and what it was started from."""
 
-    def __init__(self, url: str, path: Path, tmp_path: Path, tp_size: int = 1) -> None:
+    def __init__(self, url: str, path: Path, tmp_path: Path, layout: EngineLayout = ONE_RANK) -> None:
         self.url, self.path, self.tmp_path = url, path, tmp_path
         self.table, self.state = read_model(path)
-        self.control = HttpEngineControl(url, tp_size, timeout_s=60)
+        self.control = HttpEngineControl(url, layout, timeout_s=60)
         self.receivers = [Receiver(self.control)]
 
     def channel(self, name: str, tamper: Tamper | None = None) -> Channel:
@@ -204,8 +207,9 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
     """Fusing, sharding, the padding of heads, MLP and vocabulary are as declared, over every transport."""
     kv_heads = 1 if family == "qwen3" else 2
     path = write_tiny_model(tmp_path / "model", family, seed=3, num_key_value_heads=kv_heads, **overrides)
-    with serving(spec_of(path, tp_size=2), tmp_path) as server:
-        rig = Rig(server.url, path, tmp_path, tp_size=2)
+    layout = EngineLayout(tp_size=2)
+    with serving(spec_of(path, layout=layout), tmp_path) as server:
+        rig = Rig(server.url, path, tmp_path, layout)
         for version, name in enumerate(NAMES, 2):
             state = changed(rig.state, seed=version)
             channel = rig.channel(name)
@@ -214,3 +218,65 @@ def test_two_ranks(tmp_path: Path, family: str, overrides: dict[str, Any]) -> No
             rig.assert_serves(state, version)
         with pytest.raises(WeightSyncError, match=r"rank [01]: differing"):
             rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False)])
+def test_two_pipeline_stages(tmp_path: Path, family: str, tied: bool) -> None:
+    """Both stages take what is sent, over every transport, both are compared, and together they serve it."""
+    layout = EngineLayout(pp_size=2)
+    path = write_tiny_model(tmp_path / "model", family, seed=3, tied=tied)
+    with serving(spec_of(path, layout=layout), tmp_path) as server:
+        rig = Rig(server.url, path, tmp_path, layout)
+        for version, name in enumerate(NAMES, 2):
+            state = changed(rig.state, seed=version)
+            channel = rig.channel(name)
+            for _ in range(2):  # the second weight sync reuses what the first one set up
+                rig.sync_weights(state, channel, version)
+            channel.close()
+            rig.assert_serves(state, version)
+        with pytest.raises(WeightSyncError, match=r"rank 0 of stage 1: differing: model.layers.1.self_attn.qkv_proj"):
+            rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
+        assert is_paused(rig.url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", EngineLayout(tp_size=2, ep_size=2)), ("qwen3", EngineLayout(tp_size=2, dp_size=2))],
+)
+def test_groups_of_ranks(tmp_path: Path, family: str, layout: EngineLayout) -> None:
+    """Experts apart, and DP attention: taken and compared on every rank. (On a CPU SGLang cannot serve either.)"""
+    path = write_tiny_model(tmp_path / "model", family, seed=3, vocab_size=131)
+    with serving(spec_of(path, layout=layout), tmp_path) as server:
+        rig = Rig(server.url, path, tmp_path, layout)
+        for version, name in enumerate(NAMES, 2):
+            channel = rig.channel(name)
+            rig.sync_weights(changed(rig.state, seed=version), channel, version)
+            channel.close()
+        with pytest.raises(WeightSyncError, match=r"rank [01]: differing: model.layers.1.self_attn.qkv_proj"):
+            rig.sync_weights(changed(rig.state, 9), rig.channel("tensor", one_float), version=9)
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_nodes(tmp_path: Path) -> None:
+    """Two servers are one engine: the first one answers, for the second one's stage, too."""
+    layout = EngineLayout(pp_size=2)
+    path = write_tiny_model(tmp_path / "model", "qwen3", seed=3)
+    with lease_meeting_point() as point, contextlib.ExitStack() as stack:
+        nodes = []
+        for rank in range(2):
+            spec = spec_of(path, layout=layout, num_nodes=2, node_rank=rank, dist_init_addr=f"127.0.0.1:{point.port}")
+            nodes.append(SGLangServer(spec, log_path=tmp_path / f"node{rank}.log"))
+            stack.callback(nodes[-1].stop)
+            nodes[-1].start()
+        for node in nodes:
+            node.wait_ready(READY_LIMIT_S)
+        assert all(node.healthy() and node.problem() is None and node.scheduler_answers(30.0) for node in nodes)
+        rig = Rig(nodes[0].url, path, tmp_path, layout)
+        for version, name in enumerate(NAMES, 2):
+            state = changed(rig.state, seed=version)
+            channel = rig.channel(name)
+            rig.sync_weights(state, channel, version)
+            channel.close()
+            rig.assert_serves(state, version)

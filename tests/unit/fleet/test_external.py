@@ -94,7 +94,7 @@ def test_a_server_that_fits_is_an_engine_without_slots(args: Callable[..., Args]
     server.info["tp_size"] = 2
     fleet = Fleet(args(server.url))
     (engine,) = fleet.members.engines
-    assert (engine.slots, engine.tp_size, engine.lends, engine.external) == ((), 2, False, True)
+    assert (engine.slots, engine.layout.tp_size, engine.lends, engine.external) == ((), 2, False, True)
     assert fleet.port.num_gpus == 2 and fleet.state(0) is State.SYNCING
     assert "continue_generation" in server.asked, "one that an earlier run left paused goes on"
     fleet.port.close()

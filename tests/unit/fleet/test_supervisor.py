@@ -21,6 +21,10 @@ class FakePort:
         self.log: list[str] = []
         self.answers: dict[int, str | Exception] = {}
         self.joined: list[tuple[Engine, str]] = []
+        self.hostless: set[int] = set()
+
+    def has_host(self, index: int) -> bool:
+        return index not in self.hostless
 
     def troubles(self) -> dict[int, str]:
         return dict(self.wrong)
@@ -136,6 +140,47 @@ def test_one_that_served_in_between_starts_to_count_anew() -> None:
         fleet.replace(0)
         fleet.supervisor.synced(fleet.supervisor.wants_weights(), 2)
         assert fleet.members[0].incarnation == round_ + 1 and fleet.states()[0] is State.READY
+
+
+def test_an_engine_waits_for_its_host_and_the_others_serve_meanwhile() -> None:
+    fleet = Fleet()
+    fleet.port.hostless = {1}
+    for seconds in (0.0, 10.0, 1000.0):
+        fleet.port.wrong[1] = "its owner has not answered for 30 s"
+        fleet.now += seconds
+        fleet.supervisor.tend()
+    assert fleet.states() == [State.READY, State.DEAD] and fleet.port.log == ["dismiss 1.0"]
+    fleet.port.hostless.clear()
+    for failure in range(1, MAX_FAILURES):
+        fleet.now += 100.0
+        fleet.supervisor.tend()
+        fleet.port.answers[1] = EngineError("it is still coming up")
+        fleet.supervisor.tend()
+        assert fleet.port.log[-2:] == [f"start 1.{failure}", f"dismiss 1.{failure}"], "the loss itself was no failure"
+
+
+def test_an_engine_that_starts_on_a_host_that_is_lost_then_waits_for_it() -> None:
+    """Law: Ray tells of a lost host late; until then a start there neither ends nor fails."""
+    fleet = Fleet()
+    fleet.port.wrong[1] = "its owner has not answered for 30 s"
+    fleet.supervisor.tend()
+    fleet.now += PAUSE_S
+    fleet.supervisor.tend()
+    assert fleet.states()[1] is State.STARTING
+    fleet.port.hostless = {1}
+    for _ in range(3 * MAX_FAILURES):
+        fleet.now += 100.0
+        fleet.supervisor.tend()
+    assert fleet.states() == [State.READY, State.DEAD] and fleet.port.log.count("start 1.1") == 1
+
+
+def test_a_fleet_without_a_host_ends_the_run() -> None:
+    fleet = Fleet()
+    fleet.port.hostless, fleet.port.wrong = {0, 1}, {0: "gone", 1: "gone"}
+    fleet.supervisor.tend()
+    fleet.now += PAUSE_S
+    with pytest.raises(EngineError, match=r"no engine is left: the hosts of all 2 are lost; gone"):
+        fleet.supervisor.tend()
 
 
 def test_without_fault_tolerance_the_first_loss_ends_the_run() -> None:

@@ -105,11 +105,17 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
         if step.isdecimal():
             (checkpoints / f"step_{int(step):06d}").mkdir(parents=True, exist_ok=True)
             (checkpoints / f"step_{int(step):06d}" / "manifest.json").touch()
+
+    def value(flag: str) -> str:
+        return words[words.index(flag) + 1]
+
     made: dict[str, Callable[[], str]] = {
         "--hf-checkpoint": lambda: own["--hf-checkpoint"],
         "--prompt-data": lambda: str(chats) if "sft_loss" in words else own["--prompt-data"],
         "--run-dir": lambda: own["--run-dir"],
-        "--save": lambda: str(folder / "save"),
+        "--save": lambda: str(
+            checkpoints if "--load" in words and value("--save") == value("--load") else folder / "save"
+        ),
         "--load": lambda: str(checkpoints),
         "--custom-config-path": lambda: str(config),
     }

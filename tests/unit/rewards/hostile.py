@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ def act(args: Any, sample: Sample) -> Any:
             return {name: float(name in os.environ) for name in ("PATH", "WANDB_API_KEY", "HF_TOKEN", "JUDGE_KEY")}
         case "args":
             return float(args["seven"])
+        case "search":  # for a text, in all that a function is given
+            text = sample.metadata["text"]
+            found = {"args": float(text.encode() in pickle.dumps(args)), "seen": float("lr" in args.megatron)}
+            return {**found, "environment": float(any(text in value for value in os.environ.values()))}
     return 1.0
 
 

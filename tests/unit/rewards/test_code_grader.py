@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
+from slime.core.registry import settings_of
 from slime.core.sample import Sample
 from slime.rewards.graders import make_grader
-from slime.rewards.graders.program_tests import last_program, same_output, same_value
-from slime.rewards.graders.sandbox import CLONE_NEWIPC, CLONE_NEWNS, CLONE_NEWPID, Ended, run
+from slime.rewards.graders.program_tests import ProgramTests, last_program, same_output, same_value
+from slime.rewards.graders.sandbox import Ended, missing_here, run
 from slime.rewards.pool import GraderPool
+from slime.rewards.preflight import code_problems
 from slime.rewards.types import Scored
+from slime.settings import parse_args
+from tests.support.command_line import complete
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 PAIRS = [{"input": "1 2\n", "output": "3"}, {"input": "-1 1", "output": "0\n"}]
@@ -32,13 +36,6 @@ def grade(program: str, tests: Any, **metadata: Any) -> Any:
 
 def ended(program: str, time_limit_s: float = 1.0, **request: Any) -> Ended:
     return run({"program": program, **request}, time_limit_s=time_limit_s, memory_bytes=1 << 30)
-
-
-def kernel_permits_namespaces() -> bool:
-    flags = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID
-    code = f"from slime.rewards.environment import leave_network; print(leave_network({flags}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    return out.strip() == "True"
 
 
 def test_the_last_complete_python_block_is_the_answer() -> None:
@@ -90,6 +87,70 @@ def test_outputs_are_compared_as_people_would() -> None:
     assert same_value([1, [0.1 + 0.2]], [1, [0.3]]) and not same_value(True, 1) and not same_value([1], [1, 2])
 
 
+FORBID = """
+import ctypes, json, platform, struct, sys
+unshare = {"x86_64": 272, "aarch64": 97}[platform.machine()]
+forbidden = {"namespaces": unshare, "Landlock": 444}
+names = sys.argv[1].split(",")
+filters = [struct.pack("HBBI", 0x20, 0, 0, 0)]  # the number of the call
+for name in names:
+    filters += [struct.pack("HBBI", 0x15, 0, 1, forbidden[name]), struct.pack("HBBI", 0x06, 0, 0, 0x00050001)]  # EPERM
+filters += [struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(filters))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.byref(Program(len(filters), ctypes.addressof(code)))) == 0, ctypes.get_errno()
+
+from slime.core.errors import Unconfined
+from slime.rewards.graders.sandbox import missing_here, run
+from slime.cli.doctor import check_sandbox
+
+program = {"program": f"open({sys.argv[2]!r}, 'w').write('ran')"}
+try:
+    run(program, time_limit_s=2.0, memory_bytes=1 << 30)
+    refused = None
+except Unconfined as error:
+    refused = str(error)
+from pathlib import Path
+ran = Path(sys.argv[2]).exists()
+allowed = run({"program": "print('ran')"}, time_limit_s=2.0, memory_bytes=1 << 30, allow_unconfined=True)
+finding = check_sandbox()
+print(json.dumps([refused, ran, allowed.output, allowed.missing, missing_here(), finding.state, finding.detail]))
+"""
+"""A machine as a container's seccomp profile makes it: these calls are forbidden."""
+
+
+@pytest.mark.parametrize("names", [["namespaces"], ["Landlock"], ["namespaces", "Landlock"]])
+def test_what_cannot_be_held_is_not_run_unless_that_is_allowed(names: list[str], tmp_path: Path) -> None:
+    """Law: without namespaces or Landlock no program starts; the refusal names what is missing, and the way out."""
+    trace = tmp_path / "trace"
+    done = subprocess.run(
+        [sys.executable, "-c", FORBID, ",".join(names), str(trace)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    refused, ran, output, missing, here, state, detail = json.loads(done.stdout)
+    assert refused is not None and not ran and output == "ran\n"
+    assert set(names) <= set(missing) and missing == here
+    for name in names:
+        assert name in refused and name in detail
+    assert "--allow-unconfined-code" in refused and state == "warn"
+
+
+def test_the_flag_reaches_the_sandbox(tmp_path: Path) -> None:
+    """Law: `--allow-unconfined-code` is a setting of the grader, for runs that name it and for rows that do."""
+    for rm_type in ("code", "math"):
+        words = [*complete(tmp_path / rm_type), "--rm-type", rm_type]
+        row = '{"input": "1+1", "label": "2", "metadata": {"rm_type": "code"}}'
+        (tmp_path / rm_type / "data.jsonl").write_text(row + "\n")
+        assert settings_of(ProgramTests, parse_args(words)) == {"allow_unconfined_code": False}
+        allowed = parse_args([*words, "--allow-unconfined-code"])
+        assert settings_of(ProgramTests, allowed) == {"allow_unconfined_code": True}
+        if not missing_here():
+            assert code_problems(parse_args(words)) == []
+
+
 @pytest.mark.slow
 def test_a_slow_program_fails_and_is_not_asked_again() -> None:
     started = time.monotonic()
@@ -111,8 +172,8 @@ def test_a_slow_program_fails_and_is_not_asked_again() -> None:
     ],
 )
 def test_an_attack_reaches_nothing(attack: str) -> None:
-    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 4 and not kernel_permits_namespaces():
-        pytest.skip("this kernel has neither Landlock nor user namespaces")
+    if missing := missing_here():
+        pytest.skip(f"nothing holds a program on this machine: {missing}")
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:

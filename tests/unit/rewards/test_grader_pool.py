@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +22,9 @@ from slime.core.sample import Sample
 from slime.rewards.environment import grader_environment
 from slime.rewards.pool import GraderPool
 from slime.rewards.types import Scored, Unscored
+from slime.settings import parse_args
+from slime.settings.table import flag_table
+from tests.support.command_line import complete
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
 
@@ -166,6 +172,29 @@ def test_graders_see_no_secret_that_is_not_given_to_them(monkeypatch: pytest.Mon
 
     seen = with_pool(work, custom_rm_path=f"{HOSTILE}:act")
     assert seen == Scored({"PATH": 1.0, "WANDB_API_KEY": 0.0, "HF_TOKEN": 0.0, "JUDGE_KEY": 1.0})
+
+
+def test_a_function_finds_no_secret_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: of the settings a user's function gets all but the secrets; whatever flag or variable held one."""
+    secret = "hunter2-hunter2"
+    given: list[str] = ["--use-wandb", "--train-env-vars", json.dumps({"WANDB_API_KEY": secret})]
+    usual = complete(tmp_path)
+    for flag in (flag for flag in flag_table().flags if flag.secret):
+        with contextlib.suppress(ConfigError):  # slime sets it itself
+            parse_args([*usual, flag.names[0], secret])
+            given += [flag.names[0], secret]
+    assert len(given) > 6 and "--wandb-key" in given and "--sglang-api-key" in given, given
+    args = parse_args([*usual, *given])
+    assert secret.encode() in pickle.dumps(args), "there is something to find"
+    names = ["WANDB_API_KEY", "HF_TOKEN", "HF_API_KEY", "RAY_AUTH_TOKEN", "OMP_SECRET", "AWS_SECRET_ACCESS_KEY"]
+    for name in names:
+        monkeypatch.setenv(name, secret)
+
+    async def work(pool: GraderPool) -> Any:
+        return await pool.score(Sample(response="search", metadata={"text": secret}))
+
+    seen = with_pool(work, custom_rm_path=f"{HOSTILE}:act", args=args)
+    assert seen == Scored({"args": 0.0, "seen": 1.0, "environment": 0.0})
 
 
 def test_the_environment_of_a_grader_is_a_short_list() -> None:

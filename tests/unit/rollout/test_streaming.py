@@ -82,8 +82,10 @@ def test_a_broken_stream_that_its_grammar_forbids_to_continue_is_an_error() -> N
     with pytest.raises(EngineError, match="cannot continue"):
         with_client(engine, work)
     engine.faults.append("cut")
-    whole = with_client(engine, lambda client: client.generate([5, 6], {**PARAMS, "regex": "A*"}))
-    assert len(whole.tokens) == 8 and engine.requests[-1]["input_ids"] == [5, 6], "it starts over"
+    many = {**PARAMS, "max_new_tokens": 80, "regex": "A*"}
+    whole = with_client(engine, lambda client: client.generate([5, 6], many))
+    assert len(whole.tokens) == 80 and len(engine.requests) == 3
+    assert engine.requests[-1]["input_ids"] == [5, 6], "it starts over"
 
 
 @pytest.mark.parametrize(("fault", "error"), [(400, RequestRejected), ("hang", DeadlineExceeded)])

@@ -77,3 +77,14 @@ def test_a_fixed_port_on_which_somebody_listens_is_refused() -> None:
         port = server.getsockname()[1]
         with pytest.raises(EngineError, match=f"port {port}"):
             lease_port(port)
+
+
+def test_what_sglang_derives_from_a_port_is_leased_with_it() -> None:
+    from slime.serving.ports import DERIVED_OFFSETS, MEETING_OFFSETS, _claim, lease_meeting_point
+
+    with lease_ports(2, beside_first=DERIVED_OFFSETS) as lease, lease_meeting_point() as meeting:
+        port, other = lease.ports[:2]
+        assert port != other and lease.ports[2:] == tuple(port + offset for offset in DERIVED_OFFSETS)
+        assert set(meeting.ports) == {meeting.port + offset for offset in MEETING_OFFSETS}
+        taken = {*lease.ports, *meeting.ports}
+        assert len(taken) == 2 + len(DERIVED_OFFSETS) + len(MEETING_OFFSETS) and not any(map(_claim, taken))

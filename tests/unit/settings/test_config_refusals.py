@@ -28,10 +28,25 @@ REFUSALS = [
     ("--rollout-top-p 0", "0 < top_p <= 1"),
     ("--rollout-top-k 0", "-1 for all"),
     ("--actor-num-nodes 2", "give --ray-address"),
+    ("--max-restarts 1", "without --save"),
+    ("--max-restarts 1 --save a", "give --load a"),
+    ("--max-restarts 1 --save a --load a", "without --save-interval"),
+    ("--max-restarts 1 --save a --load a --save-interval 1 --finetune", "back to the same step"),
     ("--router-host 0.0.0.0", "without --router-api-key"),
     ("--router-api-key a --sglang-api-key b", "one key for both"),
     ("--device cuda --update-weight-transport tensor", "without --colocate"),
-    ("--device cuda --rollout-num-gpus-per-engine 2", "engines of one GPU"),
+    ("--rollout-num-gpus-per-engine 2 --sglang-pp-size 4", "which does not divide it"),
+    ("--rollout-num-gpus-per-engine 2 --sglang-dp-size 2", "--sglang-enable-dp-attention"),
+    ("--rollout-num-gpus-per-engine 2 --sglang-ep-size 2", "0 experts"),
+    (
+        "--rollout-num-gpus-per-engine 2 --sglang-dp-size 2 --sglang-enable-dp-attention",
+        "neither experts of other ranks nor DP attention",
+    ),
+    (
+        "--rollout-num-gpus-per-engine 2 --sglang-pp-size 2 --pause-generation-mode retract --fully-async",
+        "with --sglang-pp-size 2",
+    ),
+    ("--sglang-moe-a2a-backend deepep", "other tensors than the trainer verifies"),
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient is zero"),
     ("--n-samples-per-prompt 1", "every advantage is zero"),
     ("--custom-reward-post-process-path a.b --rewards-normalization", "once more"),
@@ -157,7 +172,7 @@ def test_engines_are_not_started_on_quantised_weights(base: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["quantization fp8", "ep-size 2", "speculative-algorithm EAGLE", "enable-dp-attention"]
+    "flag", ["quantization fp8", "enable-eplb", "speculative-algorithm EAGLE", "ep-num-redundant-experts 2"]
 )
 def test_engines_that_would_hold_other_tensors_are_refused(base: list[str], flag: str) -> None:
     assert "verifies after each sync" in refused([*base, *f"--sglang-{flag}".split()])

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError, WeightSyncError
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models.common.table import Unit
 from slime.serving.wire import digest
 from slime.weights.buckets import Bucket, split
 from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
+from slime.weights.holding import Share
 from slime.weights.verify import compare
 from tests.support.weights import engine_tensors, model, tampered
 
@@ -20,15 +22,18 @@ def engine_shard(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.cat(engine_shards(*args, **kwargs))
 
 
+def share(part: int, parts: int) -> Share:
+    """Of an engine whose ranks share everything."""
+    return Share(part, parts, parts)
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_engine_shards_hold_every_value_once_and_zeros_beside(on_cpu: bool) -> None:
     table, state = model()
     for tp_size in (1, 2):
         for entry in table.entries:
             parts = [state[n] for n in entry.hf]
-            shards = [
-                engine_shard(table, entry, parts, tp_rank=r, tp_size=tp_size, on_cpu=on_cpu) for r in range(tp_size)
-            ]
+            shards = [engine_shard(table, entry, parts, share(r, tp_size), on_cpu=on_cpu) for r in range(tp_size)]
             assert all(s.shape == shards[0].shape for s in shards)
             got = torch.cat([s.flatten() for s in shards])
             want = torch.cat([p.flatten() for p in parts] * (tp_size if entry.row.dim is None else 1))
@@ -42,12 +47,12 @@ def test_a_gpu_replicates_kv_heads_when_there_are_fewer_than_ranks() -> None:
     entry = table.entry("decoder.layers.0.self_attention.linear_qkv.weight")
     parts = [state[n] for n in entry.hf]
     for rank in range(4):
-        shard = engine_shard(table, entry, parts, tp_rank=rank, tp_size=4, on_cpu=False)
+        shard = engine_shard(table, entry, parts, share(rank, 4), on_cpu=False)
         head = rank // 2
         want = [parts[0][6 * rank : 6 * rank + 6], *(p[6 * head : 6 * head + 6] for p in parts[1:])]
         assert torch.equal(shard, torch.cat(want))
     with pytest.raises(ConfigError, match="3 ranks"):
-        engine_shard(table, entry, parts, tp_rank=0, tp_size=3, on_cpu=False)
+        engine_shard(table, entry, parts, share(0, 3), on_cpu=False)
 
 
 def test_a_cpu_pads_heads_and_mlp_with_zeros() -> None:
@@ -55,7 +60,7 @@ def test_a_cpu_pads_heads_and_mlp_with_zeros() -> None:
 
     def shard(name: str, rank: int) -> torch.Tensor:
         entry = table.entry(f"decoder.layers.0.{name}.weight")
-        return engine_shard(table, entry, [state[n] for n in entry.hf], tp_rank=rank, tp_size=4, on_cpu=True)
+        return engine_shard(table, entry, [state[n] for n in entry.hf], share(rank, 4), on_cpu=True)
 
     prefix = "model.layers.0."
     q, k = state[f"{prefix}self_attn.q_proj.weight"], state[f"{prefix}self_attn.k_proj.weight"]
@@ -101,7 +106,7 @@ def test_comparison_names_missing_extra_and_differing() -> None:
 
 def test_doubled_missing_and_misshapen_tensors_are_refused() -> None:
     table, state = model()
-    expected = ExpectedDigests(table, [1], digest)
+    expected = ExpectedDigests(table, [ONE_RANK], digest)
     expected.add("model.norm.weight", state["model.norm.weight"])
     with pytest.raises(WeightSyncError, match="twice"):
         expected.add("model.norm.weight", state["model.norm.weight"])
@@ -113,7 +118,8 @@ def test_doubled_missing_and_misshapen_tensors_are_refused() -> None:
 
 def test_the_experts_of_a_layer_are_one_resident_tensor() -> None:
     table, state = model(model_type="qwen3_moe", num_experts=3, moe_intermediate_size=36)
-    first, second = (dict(engine_tensors(table, state, tp_rank=r, tp_size=2, on_cpu=True)) for r in range(2))
+    layout = EngineLayout(tp_size=2)
+    first, second = (dict(engine_tensors(table, state, layout=layout, rank=r, on_cpu=True)) for r in layout.ranks())
     prefix = "model.layers.1.mlp.experts."
     gate, up, down = (state[f"{prefix}2.{p}_proj.weight"] for p in ("gate", "up", "down"))
     w13, w2 = first[f"{prefix}w13_weight"].view(3, -1, 20), first[f"{prefix}w2_weight"].view(3, 20, -1)
@@ -121,7 +127,7 @@ def test_the_experts_of_a_layer_are_one_resident_tensor() -> None:
     rest = second[f"{prefix}w13_weight"].view(3, 64, 20)[2]  # 36 features become 64; the second rank has the last 4
     assert torch.equal(rest[:4], gate[32:]) and torch.equal(rest[32:36], up[32:]) and not rest[4:32].any()
 
-    expected = ExpectedDigests(table, [2], digest)
+    expected = ExpectedDigests(table, [layout], digest)
     for name in reversed(table.hf_names):
         expected.add(name, state[name])
-    assert expected.finish()[2][0] == {name: digest(tensor) for name, tensor in first.items()}
+    assert expected.finish()[layout][layout.ranks()[0]] == {name: digest(tensor) for name, tensor in first.items()}

@@ -80,7 +80,7 @@ def opened(payload: str) -> list[tuple[str, torch.Tensor]]:
 @given(st.integers(1, 60_000))
 def test_runs_fill_what_an_engine_holds_whatever_the_buckets(limit: int) -> None:
     places = places_of(TABLE, on_cpu=True)
-    want = dict(engine_tensors(TABLE, STATE, tp_rank=0, tp_size=1, on_cpu=True))
+    want = dict(engine_tensors(TABLE, STATE, on_cpu=True))
     stacks = {resident for resident, _ in places.values()}
     assert len(stacks) == 4, "two of each layer"
     engine = FakeModel({name: torch.full_like(shaped(want[name]), torch.nan) for name in stacks})
@@ -97,7 +97,7 @@ def test_an_engine_that_keeps_experts_otherwise_does_not_report_what_was_meant(
     kind: type[FakeModel], limit: int
 ) -> None:
     """Bytes that were put where the trainer has them prove nothing by themselves."""
-    want = dict(engine_tensors(TABLE, STATE, tp_rank=0, tp_size=1, on_cpu=True))
+    want = dict(engine_tensors(TABLE, STATE, on_cpu=True))
     stacks = {resident for resident, _ in places_of(TABLE, on_cpu=True).values()}
     empty = {name: shaped(want[name]) for name in stacks}
     if kind is Transposed:
@@ -127,7 +127,7 @@ def test_experts_that_an_engine_would_pad_go_to_its_own_loader(features: int, on
     places = places_of(table, on_cpu=on_cpu)
     assert bool(places) is whole
     if whole:
-        want = dict(engine_tensors(table, state, tp_rank=0, tp_size=1, on_cpu=on_cpu))
+        want = dict(engine_tensors(table, state, on_cpu=on_cpu))
         for name, (resident, start) in places.items():
             flat = want[resident].flatten()[start : start + state[name].numel()]
             assert torch.equal(flat, state[name].flatten()), name

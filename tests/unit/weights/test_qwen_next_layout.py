@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.core.layout import EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
@@ -29,7 +30,7 @@ def _state(table: FamilyTable) -> dict[str, Tensor]:
 
 
 def _resident(table: FamilyTable, state: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    return dict(engine_tensors(table, state, tp_rank=rank, tp_size=size, on_cpu=False))
+    return dict(engine_tensors(table, state, layout=EngineLayout(tp_size=size), rank=EngineRank(0, rank), on_cpu=False))
 
 
 def _part(x: Tensor, rank: int, size: int) -> Tensor:
@@ -113,12 +114,12 @@ def test_stacked_experts_are_those_of_single_files() -> None:
 @pytest.mark.parametrize("config", [NEXT, MOE])
 def test_every_resident_tensor_gets_a_digest_while_tensors_stream(config: dict[str, Any]) -> None:
     table = table_for(config)
-    expected = ExpectedDigests(table, [1, 2], digest)
+    expected = ExpectedDigests(table, [EngineLayout(tp_size=n) for n in (1, 2)], digest)
     for name, tensor in _state(table).items():
         expected.add(name, tensor.bfloat16())
     derived = {e.plus_one for e in table.entries if e.plus_one}
     assert "model.norm.gemma_weight" in derived and not any("linear_attn" in name for name in derived)
     for ranks in expected.finish().values():
-        assert all(digests.keys() == table.resident.keys() | derived for digests in ranks)
+        assert all(digests.keys() == table.resident.keys() | derived for digests in ranks.values())
     assert table.carries("mtp.layers.0.mlp.gate.weight") and table.carries("model.visual.pos_embed.weight")
     assert table.carries("visual.pos_embed.weight"), "SGLang's name of the vision tower"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
+from slime.core.layout import EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.receivers import Peers, Receiver
@@ -21,6 +22,8 @@ from slime.weights.transports import Channel
 from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.transports.tensor import TensorTransport
 from tests.support.weights import FakeEngine, FakeWire, Ranks, State, TamperingChannel, model, transport_context
+
+TP2 = EngineLayout(tp_size=2)
 
 
 def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeWire, **kwargs: Any) -> dict[str, float]:
@@ -45,7 +48,7 @@ def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeW
 def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> None:
     table, state = model()
     wire = FakeWire()
-    engines = [FakeEngine("http://a", table, wire, 1), FakeEngine("http://b", table, wire, 2)]
+    engines = [FakeEngine("http://a", table, wire), FakeEngine("http://b", table, wire, TP2)]
     metrics = run(table, state, engines, wire, pause_mode=mode)
     for engine in engines:
         steps = [s for i, s in enumerate(engine.log) if engine.log[i - 1 : i] != [s]]
@@ -57,7 +60,7 @@ def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> 
 def test_every_departure_is_named_and_no_engine_resumes() -> None:
     table, state = model()
     wire = FakeWire()
-    engines = [FakeEngine("http://a", table, wire), FakeEngine("http://b", table, wire, 2)]
+    engines = [FakeEngine("http://a", table, wire), FakeEngine("http://b", table, wire, TP2)]
     engines[1].drop = "model.norm.weight"
 
     def tamper(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +114,7 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
     table, state = model()
     ranks, wires = Ranks(2), [FakeWire(), FakeWire()]
     shared = FakeWire()
-    engine = FakeEngine("http://a", table, shared, 2)
+    engine = FakeEngine("http://a", table, shared, TP2)
     receiver = Receiver(engine, gpu_ids=("g1", "g0"))  # type: ignore[arg-type]
     engine.fail_at = broken
     seen: list[list[str]] = []

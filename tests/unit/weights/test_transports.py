@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from slime.core.errors import ConfigError
 from slime.settings.fields import declared
-from slime.weights.transports import TRANSPORTS, Transport
+from slime.weights.receivers import Receiver
+from slime.weights.transports import TRANSPORTS, Channel, Transport
 from slime.weights.transports.disk import DiskTransport
+from slime.weights.transports.mixed import MixedChannel
 
 OWN_TRANSPORT = """
 from dataclasses import dataclass
@@ -59,7 +62,7 @@ def build(name: str, **given: Any) -> Transport:
 
 
 def test_the_names_and_the_alias() -> None:
-    assert TRANSPORTS.names() == ("disk", "distributed", "nccl", "tensor")
+    assert TRANSPORTS.names() == ("disk", "distributed", "mixed", "nccl", "tensor")
     assert TRANSPORTS.get("nccl") is TRANSPORTS.get("distributed") and TRANSPORTS.get("nccl").name == "distributed"
 
 
@@ -106,3 +109,46 @@ def test_the_command_line_knows_them_without_torch() -> None:
     program = "import sys; from slime.weights.transports import TRANSPORTS; TRANSPORTS.names(); "
     program += "assert not {'torch', 'safetensors.torch', 'ray'} & set(sys.modules), 'torch was imported'"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class NotedChannel(Channel):
+    """Writes down what it is asked to do, and for whom."""
+
+    def __init__(self, name: str, log: list[tuple[str, str, list[str]]]) -> None:
+        self._name, self._log = name, log
+
+    def _note(self, what: str, receivers: Sequence[Receiver] = ()) -> None:
+        self._log.append((self._name, what, [one.gpu_ids[0] for one in receivers]))
+
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        self._note("begin", receivers)
+
+    def prepare(self, bucket: Any, receivers: Sequence[Receiver]) -> Any:
+        self._note("prepare", receivers)
+        return f"{self._name} {bucket}"
+
+    def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        assert prepared == f"{self._name} bucket"
+        self._note("deliver", receivers)
+
+    def abandon(self) -> None:
+        self._note("abandon")
+
+
+def test_engines_of_both_kinds_get_weights_each_by_the_way_that_reaches_it() -> None:
+    log: list[tuple[str, str, list[str]]] = []
+    mixed = MixedChannel(NotedChannel("shared", log), NotedChannel("apart", log), frozenset({"g0", "g1"}))
+    engines = [Receiver(cast("Any", object()), gpus) for gpus in (("g0", "g1"), ("slot 2",), ("g1",))]
+    mixed.begin(engines, version=1)
+    mixed.deliver(mixed.prepare(cast("Any", "bucket"), engines), engines, version=1)
+    assert log == [
+        (way, what, whom)
+        for what in ("begin", "prepare", "deliver")
+        for way, whom in (("shared", ["g0", "g1"]), ("apart", ["slot 2"]))
+    ]
+    log.clear()
+    alone = engines[:1]
+    mixed.deliver(mixed.prepare(cast("Any", "bucket"), alone), alone, version=2)
+    mixed.abandon()
+    assert [way for way, what, _ in log if what != "abandon"] == ["shared", "shared"]
+    assert [way for way, what, _ in log if what == "abandon"] == ["shared", "apart"]

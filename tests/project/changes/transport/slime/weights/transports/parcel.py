@@ -35,7 +35,7 @@ class ParcelChannel(Channel):
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
         """One payload for each engine rank and parcel."""
-        num = sum(receiver.control.tp_size for receiver in receivers)
+        num = sum(receiver.control.layout.num_ranks for receiver in receivers)
         parcels = []
         for start in range(0, len(bucket.tensors), self._size):
             payloads, owner = self._context.serialize(bucket.tensors[start : start + self._size], num, None)
@@ -47,7 +47,7 @@ class ParcelChannel(Channel):
         """In order, to one engine after the other."""
         for payloads in prepared:
             for receiver in receivers:
-                own = [payloads.pop() for _ in range(receiver.control.tp_size)]
+                own = [payloads.pop() for _ in range(receiver.control.layout.num_ranks)]
                 receiver.control.update_weights_from_tensor(
                     own, load_format="flattened_bucket", flush_cache=False, weight_version=version
                 )

@@ -1,0 +1,260 @@
+"""`--max-restarts`: a run that a fault ended starts again by itself, from its newest checkpoint.
+
+    keeper (this process)   settings alone, one thread: no Ray, no torch, nothing of the run
+      └─ start 0, 1, ...    forked from it, one after the other: the driver of a whole run
+
+Why each start is a process of its own, and not a turn of a loop in one: Ray reads its environment when it is imported
+and keeps threads and references of a cluster that is gone; a save in the background may hang on a dead rank; and a
+driver that is killed itself could start nothing. Why it is forked: the settings are parsed, and stay the ones of the
+command line. Without `--max-restarts` there is no keeper, and this process is the driver.
+
+Consumes: the end of each start, with the reason that it sends through a pipe. Produces: the next start, on the same run
+folder, or the exit status of the last one. Waits for: a start to end, then for everything that it left on this host.
+Is woken by: the kernel, when a child ends; SIGINT and SIGTERM, which it hands to the start, after which there is none.
+
+Invariants
+1. A start begins when nothing of the one before is left on this host: its orphans become children of the keeper, which
+   waits for them (the guardian ends them).
+2. No start outlives the keeper, whatever ends it.
+3. A start resumes as `--load` does by hand: the checkpoint says what was trained, and the ledger goes on with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from slime.cluster.faults import NO_STEP, End, Restarts
+from slime.core.errors import CheckpointError, ConfigError
+from slime.core.ids import new_run_id
+from slime.core.lifeline import die_with_parent
+from slime.core.text import visible
+from slime.observability.sinks import AXES, read_jsonl
+from slime.settings import Args
+from slime.settings.groups.checkpoint import has_checkpoint
+from slime.settings.parse import report_and_exit
+
+Loop = Callable[[Args], None]
+PAUSE_S = 5.0
+"""Between two starts: a Ray cluster that was joined takes a moment to have the slots of the dead one back."""
+ORPHANS_LIMIT_S = 60.0
+"""How long what a start left may take to end; its guardian has 15 s."""
+PR_SET_CHILD_SUBREAPER = 36
+BY_PEOPLE = (signal.SIGINT, signal.SIGTERM)
+MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
+"""Signals by which people end a process; others come from the kernel, or from its killer for memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Why this process is not the first start of its run."""
+
+    number: int
+    """From one."""
+    most: int
+    because: str
+    """How the start before ended."""
+    checkpoint: str | None
+    """What it goes on from; None: from the beginning, because nothing was saved."""
+    step: int
+    """The first one that it does, from 0."""
+
+    def __str__(self) -> str:
+        whence = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
+        return f"restart {self.number} of {self.most}: on with step {self.step + 1}, {whence}, after {self.because}"
+
+    def facts(self) -> dict[str, object]:
+        """For the record of the run."""
+        return asdict(self)
+
+
+_restart: Restart | None = None
+
+
+def this_restart() -> Restart | None:
+    """What made this process; None in the first start of a run."""
+    return _restart
+
+
+def restarting(loop: Loop) -> Loop:
+    """A loop that starts again after a fault, as `--max-restarts` says."""
+
+    @functools.wraps(loop)
+    def run(args: Args) -> None:
+        if args.max_restarts:
+            _Keeper(loop, args).run()
+        else:
+            loop(args)
+
+    return run
+
+
+class _Keeper:
+    """Starts a run until it succeeds, is asked to end, or would not get better."""
+
+    def __init__(self, loop: Loop, args: Args) -> None:
+        """Raises `ConfigError` in a process that cannot be forked."""
+        if threading.active_count() > 1 or "ray" in sys.modules:
+            raise ConfigError(
+                "got --max-restarts in a process that has threads or has imported Ray, which a start cannot be forked "
+                "from; call the loop from a plain script, or leave it out"
+            )
+        if args.use_wandb and args.wandb_run_id is None:
+            args = args.replace(wandb_run_id=args.run_id)  # all starts are one run there, too
+        self._loop, self._args = loop, args
+        self._child: int | None = None
+        self._asked: int | None = None
+        """The signal that somebody sent."""
+
+    def run(self) -> None:
+        """Returns when a start succeeded; else raises `SystemExit` with the status of the last one."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        before = {number: signal.signal(number, self._hand_on) for number in BY_PEOPLE}
+        try:
+            self._run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> None:
+        restarts, restart = Restarts(self._args.max_restarts, last_trained(self._args)), None
+        while (code := self._start(restart)) != 0:
+            end = self._end
+            if self._asked is not None:
+                raise SystemExit(code)
+            why_not = restarts.refusal(end, last_trained(self._args)) or self._what_is_left()
+            if why_not is not None:
+                _say(f"the run is not started again: {why_not}")
+                raise SystemExit(code)
+            restart = self._next(restarts, end)
+            _say(str(restart))
+            time.sleep(PAUSE_S)
+
+    def _next(self, restarts: Restarts, end: End) -> Restart:
+        """The settings of the next start: the same, and what is saved by now is loaded."""
+        save = str(self._args.save)
+        saved = has_checkpoint(save)
+        self._args = self._args.replace(run_id=new_run_id(), load=save if saved else None)
+        name, step = _newest(save) if saved else (None, int(self._args.start_rollout_id or 0))
+        return Restart(restarts.number, restarts.most, end.reason, name, step)
+
+    def _start(self, restart: Restart | None) -> int:
+        """Makes one start and waits for its end: its exit status; `_end` says what it was."""
+        read, write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        keeper = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, BY_PEOPLE)
+        child = os.fork()
+        if child == 0:
+            _be_start(self._loop, self._args, restart, write, keeper)
+        self._child = child
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BY_PEOPLE)
+        os.close(write)
+        while True:  # whatever else ends was left by a driver
+            ended, status = os.waitpid(-1, 0)
+            if ended == child:
+                break
+        self._child = None
+        os.set_blocking(read, False)
+        with open(read, "rb") as pipe:
+            self._end = _end_of(status, pipe.read() or b"")
+        return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+    def _what_is_left(self) -> str | None:
+        """Waits for the orphans of the start that ended; what to say if some do not end."""
+        deadline = time.monotonic() + ORPHANS_LIMIT_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(0.1)
+            return f"processes of the start that ended are still there after {ORPHANS_LIMIT_S:.0f} s"
+        return None
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        """A signal to the keeper is one to its start, which has a process group of its own: it gets it once."""
+        self._asked = number
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child, number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
+
+
+def last_trained(args: Args) -> int:
+    """The last step that the record of the run has; `NO_STEP` without one."""
+    record, axis = Path(args.run_dir) / "metrics.jsonl", AXES["train"]
+    rows = read_jsonl(record) if record.is_file() else []
+    return max((int(row[axis]) for row in rows if axis in row), default=NO_STEP)
+
+
+def _newest(save: str) -> tuple[str, int]:
+    """Name of the checkpoint that `--load` means, and the step that follows it."""
+    from slime.training.state import checkpoint
+
+    try:
+        found = checkpoint.find(Path(save))
+    except CheckpointError:  # the start says what is wrong with it
+        found = None
+    return (found.path.name, found.rollout_id + 1) if found is not None else (save, 0)
+
+
+def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, keeper: int) -> NoReturn:
+    """The driver: runs the loop, tells the keeper how it ended, and ends this process. Never returns."""
+    global _restart
+    code = 1
+    try:
+        die_with_parent(keeper)
+        os.setpgid(0, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a process group behind a terminal's may not read from it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BY_PEOPLE)
+        _restart = restart
+        try:
+            loop(args)
+            code = 0
+        except BaseException as error:
+            os.write(verdict, json.dumps(asdict(End.by(error))).encode())
+            report_and_exit(error, Path(args.run_dir).resolve() / "logs")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_of(status: int, said: bytes) -> End:
+    """What a start said of its end; one that said nothing was killed, or Ray ended it."""
+    if said:
+        return End(**json.loads(said))
+    if os.WIFSIGNALED(status):
+        number = signal.Signals(os.WTERMSIG(status))
+        return End(f"the end of the driver by {number.name}", is_fault=number not in MEANT)
+    return End(f"the end of the driver with status {os.WEXITSTATUS(status)}, without a word", is_fault=True)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(visible(text) + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,132 @@
+"""`Upstream`, an engine as its client sees it, and `Try`, one request there.
+
+Consumes: what the client hears of its requests (`got_tokens`), and what ends them from outside (`interrupt`). Produces:
+what `wait` waits for, or `Interrupted`. A try waits for its engine; it is woken by the answer and by `break_off`.
+
+Invariants
+1. The id of a request begins with what is common to its client, its engine there, and its scope, and no id is the
+   beginning of another. An engine ends all requests whose ids begin as it is asked to (`wire`): one, or all of a scope,
+   or all that the client has there, and none of anybody else.
+2. An engine that is admitted once more is another `Upstream`: the end of what it had ends nothing of what it gets.
+3. Time without progress counts from the last token of a try; while it is silent, from the last token of its engine, as
+   long as the try may be queueing there: no later request of its engine has been served since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from slime.rollout.scope import RequestScope
+
+T = TypeVar("T")
+LATE, DISMISSED, PAUSED = "late", "dismissed", "paused"
+"""Why a try is interrupted."""
+
+
+class Interrupted(Exception):
+    """A try was ended from outside; `why` is one of the words above."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Upstream:
+    """One engine as its client sees it."""
+
+    __slots__ = (
+        "admitted",
+        "asked",
+        "down_until",
+        "failures",
+        "prefix",
+        "progress_at",
+        "served",
+        "tries",
+        "url",
+        "waiting",
+    )
+
+    def __init__(self, url: str, prefix: str, now: float) -> None:
+        """`prefix`: how the ids of all its requests begin."""
+        self.url, self.prefix = url, prefix
+        self.tries: set[Try] = set()
+        self.waiting: dict[asyncio.Future[None], None] = {}
+        """Requests of its sessions, in the order in which they came."""
+        self.admitted, self.failures, self.down_until = True, 0, 0.0
+        self.asked = 0
+        """Requests that it was sent."""
+        self.served = -1
+        """The latest of them that has got a token."""
+        self.progress_at = now
+
+    def prefix_of(self, scope: RequestScope | None) -> str:
+        """How the ids of the requests of a scope begin, or of those that have none."""
+        return f"{self.prefix}{0 if scope is None else scope.number}."
+
+
+class Try:
+    """One request at one engine."""
+
+    __slots__ = (
+        "_fresh_at",
+        "_guard",
+        "_number",
+        "_place",
+        "_served",
+        "heard_at",
+        "interrupted",
+        "rid",
+        "scope",
+        "upstream",
+    )
+
+    def __init__(self, upstream: Upstream, scope: RequestScope | None, now: float) -> None:
+        self.upstream, self.scope = upstream, scope
+        self.interrupted: str | None = None
+        self._guard: asyncio.Timeout | None = None
+        self.heard_at = self._fresh_at = now
+        self._number = self._place = upstream.asked
+        self.rid = f"{upstream.prefix_of(scope)}{self._number}."
+        self._served = False
+        upstream.asked += 1
+
+    def got_tokens(self, now: float) -> None:
+        """Tokens have come. If it falls silent now it may have been sent to the end of the queue."""
+        upstream = self.upstream
+        self.heard_at = upstream.progress_at = now
+        self._place = upstream.asked - 1
+        if not self._served:
+            self._served, upstream.served = True, max(upstream.served, self._number)
+
+    def silent_s(self, now: float) -> float:
+        """Seconds without progress (invariant 3), as far as somebody waits for it."""
+        if self._guard is None:
+            self._fresh_at = now
+        overtaken = self.upstream.served > self._place
+        self._fresh_at = max(self._fresh_at, self.heard_at, 0.0 if overtaken else self.upstream.progress_at)
+        return now - self._fresh_at
+
+    def interrupt(self, why: str) -> None:
+        """Lets it wait for its engine no more, from its next `wait` on, or, with `break_off`, from now on."""
+        self.interrupted = self.interrupted or why
+
+    def break_off(self) -> None:
+        """Wakes it, if it waits and was interrupted: `wait` raises `Interrupted`."""
+        if self._guard is not None and self.interrupted is not None:
+            self._guard.reschedule(0.0)
+
+    async def wait(self, what: Callable[[], Awaitable[T]]) -> T:
+        """What the engine answers. Raises `Interrupted`, and what `what` raises."""
+        if self.interrupted is None:
+            try:
+                async with asyncio.timeout(None) as self._guard:
+                    return await what()
+            except TimeoutError:
+                if self.interrupted is None:
+                    raise
+            finally:
+                self._guard = None
+        raise Interrupted(self.interrupted)

@@ -1,0 +1,95 @@
+"""Which part of each resident tensor a rank of an engine holds: its stage, its share of a tensor, its experts.
+
+Rules, of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
+`layers/moe/fused_moe_triton/layer.py`):
+- a pipeline stage holds its layers; the first one the embedding, the last one the final norm. The output layer stands
+  on the last stage, or on every one (`Spread.stages`); a tied one is a tensor of its own there;
+- attention is shared by the ranks of a DP group, and so is the embedding; with `dp_lm_head` the output layer, too;
+- a rank holds the experts of its EP group, which lie next to each other, and of each what its place in the group says;
+- everything else is shared by all ranks of a stage, shared experts and dense MLPs among it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slime.core.layout import EngineLayout, EngineRank
+from slime.models.common.spread import Head
+from slime.models.common.table import ATTENTION, EMBEDDING, HEAD, Entry, FamilyTable
+
+TIED_HEAD = "lm_head.weight"
+"""How SGLang calls the output layer, where it is one beside the embedding that it is tied to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The `part`-th of `parts` equal parts of a tensor."""
+
+    part: int = 0
+    parts: int = 1
+    padded_for: int = 1
+    """On a CPU, heads and features are padded for this many ranks, however many share them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a rank holds of a resident tensor; ranks of one holding have the same bytes."""
+
+    share: Share
+    experts: range | None = None
+    """Of the routed experts, these; None where the tensor holds none."""
+
+    def entries(self, held: Sequence[Entry]) -> Sequence[Entry]:
+        """Of all entries of the resident tensor those of this rank."""
+        return held if self.experts is None else held[self.experts.start : self.experts.stop]
+
+
+def holdings(
+    table: FamilyTable, held: Sequence[Entry], layout: EngineLayout
+) -> Iterator[tuple[EngineRank, str, Holding]]:
+    """Every rank that holds a resident tensor of these entries, under which name, and what of it."""
+    entry = held[0]
+    name = entry.row.megatron
+    stages = _stages(table, entry, layout)
+    for rank in layout.ranks():
+        if rank.pp_rank in stages:
+            yield rank, entry.engine, _holding(table, entry, layout, rank.tp_rank)
+        if name == EMBEDDING and table.tied and rank.pp_rank and rank.pp_rank == layout.pp_size - 1:
+            yield rank, TIED_HEAD, Holding(_head(layout, rank.tp_rank))
+
+
+def _stages(table: FamilyTable, entry: Entry, layout: EngineLayout) -> range:
+    """The pipeline stages that hold an entry."""
+    last = layout.pp_size - 1
+    if entry.row.megatron == HEAD and table.spread.stages is Head.EVERY:
+        return range(layout.pp_size)
+    if entry.layer is None:
+        stage = 0 if entry.row in table.before else last
+    else:
+        layers = table.sizes.num_layers
+        stage = next(s for s in range(layout.pp_size) if entry.layer in layout.layers_of(s, layers))
+    return range(stage, stage + 1)
+
+
+def _holding(table: FamilyTable, entry: Entry, layout: EngineLayout, tp_rank: int) -> Holding:
+    if entry.row.dim is None:
+        return Holding(Share())
+    padded = layout.tp_size
+    if entry.expert is not None:
+        group, place = divmod(tp_rank, layout.expert_tp_size)
+        each = table.sizes.num_experts // layout.ep_size
+        return Holding(Share(place, layout.expert_tp_size, padded), range(group * each, (group + 1) * each))
+    name = entry.row.megatron
+    if name == HEAD:
+        return Holding(_head(layout, tp_rank))
+    if name == EMBEDDING or ATTENTION in name:
+        return Holding(Share(tp_rank % layout.attention_tp_size, layout.attention_tp_size, padded))
+    if layout.whole_dense_mlp and ".mlp.linear_fc" in name:
+        return Holding(Share(0, 1, padded))
+    return Holding(Share(tp_rank, layout.tp_size, padded))
+
+
+def _head(layout: EngineLayout, tp_rank: int) -> Share:
+    ranks = layout.attention_tp_size if layout.dp_lm_head else layout.tp_size
+    return Share(tp_rank % ranks, ranks, layout.tp_size)

@@ -1,0 +1,79 @@
+"""Some engines on GPUs of training ranks, others on GPUs of their own: each gets weights by the way that reaches it.
+
+Engines that share all their GPUs with training map the trainer's memory (`tensor`); the others take part in broadcasts
+(`distributed`). Both ways send the same buckets, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.weights.receivers import Receiver
+from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
+from slime.weights.transports.distributed import DistributedChannel
+from slime.weights.transports.tensor import TensorChannel
+
+if TYPE_CHECKING:
+    from slime.settings import Args
+    from slime.weights.buckets import Bucket
+
+
+@TRANSPORTS.register("mixed")
+@dataclass(frozen=True, kw_only=True)
+class MixedTransport(Transport):
+    """Shared memory and broadcasts: the default on cuda with --colocate and more rollout GPUs than training has."""
+
+    def check(self, args: Args) -> str | None:
+        """It is for GPUs of both kinds."""
+        num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
+        if args.device == "cuda" and args.colocate and args.rollout_num_gpus > num_train:
+            return None
+        return (
+            "got --update-weight-transport mixed, without engines on GPUs of training ranks and others beside (cuda, "
+            "--colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
+        )
+
+    def open(self, context: TransportContext) -> MixedChannel:
+        return MixedChannel(TensorChannel(context), DistributedChannel(context), context.training_gpus)
+
+
+class MixedChannel(Channel):
+    """Two channels, each with the engines that it reaches. One without engines is not called."""
+
+    def __init__(self, shared: Channel, apart: Channel, training_gpus: frozenset[str]) -> None:
+        """`shared` reaches engines that are on `training_gpus` alone, `apart` those that are on none of them."""
+        self._shared, self._apart, self._training_gpus = shared, apart, training_gpus
+
+    def _ways(self, receivers: Sequence[Receiver]) -> list[tuple[Channel, list[Receiver]]]:
+        shared = [one for one in receivers if set(one.gpu_ids) <= self._training_gpus]
+        apart = [one for one in receivers if one not in shared]
+        return [(way, own) for way, own in ((self._shared, shared), (self._apart, apart)) if own]
+
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        for way, own in self._ways(receivers):
+            way.begin(own, version=version)
+
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
+        return [way.prepare(bucket, own) for way, own in self._ways(receivers)]
+
+    def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        for (way, own), part in zip(self._ways(receivers), prepared, strict=True):
+            way.deliver(part, own, version=version)
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        for way, own in self._ways(receivers):
+            way.finish(own, version=version)
+
+    def abandon(self) -> None:
+        self._shared.abandon()
+        self._apart.abandon()
+
+    def settle(self) -> None:
+        self._shared.settle()
+        self._apart.settle()
+
+    def close(self) -> None:
+        self._shared.close()
+        self._apart.close()

@@ -1,0 +1,53 @@
+"""What keeps many requests cheap: the least loaded engine is found at once, and wakes are spread over turns."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.rollout.loads import Loads
+from slime.rollout.slices import IN_ONE_TURN, Slices
+from slime.rollout.upstream import Upstream
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["more", "less", "drop", "put"]), st.integers(0, 4)), min_size=1, max_size=80
+    )
+)
+def test_the_least_loaded_is_what_a_look_at_all_of_them_finds(steps: list[tuple[str, int]]) -> None:
+    engines, loads, known = [Upstream(f"{i}", f"{i}.", 0.0) for i in range(5)], Loads(), set[Upstream]()
+    for step, number in steps:
+        upstream = engines[number]
+        tries: set[Any] = upstream.tries
+        match step:
+            case "more":
+                tries.add(object())
+            case "less" if tries:
+                tries.pop()
+            case "drop":
+                loads.drop(upstream)
+                known.discard(upstream)
+                continue
+        loads.put(upstream)
+        known.add(upstream)
+        least = loads.least()
+        assert least in known and len(loads) == len(known)
+        assert least is not None and len(least.tries) == min(len(one.tries) for one in known)
+    for upstream in engines:
+        loads.drop(upstream)
+    assert loads.least() is None
+
+
+async def test_work_is_done_in_order_some_in_each_turn() -> None:
+    done, slices, turns = list[int](), Slices(), list[int]()
+    slices.add([lambda i=i: done.append(i) for i in range(3 * IN_ONE_TURN)])  # type: ignore[misc]
+    slices.add([lambda: done.append(-1)])
+    while len(done) <= 3 * IN_ONE_TURN:
+        turns.append(len(done))
+        await asyncio.sleep(0)
+    assert done == [*range(3 * IN_ONE_TURN), -1]
+    assert all(after - before <= IN_ONE_TURN for before, after in zip([0, *turns], turns, strict=False))
