@@ -101,6 +101,10 @@ class RayEngines:
         """Of each engine the actor that answers for it."""
         return [crew[0] for crew in self._crews]
 
+    def crew(self, index: int) -> tuple[Any, ...]:
+        """The actors of one engine, its head first."""
+        return self._crews[index]
+
     @property
     def urls(self) -> list[str]:
         """None is known before an engine answers."""
@@ -117,7 +121,7 @@ class RayEngines:
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
         """Asks all actors of these engines to end; references to their answers."""
-        return [actor.stop.remote() for index in indices for actor in self._crews[index]]
+        return [actor.stop.remote() for index in indices for actor in self.crew(index)]
 
     def close(self) -> None:
         """Nothing: an actor that has ended is looked at by nobody."""
@@ -170,10 +174,11 @@ class RayEngines:
         return url
 
     def has_host(self, index: int) -> bool:
-        host = self._plan.hosts[self._plan.slot_hosts[self._plan.engines[index].slots[0]]]
-        if host.node_id is None:  # a Ray of the run's own
+        hosts = {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
+        if any(host.node_id is None for host in hosts):  # a Ray of the run's own
             return True
-        return any(node["Alive"] and node["NodeManagerAddress"] == host.address for node in ray.nodes())
+        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        return alive >= {host.address for host in hosts}
 
     def dismiss(self, engine: Engine) -> None:
         self.watch(engine.moved(State.DEAD))

@@ -85,13 +85,11 @@ class Run:
         engines = [str(engine.url) for engine in self._actors.engines.members.engines]
         if not engines:
             return
-        url = self._actors.on_rollout("url", for_what="the router", limit_s=ROUTER_LIMIT_S)
+        urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         key = Path(self.args.run_dir) / KEY_FILE
         logger.info("engines listen on %s, and answer whoever has the key of the run", ", ".join(engines))
-        port = str(url).rpartition(":")[2]
-        logger.info(
-            "the router listens on %s, port %s, and answers whoever has the key in %s", self.args.router_host, port, key
-        )
+        routers = ", ".join(urls.values())
+        logger.info("the router listens on %s, and answers whoever has the key in %s", routers, key)
 
     # --- generation -------------------------------------------------------------------------------------------------
 
