@@ -26,6 +26,7 @@ from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import first_death, peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
+from slime.core.addresses import is_loopback
 from slime.core.errors import ActorDied
 from slime.observability.spans import collect, note_span, span
 from slime.observability.startup import StartUp
@@ -88,8 +89,10 @@ class Run:
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         key = Path(self.args.run_dir) / KEY_FILE
         logger.info("engines listen on %s, and answer whoever has the key of the run", ", ".join(engines))
-        routers = ", ".join(urls.values())
-        logger.info("the router listens on %s, and answers whoever has the key in %s", routers, key)
+        host = self.args.router_host
+        opened = "" if is_loopback(host) or self.args.sglang_router_ip else f" (for others: {host})"
+        where = ", ".join(urls.values())
+        logger.info("the router listens on %s%s, and answers whoever has the key in %s", where, opened, key)
 
     # --- generation -------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ import pytest
 
 from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
-from tests.e2e.test_engine_faults import happened
 from tests.support.e2e import ROOT, Flags, RealRun, environment
+from tests.support.faults import happened
 
 pytestmark = pytest.mark.slow
 
