@@ -190,17 +190,11 @@ class EngineClient:
         """Admits exactly these engines, as `admit` and `dismiss` do."""
         self._let_go(self._pool.set_engines(urls))
 
-    def _let_go(self, dismissed: list[Upstream]) -> None:
-        for upstream in dismissed:
+    def _let_go(self, upstreams: list[Upstream]) -> None:
+        """Ends what we sent to these."""
+        for upstream in upstreams:
             if upstream.tries:
                 self._wire.abort_together(upstream.url, upstream.prefix, [one.rid for one in upstream.tries])
-
-    def _end_all(self, upstream: Upstream) -> None:
-        """Has an engine end all that it has; of one that is shared, all that we sent it."""
-        if not self._shared:
-            self._wire.abort(upstream.url)
-        elif upstream.tries:
-            self._wire.abort_together(upstream.url, upstream.prefix, [one.rid for one in upstream.tries])
 
     # ---- all requests at once --------------------------------------------------------------------------------------
 
@@ -241,8 +235,10 @@ class EngineClient:
                 return
             if turn % PAUSE_REPEAT == 0:
                 for upstream in upstreams:
-                    if upstream.tries or not turn:
-                        self._end_all(upstream)
+                    if self._shared:
+                        self._let_go([upstream])
+                    elif upstream.tries or not turn:
+                        self._wire.abort(upstream.url)
             await asyncio.sleep(PAUSE_POLL_S)
         self._pool.interrupt(self._pool.tries, PAUSED)
 
