@@ -232,6 +232,9 @@ class RayEngines:
     def _spec(self, index: int) -> ServerSpec:
         """What an engine serves, and on what."""
         placed, wanted = self._placed[index]
+        overrides = dict(wanted.group.overrides)
+        if placed.colocated and not wanted.model.trained:  # nobody sends it the weights that it lends the room of
+            overrides.setdefault("enable_weights_cpu_backup", True)
         return ServerSpec.from_args(
             self._args,
             index=index,
@@ -240,7 +243,7 @@ class RayEngines:
             gpu_ids=self._gpus(placed.slots) if len(placed.parts) == 1 else None,
             model_path=wanted.model.path,
             layout=self._layout(wanted),
-            overrides=wanted.group.overrides,
+            overrides=overrides,
             shares=placed.colocated,
         )
 

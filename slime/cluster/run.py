@@ -26,7 +26,6 @@ from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import first_death, peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
-from slime.core.addresses import is_loopback
 from slime.core.errors import ActorDied
 from slime.observability.spans import collect, note_span, span
 from slime.observability.startup import StartUp
@@ -82,17 +81,17 @@ class Run:
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     def tell_addresses(self) -> None:
-        """Logs where engines and router listen, one line for each kind."""
+        """Logs where engines and routers listen, one line for each kind."""
         engines = [str(engine.url) for engine in self._actors.engines.members.engines]
         if not engines:
             return
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         key = Path(self.args.run_dir) / KEY_FILE
         logger.info("engines listen on %s, and answer whoever has the key of the run", ", ".join(engines))
-        host = self.args.router_host
-        opened = "" if is_loopback(host) or self.args.sglang_router_ip else f" (for others: {host})"
-        where = ", ".join(urls.values())
-        logger.info("the router listens on %s%s, and answers whoever has the key in %s", where, opened, key)
+        ports = ", ".join(str(url).rpartition(":")[2] for url in urls.values())
+        logger.info(
+            "routers listen on %s, ports %s, and answer whoever has the key in %s", self.args.router_host, ports, key
+        )
 
     # --- generation -------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from slime.core.errors import ConfigError
 from slime.settings import Args
+from slime.settings.topology import topology_of
 
 DISK_FOLDER = "update_weight_disk_dir"
 """A setting of the disk transport."""
@@ -114,6 +115,9 @@ def _read(args: Args) -> dict[str, Path]:
         "--ref-load": args.ref_load,
         "--critic-load": args.critic_load,
         "--opd-teacher-load": args.opd_teacher_load,
+        **(
+            {f"--sglang-config, model {m.name}": m.path for m in topology_of(args).models} if args.sglang_config else {}
+        ),
     }
     return {flag: Path(path).absolute() for flag, path in given.items() if path and Path(path).exists()}
 

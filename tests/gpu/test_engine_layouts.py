@@ -28,7 +28,7 @@ from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
-from slime.serving.wire import digest, warm_digest
+from slime.serving.wire import digest, serialize_bucket, warm_digest
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
@@ -107,9 +107,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
             server = SGLangServer(spec, log_path=folder / "engine.log")
             server.start()
             found[name] = Case(server, path, layout, time.monotonic())
-        for gpu in GPUS:  # here, because two threads that import and compile the same kernels wait for each other
+        for gpu in GPUS:  # here, because two threads that import and compile the same for the first time may never end
             with torch.cuda.device(gpu):
                 warm_digest(torch.device("cuda", gpu))
+                serialize_bucket([("warm", torch.zeros(1, device="cuda"))], 1, None, None)
         yield found
     finally:
         with ThreadPoolExecutor(len(CASES)) as pool:

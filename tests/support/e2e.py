@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.core.addresses import INTERFACE_ENVS
 from slime.core.ids import RUN_ID_ENV
 from slime.core.sample import Sample
 from slime.observability.sinks import AXES, read_jsonl
@@ -57,7 +58,8 @@ Metrics = dict[int, dict[str, float]]
 
 def environment() -> dict[str, str]:
     """The environment of a run: this one's, without what a run must make for itself."""
-    own = {k: v for k, v in os.environ.items() if k not in (RUN_ID_ENV, "RAY_ADDRESS")}
+    made = (RUN_ID_ENV, "RAY_ADDRESS", *INTERFACE_ENVS)  # a weight sync in this process sets the last ones
+    own = {k: v for k, v in os.environ.items() if k not in made}
     return {**own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
 
 

@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slime.core.addresses import INTERFACE_ENVS
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
 
@@ -83,7 +84,8 @@ class FakeHost:
 
     def run(self, words: Sequence[str]) -> str:
         """Runs a command there to its end; its output. Fails with the output if it fails."""
-        env = {**os.environ, **self.environment}
+        own = {name: value for name, value in os.environ.items() if name not in INTERFACE_ENVS}
+        env = {**own, **self.environment}
         done = subprocess.run(
             self.command(words), capture_output=True, text=True, timeout=START_LIMIT_S, check=False, env=env
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
@@ -65,6 +66,19 @@ def some_engines_decode(args: Args) -> str | None:
     )
 
 
+def models_are_folders(args: Args) -> str | None:
+    """What engines load is there before they start."""
+    if args.sglang_config is None:
+        return None
+    others = [model for model in topology_of(args).models if model.path != args.hf_checkpoint]
+    absent = [
+        f"{model.path} for model {model.name}" for model in others if not (Path(model.path) / "config.json").is_file()
+    ]
+    if not absent:
+        return None
+    return f"got model_path {', '.join(absent)} in {args.sglang_config}, where no config.json is; give a folder"
+
+
 def external_engines_have_addresses(args: Args) -> str | None:
     """Looked at, not asked: parsing a command line asks nobody."""
     try:
@@ -111,6 +125,7 @@ RULES: tuple[Rule, ...] = (
     one_topology,
     topology_adds_up,
     some_engines_decode,
+    models_are_folders,
     external_engines_have_addresses,
     external_engines_are_the_fleet,
 )

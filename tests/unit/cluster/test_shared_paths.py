@@ -29,6 +29,7 @@ def args(tmp_path: Path) -> Any:
         ref_load=str(tmp_path / "model"),
         critic_load=None,
         opd_teacher_load=None,
+        sglang_config=None,
     )
 
 

@@ -128,3 +128,15 @@ def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> N
         parse_args([*flags, "--rollout-num-gpus", "4"])
     with pytest.raises(ConfigError, match="drop one"):
         parse_args([*flags, "--prefill-num-servers", "1"])
+
+
+def test_a_model_that_is_not_there_is_refused(base: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    judge = {
+        "name": "judge",
+        "model_path": str(tmp_path / "nothing"),
+        "server_groups": [group(1, num_gpus_per_engine=1)],
+    }
+    file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": [group()]}, judge]}))
+    with pytest.raises(ConfigError, match=r"nothing for model judge .* give a folder"):
+        parse_args([*base, "--sglang-config", str(file)])
