@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from slime.cluster.actors import EngineInfo
-from slime.cluster.ray_engines import RayEngines
 from slime.cluster.waiting import wait_for
 from slime.core.errors import DeadlineExceeded
 from slime.core.ports import WeightVersion
 from slime.fleet.engine import POLICY, Engine, State
 from slime.fleet.membership import Membership
+from slime.fleet.port import EnginePort
 from slime.fleet.supervisor import Supervisor
 from slime.settings import Args
 
@@ -33,10 +33,44 @@ ASKED = (State.SYNCING, State.READY, State.TAINTED)
 """Those that answer."""
 
 
+class EnginesOfRun(EnginePort, Protocol):
+    """Where the engines of a run are: `RayEngines` starts them, `ExternalEngines` were started by somebody else."""
+
+    may_take_memory: Callable[[], bool]
+    """Whether the trainer lends its memory now; set here."""
+    dismissed: Callable[[Engine], None]
+    """Called with an engine that nothing may be sent to; set here."""
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether an engine that starts again may be taking memory now."""
+        ...
+
+    def engines(self) -> list[Engine]:
+        """The first ones, before it is known that they answer."""
+        ...
+
+    def watch(self, engine: Engine) -> None:
+        """Looks at an engine from now on, in the state that it is in."""
+        ...
+
+    def ask(self, index: int, method: str, *arguments: Any) -> Any:
+        """A reference to the answer of the actor of an engine that lends its memory."""
+        ...
+
+    def stop(self, indices: Sequence[int]) -> list[Any]:
+        """Asks the actors of these engines, if there are any, to end; references to their answers."""
+        ...
+
+    def close(self) -> None:
+        """Looks at nothing any more."""
+        ...
+
+
 class Engines:
     """All engines of a run; none with --debug-train-only."""
 
-    def __init__(self, args: Args, port: RayEngines, rollout: Any, api_key: str) -> None:
+    def __init__(self, args: Args, port: EnginesOfRun, rollout: Any, api_key: str) -> None:
         """`rollout`: the actor that holds the routers."""
         self._args, self._port, self._rollout, self._api_key = args, port, rollout, api_key
         self.members = Membership(port.engines())
@@ -71,7 +105,7 @@ class Engines:
     def call_lenders(self, method: str, *arguments: Any) -> None:
         """Calls a method of every engine that answers and lends its memory. One may be lost meanwhile."""
         engines = [engine for engine in self.members.of(*ASKED) if engine.lends]
-        refs = [getattr(self._port.heads[engine.index], method).remote(*arguments) for engine in engines]
+        refs = [self._port.ask(engine.index, method, *arguments) for engine in engines]
         try:
             wait_for(
                 refs,
@@ -131,7 +165,7 @@ class Engines:
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
         """What the weight sync needs to know of these."""
-        return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._api_key) for e in engines]
+        return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._api_key, e.incarnation) for e in engines]
 
     def settle(self) -> None:
         """Waits until no engine is taking memory that a trainer is about to take."""
@@ -143,8 +177,11 @@ class Engines:
 
     def stop(self) -> list[Any]:
         """Asks all that are not dead to end; references to their answers."""
-        living = [engine.index for engine in self.members.engines if engine.state is not State.DEAD]
-        return [actor.stop.remote() for index in living for actor in self._port.crew(index)]
+        return self._port.stop([engine.index for engine in self.members.engines if engine.state is not State.DEAD])
+
+    def close(self) -> None:
+        """Looks at none of them any more."""
+        self._port.close()
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
         """Of these, or of all of the policy's, those that answer and are of the same incarnation."""

@@ -47,8 +47,9 @@ class RankWeightSync:
         self._group = dist.new_group(backend="gloo")
         self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
-        self._known: dict[str, Receiver] = {}
-        """By address, those of the weight sync before."""
+        self._known: dict[tuple[str, int], Receiver] = {}
+        """By address and incarnation, those of the weight sync before. What was started again is a new one: it is in no
+        group."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
             TransportContext(
                 peers=self._peers,
@@ -68,7 +69,9 @@ class RankWeightSync:
 
         Raises `WeightSyncError` on every rank.
         """
-        self._known = {info.url: self._known.get(info.url) or self._receiver(info) for info in engines}
+        known = self._known
+        keys = [(info.url, info.incarnation) for info in engines]
+        self._known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
         metrics = sync_weights(
             self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
             table=self._table,

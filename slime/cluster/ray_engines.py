@@ -106,9 +106,29 @@ class RayEngines:
         return self._crews[index]
 
     @property
+    def urls(self) -> list[str]:
+        """None is known before an engine answers."""
+        return []
+
+    @property
     def actors(self) -> list[Any]:
         """All of them."""
         return [actor for crew in self._crews for actor in crew]
+
+    def ask(self, index: int, method: str, *arguments: Any) -> Any:
+        """A reference to the answer of the actor that answers for an engine."""
+        return getattr(self.heads[index], method).remote(*arguments)
+
+    def stop(self, indices: Sequence[int]) -> list[Any]:
+        """Asks all actors of these engines to end; references to their answers."""
+        return [actor.stop.remote() for index in indices for actor in self.crew(index)]
+
+    def close(self) -> None:
+        """Nothing: an actor that has ended is looked at by nobody."""
+
+    def newcomers(self) -> Sequence[tuple[Engine, str]]:
+        """None: the plan has all engines that the run starts."""
+        return ()
 
     def is_gated(self, index: int) -> bool:
         """Whether an engine takes memory only when a trainer lends it."""

@@ -31,7 +31,8 @@ from slime.rollout.manager import RolloutManager
 from slime.rollout.types import StepNews
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.serving.router import Router
-from slime.serving.routers import Routers
+from slime.serving.router_workers import ExistingRouter
+from slime.serving.routers import AnyRouter, Routers
 from slime.settings import Args
 from slime.settings.topology import topology_of
 
@@ -47,11 +48,17 @@ def write_key(path: Path, key: str) -> None:
 
 
 def _routers(args: Args, logs: Path, api_key: str | None) -> Routers:
-    """One for each model, started; the one that rollouts ask has the port that the user chose, if any."""
+    """One for each model, started; the one that rollouts ask has the port that the user chose, if any, or runs
+    already.
+    """
     key, main = args.router.get("api_key") or api_key, topology_of(args).main
 
-    def made(model: ServedModel) -> Router:
+    def made(model: ServedModel) -> AnyRouter:
         alone = model == main
+        if alone and args.sglang_router_ip is not None:
+            return ExistingRouter(
+                args.sglang_router_ip, int(args.sglang_router_port or 0), api_key=str(key), worker_api_key=api_key
+            )
         return Router(
             host=args.router_host,
             port=args.router_port if alone else None,
@@ -63,7 +70,7 @@ def _routers(args: Args, logs: Path, api_key: str | None) -> Routers:
     return Routers({model.name: partial(made, model) for model in topology_of(args).models})
 
 
-def _address(router: Router) -> tuple[str, int]:
+def _address(router: AnyRouter) -> tuple[str, int]:
     return router.host, router.port
 
 
@@ -72,7 +79,7 @@ class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
     def __init__(self, args: Args, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
-        """`num_engines`: those that are started, of all models; `api_key`: the token that they ask for."""
+        """`num_engines`: those of the start, of all models; `api_key`: the token that they ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
         self._routers: Routers | None = None
         if num_engines:

@@ -285,7 +285,10 @@ class Run:
         """Ends every process in order. Raises if one does not answer in `limit_s`; the end of the cluster ends it."""
         actors = self._actors
         stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers)] + actors.engines.stop()
-        wait_for(stops, for_what="the actors to stop", limit_s=limit_s)
+        try:
+            wait_for(stops, for_what="the actors to stop", limit_s=limit_s)
+        finally:
+            actors.engines.close()
 
     # --- engines ----------------------------------------------------------------------------------------------------
 

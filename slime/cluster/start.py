@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +24,8 @@ from slime.cluster.slots import Slots, on_node, reserve
 from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
+from slime.core.addresses import address_towards, host_of, is_loopback
+from slime.fleet.external import ExternalEngines
 from slime.observability.run_folder import RunFolder
 from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
@@ -41,14 +45,20 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
     api_key = args.sglang.get("api_key") or args.router.get("api_key") or secrets.token_hex(32)
     with tracker.progress("starting", limit_s=args.engine_start_timeout_s) as note:
         began_s = time.monotonic()
-        port = RayEngines(args, plan, slots, log_dir=folder.logs, api_key=api_key)
-        trainers = _create_trainers(args, plan, folder, slots)
-        rollout = _create_rollout(args, plan, folder, api_key)
+        port: RayEngines | ExternalEngines
+        if args.rollout_external_engine_addrs:
+            port, heads = _external(args, api_key, note), []
+            args = _with_external(args, port)
+        else:
+            port = RayEngines(args, plan, slots, log_dir=folder.logs, api_key=api_key)
+            heads = port.heads
+        trainers = _create_trainers(args, plan, folder, slots, _address_of(port, plan))
+        rollout = _create_rollout(args, plan, folder, len(port.engines()), api_key)
         building = _build_trainers(args, trainers)
         lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
         opened = [engine.open_gate.remote(*lent) for engine in port.actors] if lent else []
-        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in port.heads]
-        digests = _warm_digests(args, port.heads, trainers)
+        ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in heads]
+        digests = _warm_digests(args, heads, trainers)
         data = [rollout.ready.remote()]
         progress = StartProgress(
             startup,
@@ -69,7 +79,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
         )
     for name, seconds in (results[len(building) - 1] if building else {}).items():
         startup.part(f"trainer_{name}", seconds)
-    if ready and trainers:
+    if port.engines() and trainers:
         with startup.phase("connect", "the weight sync is connected"):
             wait_for(
                 [*digests, *(trainer.connect_engines.remote() for trainer in trainers)],
@@ -78,7 +88,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
             )
     assert ray.is_initialized(), "Ray ended while the run was starting"
     fleet = Engines(args, port, rollout, api_key)
-    for index, url in enumerate(results[len(building) : len(building) + len(ready)]):
+    for index, url in enumerate(results[len(building) : len(building) + len(ready)] or port.urls):
         fleet.up(index, url)
     actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)
     _tell_memory(actors, folder)
@@ -97,10 +107,43 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
     folder.note("memory", plan.facts())
 
 
-def _create_trainers(args: Args, plan: PlacementPlan, folder: RunFolder, slots: Slots) -> list[Any]:
+def _external(args: Args, api_key: str, note: Callable[[str], str]) -> ExternalEngines:
+    """The engines that run already; nothing else starts before all of them fit."""
+    port = ExternalEngines(args, api_key)
+    try:
+        port.find(args.engine_start_timeout_s, note)
+    except BaseException:
+        port.close()
+        raise
+    return port
+
+
+def _with_external(args: Args, port: ExternalEngines) -> Args:
+    """The settings with what the engines have, and paths that do not depend on where a process was started."""
+    changes: dict[str, Any] = {"rollout_num_gpus": port.num_gpus}
+    if folder := args.components.get("update_weight_disk_dir"):
+        changes["update_weight_disk_dir"] = str(Path(folder).absolute())
+    return args.replace(**changes)
+
+
+def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Callable[[int], str]:
+    """Slot -> where its training rank listens. Engines that are elsewhere cannot reach loopback."""
+    far = [host_of(url) for url in port.urls if not is_loopback(host_of(url))]
+    if plan.several_hosts or not far:
+        return plan.address_of
+    here = address_towards(far[0])
+    logger.warning(
+        "training ranks listen on %s, where %s reaches them: pickles travel there; keep strangers off it", here, far[0]
+    )
+    return lambda slot: here
+
+
+def _create_trainers(
+    args: Args, plan: PlacementPlan, folder: RunFolder, slots: Slots, address_of: Callable[[int], str]
+) -> list[Any]:
     return [
         _placed(TrainActor, **slots.options(slot, TRAIN_SHARE)).remote(
-            args, rank, plan.train_slots, plan.train_threads[rank], str(folder.logs), plan.address_of(slot)
+            args, rank, plan.train_slots, plan.train_threads[rank], str(folder.logs), address_of(slot)
         )
         for rank, slot in enumerate(plan.train_slots)
     ]
@@ -120,11 +163,11 @@ def _warm_digests(args: Args, engines: list[Any], trainers: list[Any]) -> list[A
     return [actor.warm_digests.remote() for actor in (trainers[0], *engines)]  # rank 0 sends
 
 
-def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, api_key: str) -> Any:
+def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engines: int, api_key: str) -> Any:
     """On the driver's host: the data is there, and the user's modules."""
     beside_driver = on_node(plan.hosts[0].node_id)
     actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16, **beside_driver)
-    return actor.remote(args, len(plan.engines), str(folder.logs), api_key)
+    return actor.remote(args, num_engines, str(folder.logs), api_key)
 
 
 def _placed(actor: Any, **options: Any) -> Any:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from slime.core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 """Where the processes of a run on one host meet."""
@@ -42,3 +46,30 @@ def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str
         name = interface_of(address)
         wanted = dict.fromkeys(INTERFACE_ENVS, name) if name else {}
     return {variable: name for variable, name in wanted.items() if variable not in given}
+
+
+def server_url(text: str) -> str:
+    """`http://host:port` of HOST:PORT, with or without the scheme. Raises `ConfigError` for anything else."""
+    given = text.strip()
+    try:
+        parts = urlsplit(given if "://" in given else f"http://{given}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port, parts = None, None, urlsplit("")
+    more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    if not host or not port or more or parts.scheme != "http":
+        raise ConfigError(f"got {text!r}, which is not the address of a server; give HOST:PORT, over plain HTTP")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def host_of(url: str) -> str:
+    """The host of what `server_url` gives."""
+    return str(urlsplit(url).hostname)
+
+
+def address_towards(host: str) -> str:
+    """The address of this host by which `host` can reach it. Sends nothing. Raises `OSError` if there is no way."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -71,6 +71,8 @@ class Engine:
     """What it does of a request."""
     lends: bool = False
     """Whether its memory goes to a trainer and back: it shares the trainer's GPUs."""
+    external: bool = False
+    """Whether somebody else starts and ends its processes."""
     host: str | None = None
     """Where it runs; None while that is not known."""
     url: str | None = None

@@ -49,6 +49,12 @@ class Membership:
         """Tells `follower` of every change from now on."""
         self._followers.append(follower)
 
+    def add(self, engine: Engine) -> None:
+        """Puts a new engine at the end of the list."""
+        assert engine.index == len(self._engines), "numbers are places"
+        self._engines.append(engine)
+        self._generation += 1
+
     def change(self, index: int, state: State, **changes: Any) -> Engine:
         """Puts one engine into another state, and returns it so."""
         before = self._engines[index]

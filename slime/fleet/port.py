@@ -1,12 +1,12 @@
-"""What a supervisor asks of the place where engines run. `slime.cluster.ray_engines` is the one on Ray; tests have
-one in a process.
+"""What a supervisor asks of the place where engines run. `slime.cluster.ray_engines` is the one on Ray, `external` that
+of engines which somebody else started; tests have one in a process.
 
 No method waits: what takes time goes on in the background, and a later call says how it went.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from slime.fleet.engine import Engine
@@ -25,6 +25,10 @@ class EnginePort(Protocol):
 
     def started(self, index: int) -> str | None:
         """Where an engine answers, once it does. Raises `EngineError` if it ended before."""
+        ...
+
+    def newcomers(self) -> Sequence[tuple[Engine, str]]:
+        """Engines that have joined since the last call, each with where it answers, under the next numbers."""
         ...
 
     def has_host(self, index: int) -> bool:

@@ -7,6 +7,7 @@ Invariants
 1. An engine in trouble gets no more requests before anything else is done about it.
 2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
+   One that somebody else starts does not: they may do it right the next time, and others may serve meanwhile.
 4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines are such,
    the run ends.
 """
@@ -31,6 +32,7 @@ MAX_FAILURES = 3
 """In a row, without having been ready."""
 PAUSE_S = 1.0
 """Between the end of an engine and its next start, doubled with every failure in a row."""
+LONGEST_PAUSE_S = 30.0
 REASON_CHARS = 400
 """Of what is wrong with an engine, in one line of the log."""
 
@@ -61,8 +63,11 @@ class Supervisor:
         for engine in self._membership.of(State.DEAD):
             if self._clock() >= self._again_at[engine.index] and self._can_start(engine):
                 again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
-                logger.info("engine %d is started again", engine.index)
+                logger.info("engine %d is %s", engine.index, "waited for" if engine.external else "started again")
                 self._port.start(again)
+        for engine, url in self._port.newcomers():
+            self._membership.add(engine)
+            self.up(engine.index, url)
         for engine in self._membership.of(State.STARTING):
             if engine.incarnation:  # the start of the run waits for the first ones itself
                 self._welcome(engine)
@@ -132,10 +137,11 @@ class Supervisor:
             raise EngineError(
                 f"engine {engine.index} was lost, and --no-use-fault-tolerance asks to end then: {reason}"
             )
-        if failures >= MAX_FAILURES:
+        if failures >= MAX_FAILURES and not engine.external:
             raise EngineError(
                 f"engine {engine.index} ended {failures} times without having served in between, so another start "
                 f"would not help; the last time: {reason}"
             )
-        self._again_at[engine.index] = self._clock() + PAUSE_S * 2 ** max(failures - 1, 0)
+        pause_s = PAUSE_S * 2 ** max(failures - 1, 0)
+        self._again_at[engine.index] = self._clock() + min(pause_s, LONGEST_PAUSE_S)
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))

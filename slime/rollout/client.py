@@ -99,6 +99,7 @@ class EngineClient:
         token_versions: bool = False,
         experts: ExpertFormat | None = None,
         end: EndOfText | None = None,
+        shared: bool = False,
     ) -> None:
         """`urls`: engines that are admitted from the beginning.
 
@@ -106,10 +107,11 @@ class EngineClient:
         `max_concurrency`: requests in flight at most, per engine. `vocab_size`: ids beyond it kill an engine and are
         refused. `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each
         token. `experts`: engines are asked for the routed experts, which look like this. `end`: how answers end.
+        `shared`: the engines may have requests of others, which are left alone.
         """
         self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
-        self._wire = Wire(api_key)
+        self._wire, self._shared = Wire(api_key), shared
         self._pool = EnginePool(
             urls, most_per_engine=max_concurrency, silence_limit_s=request_timeout_s, wait_limit_s=engine_wait_s
         )
@@ -188,8 +190,9 @@ class EngineClient:
         """Admits exactly these engines, as `admit` and `dismiss` do."""
         self._let_go(self._pool.set_engines(urls))
 
-    def _let_go(self, dismissed: list[Upstream]) -> None:
-        for upstream in dismissed:
+    def _let_go(self, upstreams: list[Upstream]) -> None:
+        """Ends what we sent to these."""
+        for upstream in upstreams:
             if upstream.tries:
                 self._wire.abort_together(upstream.url, upstream.prefix, [one.rid for one in upstream.tries])
 
@@ -232,7 +235,9 @@ class EngineClient:
                 return
             if turn % PAUSE_REPEAT == 0:
                 for upstream in upstreams:
-                    if upstream.tries or not turn:
+                    if self._shared:
+                        self._let_go([upstream])
+                    elif upstream.tries or not turn:
                         self._wire.abort(upstream.url)
             await asyncio.sleep(PAUSE_POLL_S)
         self._pool.interrupt(self._pool.tries, PAUSED)

@@ -62,6 +62,7 @@ def engine_client(args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: s
         token_versions=args.pause_generation_mode != "abort",
         experts=_expert_format(args),
         end=end_of_text(args.hf_checkpoint, tokenizer),
+        shared=bool(args.rollout_external_engine_addrs),
     )
 
 

@@ -12,7 +12,8 @@ are copies of the server instead (`slime.compat.sglang_cpu.forked_children`).
 
 Invariants
 1. Imported under its own name, this module does nothing.
-2. Server, router and their children get SIGKILL when the process that started them ends, for whatever reason.
+2. Server, router and their children get SIGKILL when the process of slime that started them ends, for whatever reason.
+   A server that somebody started by hand stays (`--rollout-external-engine-addrs`); its children end with it.
 3. The token comes from the environment and is in no log.
 4. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place.
 """
@@ -56,7 +57,8 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     )
     from slime.compat.sglang_cpu import activate, forked_children
 
-    die_with_parent(expected_parent)
+    if expected_parent is not None:
+        die_with_parent(expected_parent)
     if activate(value_of(arguments, "--device", "cuda")):
         forked_children.register()
     sglang_fresh_router.register()

@@ -1,5 +1,8 @@
 """The routers of a run, one in front of each model's engines, kept alive: one that ends or hangs is started again.
 
+A router that runs already (`ExistingRouter`) is used and not kept: while it does not answer the log says so, and when
+it does again it gets the servers that it ought to have. At the end it has none of them.
+
 Ours ask engines directly; routers are for others: user code, agents, people. A router that is started again listens on
 its old port and gets the same servers, so who asks it sees a refused connection for about a second, and no other.
 
@@ -19,9 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from slime.core.errors import SlimeError
+from slime.core.errors import EngineError, SlimeError
 from slime.serving.plain_http import request
 from slime.serving.router import Router
+from slime.serving.router_workers import ExistingRouter
 
 logger = logging.getLogger(__name__)
 
@@ -34,37 +38,48 @@ STEADY_S = 60.0
 """After such a time the tries count from the beginning."""
 
 
+AnyRouter = Router | ExistingRouter
+
+
 class _Kept:
     """One router, what it is to know, and how often it had to be started again."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: AnyRouter) -> None:
         self.router, self.lock = router, threading.Lock()
         self.servers: dict[str, None] = {}
         self.failures, self.steady_since, self.restarts = 0, time.monotonic(), 0
         self.problem: SlimeError | None = None
+        self.silent = False
+        """Of one that runs already: whether the last question was in vain."""
 
 
 class Routers:
     """By model. `close` at the end."""
 
-    def __init__(self, make: Mapping[str, Callable[[], Router]]) -> None:
-        """Starts them. `make`: makes the one of a model. Raises `EngineError` or `DeadlineExceeded`."""
+    def __init__(self, make: Mapping[str, Callable[[], AnyRouter]]) -> None:
+        """Starts those that do not run yet. `make`: makes the one of a model. Raises `EngineError` or
+        `DeadlineExceeded`.
+        """
         self._kept = {model: _Kept(made()) for model, made in make.items()}
+        ours = [kept.router for kept in self._kept.values() if isinstance(kept.router, Router)]
         try:
             for kept in self._kept.values():
-                kept.router.start()
-            for kept in self._kept.values():
-                kept.router.wait_ready(START_LIMIT_S)
+                if isinstance(kept.router, ExistingRouter):
+                    _require_ready(kept.router)
+            for router in ours:
+                router.start()
+            for router in ours:
+                router.wait_ready(START_LIMIT_S)
         except BaseException:
             self._stop_all()
             raise
-        for kept in self._kept.values():
-            kept.router.keep_port()
+        for router in ours:
+            router.keep_port()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="routers", daemon=True)
         self._thread.start()
 
-    def __getitem__(self, model: str) -> Router:
+    def __getitem__(self, model: str) -> AnyRouter:
         return self._kept[model].router
 
     @property
@@ -79,7 +94,7 @@ class Routers:
             for url in urls:
                 kept.servers[url] = None
                 if kept.problem is None and kept.router.alive:
-                    kept.router.add_worker(url)
+                    _change(kept, kept.router.add_worker, url)
 
     def dismiss(self, model: str, urls: Iterable[str]) -> None:
         """The router sends nothing there any more. Ones that it does not have are not an error."""
@@ -88,7 +103,7 @@ class Routers:
             for url in urls:
                 kept.servers.pop(url, None)
                 if kept.problem is None and kept.router.alive:
-                    kept.router.remove_worker(url)
+                    _change(kept, kept.router.remove_worker, url)
 
     @property
     def problem(self) -> SlimeError | None:
@@ -104,30 +119,51 @@ class Routers:
         """Ends all of them. May be called again."""
         self._closed.set()
         self._thread.join()
+        for model, kept in self._kept.items():
+            if isinstance(kept.router, ExistingRouter) and not kept.silent:
+                self.dismiss(model, list(kept.servers))
         self._stop_all()
 
     def _stop_all(self) -> None:
         for kept in self._kept.values():
-            kept.router.stop()
+            if isinstance(kept.router, Router):
+                kept.router.stop()
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY_S):
             for model, kept in self._kept.items():
-                if kept.problem is None and not self._closed.is_set() and (trouble := _trouble(kept.router)):
-                    self._start_again(model, kept, trouble)
+                if kept.problem is not None or self._closed.is_set():
+                    continue
+                trouble = _trouble(kept.router)
+                if isinstance(kept.router, ExistingRouter):
+                    self._note(model, kept, trouble)
+                elif trouble:
+                    self._start_again(model, kept, kept.router, trouble)
 
-    def _start_again(self, model: str, kept: _Kept, trouble: str) -> None:
+    def _note(self, model: str, kept: _Kept, trouble: str | None) -> None:
+        """What became of a router that is not ours."""
+        at = f"the router of model {model} at {kept.router.url}"
+        if trouble and not kept.silent:
+            logger.warning("%s %s; requests of the run do without it", at, trouble)
+        if kept.silent and not trouble:
+            with kept.lock:
+                for url in kept.servers:
+                    _change(kept, kept.router.add_worker, url)
+            logger.info("%s answers again", at)
+        kept.silent = trouble is not None
+
+    def _start_again(self, model: str, kept: _Kept, router: Router, trouble: str) -> None:
         if time.monotonic() - kept.steady_since > STEADY_S:
             kept.failures = 0
         kept.failures += 1
         logger.warning("the router of model %s %s; it is started again", model, trouble)
         with kept.lock:
             try:
-                kept.router.stop()
-                kept.router.start()
-                kept.router.wait_ready(START_LIMIT_S)
+                router.stop()
+                router.start()
+                router.wait_ready(START_LIMIT_S)
                 for url in kept.servers:
-                    kept.router.add_worker(url)
+                    router.add_worker(url)
             except SlimeError as error:
                 logger.error("the router of model %s did not come back: %s", model, error)
                 if kept.failures >= MAX_FAILURES:
@@ -137,7 +173,28 @@ class Routers:
         logger.info("the router of model %s answers again, with %d servers", model, len(kept.servers))
 
 
-def _trouble(router: Router) -> str | None:
+def _change(kept: _Kept, change: Callable[[str], None], url: str) -> None:
+    """Adds or removes a server. What a router that is not ours does not do is logged: nothing of the run needs it."""
+    try:
+        change(url)
+    except SlimeError as error:
+        if isinstance(kept.router, Router):
+            raise
+        logger.warning("the router at %s did not follow: %s", kept.router.url, error)
+
+
+def _require_ready(router: ExistingRouter) -> None:
+    """Raises `EngineError` if it does not answer, or turns the key down."""
+    try:
+        router.workers()
+    except EngineError as error:
+        raise EngineError(
+            f"got --sglang-router-ip {router.host} --sglang-router-port {router.port}, where no router answers to the "
+            f"key of --router-api-key: {error}; start it, or leave the flags out and the run starts its own"
+        ) from error
+
+
+def _trouble(router: AnyRouter) -> str | None:
     """What is wrong with a router, in words; None if it answers."""
     if not router.alive:
         return "has ended"

@@ -33,6 +33,8 @@ def topology_of(args: Args) -> Topology:
     if args.debug_train_only:
         return Topology(())
     path = str(args.hf_checkpoint)
+    if args.rollout_external_engine_addrs:  # of what width they are, they say when they are asked
+        return Topology((ServedModel(DEFAULT_NAME, path, ()),))
     if args.sglang_config is not None:
         return read_topology(
             args.sglang_config,

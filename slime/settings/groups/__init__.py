@@ -45,7 +45,7 @@ GROUPS: tuple[Group, ...] = (
     Group(checkpoint.CheckpointSettings, "Checkpoint", checkpoint.RULES),
     Group(weights.WeightSyncSettings, "Weight sync"),
     Group(serving.ServingSettings, "Serving", serving.RULES),
-    Group(topology.TopologySettings, "Topology", topology.RULES),
+    Group(topology.TopologySettings, "Topology", topology.RULES, topology.PASSED),
     Group(fleet.FleetSettings, "Fleet", fleet.RULES),
     Group(logging.LoggingSettings, "Logging"),
     Group(debug.DebugSettings, "Debug", debug.RULES),

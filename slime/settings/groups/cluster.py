@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 _SHARED = Need(lambda s: s.colocate, "--colocate: nothing else needs the memory")
+_OWN_ENGINES = Need(
+    lambda s: not s.rollout_external_engine_addrs,
+    "engines that the run starts; those of --rollout-external-engine-addrs say themselves what they have",
+)
 _JOINED = Need(lambda s: s.ray_address is not None, "a Ray cluster that the run joins (--ray-address)")
 
 
@@ -39,6 +43,8 @@ def gpus_here() -> int | None:
 
 
 def _num_rollout_gpus(s: Any) -> int:
+    if s.rollout_external_engine_addrs:
+        return 0
     if s.sglang_config is not None:
         return topology_of(s).num_gpus
     shared = s.actor_num_nodes * s.actor_num_gpus_per_node
@@ -46,6 +52,8 @@ def _num_rollout_gpus(s: Any) -> int:
 
 
 def _why_so_many(s: Any) -> str:
+    if s.rollout_external_engine_addrs:
+        return "engines that run already take no slots"
     if s.sglang_config is not None:
         return "the groups of --sglang-config"
     return "--colocate: the training GPUs" if s.colocate else "one engine"
@@ -101,10 +109,10 @@ class ClusterSettings:
     """Training GPUs (on a CPU: ranks) per host."""
     num_gpus_per_node: int | None = opt(None, ge=1, needs=_JOINED)
     """Most GPUs (on a CPU: slots) of one host that the run takes. Default: all that are free."""
-    rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many)
+    rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES)
     """Inference GPUs in all. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
     engine. More than there are for training, with --colocate: the others are the engines' own."""
-    rollout_num_gpus_per_engine: int = opt(1, ge=1)
+    rollout_num_gpus_per_engine: int = opt(1, ge=1, needs=_OWN_ENGINES)
     """GPUs of one SGLang engine: its tensor-parallel ranks, times --sglang-pp-size pipeline stages."""
     colocate: bool = opt(False, adjust=_without_trainer)
     """Training and inference share the same GPUs and take turns."""
@@ -123,7 +131,9 @@ class ClusterSettings:
 def engines_divide(args: Args) -> str | None:
     """Inference GPUs form whole engines."""
     total, each = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if args.debug_train_only or args.sglang_config or (total > 0 and each > 0 and total % each == 0):
+    if args.debug_train_only or args.sglang_config or args.rollout_external_engine_addrs:
+        return None
+    if total > 0 and each > 0 and total % each == 0:
         return None
     return (
         f"got rollout_num_gpus {total} for engines of {each}, which does not divide them; "

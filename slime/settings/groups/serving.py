@@ -11,11 +11,18 @@ from slime.core.errors import ConfigError
 from slime.core.layout import EngineLayout
 from slime.settings.engine_layout import layout_of_run
 from slime.settings.families import layout_problem_of
-from slime.settings.fields import internal, opt
+from slime.settings.fields import Need, internal, opt
 from slime.settings.group import Rule
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
+
+
+_ENGINES = Need(lambda s: not s.debug_train_only, "engines, which --debug-train-only starts none of")
+_OWN_ROUTER = Need(
+    lambda s: s.sglang_router_ip is None or s.sglang_config is not None,
+    "a router that the run starts; --sglang-router-ip names one that runs already",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +38,16 @@ class ServingSettings:
     makes progress with others. The length of an answer has no limit in seconds."""
     engine_wait_s: float = opt(900.0, gt=0)
     """Seconds that requests wait while no engine can be reached, as when the only one is started again."""
-    router_host: str = "127.0.0.1"
+    router_host: str = opt("127.0.0.1", needs=_OWN_ROUTER)
     """Address that the router listens on; it is not that of the engines. Requests carry --router-api-key as their
     bearer token; without one the run makes a key of its own, and others than loopback are refused."""
-    router_port: int | None = opt(None, ge=1, le=65535)
+    router_port: int | None = opt(None, ge=1, le=65535, needs=_OWN_ROUTER)
     """Port of the router. Default: a free one."""
-    sglang_router_ip: str | None = internal()
-    """Host of the policy's router; set when it has started."""
-    sglang_router_port: int | None = internal()
-    """Port of the policy's router; set when it has started."""
+    sglang_router_ip: str | None = opt(None, needs=_ENGINES)
+    """Host of a router that runs already, which then serves the policy in place of one that the run starts; its key is
+    --router-api-key. Without it set when the policy's router has started."""
+    sglang_router_port: int | None = opt(None, ge=1, le=65535, needs=_ENGINES)
+    """Port of the router of --sglang-router-ip. Without it set when the policy's router has started."""
     sglang_model_routers: dict[str, tuple[str, int]] | None = internal()
     """By model, host and port of its router; set when they have started."""
 
@@ -156,6 +164,20 @@ def strangers_need_a_key(args: Args) -> str | None:
     )
 
 
+def an_existing_router_is_named_whole(args: Args) -> str | None:
+    """Host, port and key say where it is and let the run add its engines."""
+    ip, port = args.sglang_router_ip, args.sglang_router_port
+    if (ip is None) != (port is None):
+        given, missing = ("ip", "port") if port is None else ("port", "ip")
+        return f"got --sglang-router-{given} alone; give --sglang-router-{missing}, too"
+    if ip is None or args.router.get("api_key"):
+        return None
+    return (
+        "got --sglang-router-ip without --router-api-key: a router that asks for no key lets anybody add servers, "
+        "which are then sent the requests with the engines' key; start it with --api-key KEY, and give that here, too"
+    )
+
+
 def one_key(args: Args) -> str | None:
     """The router hands the key of a request on to the engines."""
     keys = {args.router.get("api_key"), args.sglang.get("api_key")} - {None}
@@ -172,5 +194,6 @@ RULES: tuple[Rule, ...] = (
     groups_need_a_gpu,
     stages_abort,
     strangers_need_a_key,
+    an_existing_router_is_named_whole,
     one_key,
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slime.settings.fields import Need, opt
-from slime.settings.group import Rule
+from slime.core.errors import ConfigError
+from slime.settings.external import read_addresses
+from slime.settings.fields import Need, is_not_zero, opt
+from slime.settings.group import Passed, Rule
 from slime.settings.topology import topology_of
 
 if TYPE_CHECKING:
@@ -25,6 +29,10 @@ class TopologySettings:
     Hooks ask one by its name: `current().models["judge"]`."""
     prefill_num_servers: int | None = opt(None, ge=1, needs=_ENGINES)
     """Engines that read prompts and nothing else; the others of --rollout-num-gpus sample the answers."""
+    rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
+    """HOST:PORT of SGLang servers that run already and serve the policy; the run starts none of its own. Or @FILE, with
+    one address in each line, which is read again whenever it changes: engines join and leave. Their key is
+    --sglang-api-key, or SLIME_ENGINE_API_KEY of the environment."""
 
 
 def one_topology(args: Args) -> str | None:
@@ -71,4 +79,53 @@ def models_are_folders(args: Args) -> str | None:
     return f"got model_path {', '.join(absent)} in {args.sglang_config}, where no config.json is; give a folder"
 
 
-RULES: tuple[Rule, ...] = (one_topology, topology_adds_up, some_engines_decode, models_are_folders)
+def external_engines_have_addresses(args: Args) -> str | None:
+    """Looked at, not asked: parsing a command line asks nobody."""
+    try:
+        read_addresses(args.rollout_external_engine_addrs)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def external_engines_are_the_fleet(args: Args) -> str | None:
+    """They are where they are and what they are."""
+    if not args.rollout_external_engine_addrs:
+        return None
+    for flag, why in _against_external_engines(args):
+        return f"got --rollout-external-engine-addrs with {flag}: {why}"
+    return None
+
+
+def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
+    if args.colocate:
+        yield "--colocate", "engines that run already lend no memory; drop one of the two"
+    if args.sglang_config is not None:
+        yield "--sglang-config", "the file says which engines the run starts, and it starts none; drop one of the two"
+    if args.prefill_num_servers:
+        yield "--prefill-num-servers", "the run starts no engines that could read prompts; drop one of the two"
+    if args.update_weight_transport == "tensor" and not args.debug_rollout_only:
+        yield (
+            "--update-weight-transport tensor",
+            "it is shared memory of the trainer's host, which a server that somebody else started need not be able to "
+            "open; use distributed, or disk with a folder that the engines see",
+        )
+
+
+def _key_of_environment(s: Any) -> str | None:
+    return os.environ.get(ENGINE_KEY_ENV) or None if s.rollout_external_engine_addrs else None
+
+
+ENGINE_KEY_ENV = "SLIME_ENGINE_API_KEY"
+"""Holds the key of engines: other users of the host can read a command line, not an environment."""
+
+PASSED: tuple[Passed, ...] = (Passed("sglang", "api_key", _key_of_environment, ENGINE_KEY_ENV),)
+
+RULES: tuple[Rule, ...] = (
+    one_topology,
+    topology_adds_up,
+    some_engines_decode,
+    models_are_folders,
+    external_engines_have_addresses,
+    external_engines_are_the_fleet,
+)

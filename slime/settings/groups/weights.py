@@ -14,6 +14,8 @@ TRANSPORTS = "slime.weights.transports:TRANSPORTS"
 
 def _separate(s: Any) -> bool:
     """Whether an engine may be where it cannot see the trainer's memory."""
+    if s.rollout_external_engine_addrs:
+        return True
     if s.colocate:
         return s.device == "cpu" and s.actor_num_nodes > 1
     return s.device == "cuda" or s.ray_address is not None
@@ -37,6 +39,8 @@ def _why(s: Any) -> str:
         return "some engines share GPUs with the trainer, others have their own"
     if not _separate(s):
         return "trainer and engines share memory"
+    if s.rollout_external_engine_addrs:
+        return "somebody else started the engines"
     return "trainer and engines have GPUs of their own" if s.device == "cuda" else "an engine may be on another host"
 
 

@@ -20,6 +20,7 @@ class FakePort:
         self.wrong: dict[int, str] = {}
         self.log: list[str] = []
         self.answers: dict[int, str | Exception] = {}
+        self.joined: list[tuple[Engine, str]] = []
         self.hostless: set[int] = set()
 
     def has_host(self, index: int) -> bool:
@@ -37,6 +38,10 @@ class FakePort:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def newcomers(self) -> list[tuple[Engine, str]]:
+        joined, self.joined = self.joined, []
+        return joined
 
     def dismiss(self, engine: Engine) -> None:
         self.log.append(f"dismiss {engine.index}.{engine.incarnation}")

@@ -26,6 +26,11 @@ FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 OF_LOOPS = {"--help", "--version", "--explain"}
 OF_OTHERS = {"--help", "--version", "--explain", "--name", "--no-name", "--no-deps", "--local-dir", "--repo-type"}
 """Placeholders, what argparse brings, and flags of pip and hf."""
+OF_SERVERS = {
+    *("--model-path", "--tp-size", "--incremental-streaming-output", "--disable-shared-experts-fusion"),
+    *("--token-versions", "--enable-return-routed-experts", "--api-key"),
+}
+"""Flags of a server that somebody starts by hand."""
 OF_ENTRIES = {"--temper", "--num-words"}
 """Flags of entries that documents show as a user's own: known once the entry is named."""
 NOT_HERE = re.compile(
@@ -42,7 +47,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 def known_flags() -> set[str]:
     """Flags that parse, flags that are refused with a way out, and those of the project's other programs."""
-    known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS, *OF_ENTRIES}
+    known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS, *OF_SERVERS, *OF_ENTRIES}
     for parser in subcommands().values():
         known |= set(parser._option_string_actions)
     for folder in ("examples", "recipes", "benchmarks"):

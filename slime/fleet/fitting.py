@@ -1,0 +1,260 @@
+"""Whether an engine that somebody else started fits a run: its version, its model, its layout, its settings.
+
+What does not fit is listed whole, with what the server has to be started with, because each try costs its start.
+Shapes of tensors are not among what a server says. Where its `config.json` can be read here the sizes are compared;
+elsewhere the names of its tensors, and the first weight sync refuses tensors of another shape.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import read_hf_config, text_config
+from slime.core.layout import EngineLayout
+from slime.models import layout_problem, table_for
+from slime.models.common.table import FamilyTable
+from slime.serving.discovery import ServerFacts
+from slime.settings import Args
+from slime.settings.engine_layout import layout_of
+from slime.settings.groups.serving import UNVERIFIED
+
+SAME_IN_CONFIG = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "vocab_size",
+    "num_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+)
+"""Of `config.json`: sizes, and what the log-probs depend on though no tensor shows it."""
+NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
+"""Models of which stock SGLang keeps a copy of a weight that no weight sync renews, and no digest shows
+(`slime.compat.sglang_fresh_router`)."""
+LAUNCHER = "python -m slime.serving.launch"
+LOADER = "slime.weights.expert_runs.load"
+"""In `custom_weight_loader` of a server: it was started by the launcher."""
+NAMES_SHOWN = 3
+UNSET = (None, False)
+DTYPES = {"half": "float16", "float": "float32"}
+"""Other words for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run asks of an engine."""
+
+    config: Mapping[str, Any]
+    """Of the checkpoint."""
+    table: FamilyTable
+    sglang_version: str
+    settings: Mapping[str, Any]
+    """ServerArgs that the run depends on, by name: those that the user gave, and those that other settings ask for."""
+    labels: bool
+    """Whether each token has to tell its weight version."""
+    experts: bool
+    """Whether routed experts are asked for."""
+    trains: bool
+    """Whether the run sends weights."""
+
+    @classmethod
+    def of(cls, args: Args) -> Wanted:
+        """By the settings of a run."""
+        config = read_hf_config(str(args.hf_checkpoint))
+        given = {name: value for name, value in args.sglang.items() if value is not None and name != "api_key"}
+        return cls(
+            config=config,
+            table=table_for(config),
+            sglang_version=importlib.metadata.version("sglang"),
+            settings={"dtype": "bfloat16", **given},
+            labels=args.pause_generation_mode != "abort",
+            experts=bool(args.sglang.get("enable_return_routed_experts")),
+            trains=not args.debug_rollout_only,
+        )
+
+
+def misfits(facts: ServerFacts, wanted: Wanted) -> list[str]:
+    """What does not fit, each in one line (got / because / do); empty if the run can use it."""
+    found = list(_of_model(facts, wanted))
+    if not found:
+        found += _of_tensors(facts, wanted)
+    return [*_of_version(facts, wanted), *found, *_of_layout(facts, wanted), *_of_settings(facts, wanted)]
+
+
+def report(found: Mapping[str, Sequence[str]]) -> str:
+    """By address what does not fit, for people."""
+    lines = [f"  {url}\n" + "\n".join(f"    - {problem}" for problem in problems) for url, problems in found.items()]
+    return (
+        f"got {len(found)} external engine{'s' * (len(found) > 1)} that this run cannot use:\n"
+        + "\n".join(lines)
+        + '\nStart them as docs/topologies.md says under "Engines that run already", or leave them out'
+    )
+
+
+def _of_version(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
+    version = facts.info.get("version")
+    if version != wanted.sglang_version:
+        yield (
+            f"SGLang {version}; the run knows what {wanted.sglang_version} holds and how it is asked: start it with "
+            "that version"
+        )
+
+
+def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
+    config = wanted.config
+    served = facts.model.get("architectures") or [facts.model.get("model_type")]
+    ours = config.get("architectures") or [config.get("wrapper_type", config.get("model_type"))]
+    if facts.model.get("is_generation") is False or facts.info.get("is_embedding"):
+        yield "it embeds texts and samples none; start it without --is-embedding"
+    if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # one of the two does not say
+        served, ours = [facts.model.get("model_type")], [config.get("wrapper_type", config.get("model_type"))]
+    if list(served) != list(ours):
+        path = facts.model.get("model_path")
+        yield f"model {served[0]} ({path}), not {ours[0]}: start it with --model-path of the checkpoint"
+        return
+    differing = [f"{name} {theirs} in place of {mine}" for name, theirs, mine in _differences(facts, config)]
+    if differing:
+        yield f"model {facts.model.get('model_path')} has {', '.join(differing)}: start it with the checkpoint"
+
+
+def _differences(facts: ServerFacts, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, theirs, ours) of the sizes that differ; none where its folder is not seen from here."""
+    try:
+        theirs = text_config(json.loads((Path(str(facts.model.get("model_path"))) / "config.json").read_text()))
+    except (OSError, ValueError):
+        return
+    for name in SAME_IN_CONFIG:
+        if theirs.get(name) != ours.get(name) and None not in (theirs.get(name), ours.get(name)):
+            yield name, theirs.get(name), ours.get(name)
+
+
+def _of_tensors(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
+    """Its tensors are those that the weight sync will send and compare."""
+    held = {name for name in facts.resident if not wanted.table.carries(name)}
+    meant = set(wanted.table.resident) | {e.plus_one for e in wanted.table.entries if e.plus_one}
+    missing, extra = sorted(meant - held), sorted(held - meant)
+    if any("shared_expert" in name for name in missing):
+        yield "it keeps shared experts with the routed ones: start it with --disable-shared-experts-fusion"
+    elif missing or extra:
+        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [f"has {_listed(extra)}"] * bool(extra)
+        yield f"its model {' and '.join(parts)}, so it is another one than the checkpoint's: start it with that"
+
+
+def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
+    worker = "encoder" if facts.info.get("encoder_only") else facts.info.get("disaggregation_mode", "null")
+    if worker != "null":
+        yield f"it is a {worker} worker, which answers no request whole; start it without disaggregation"
+    for name, plain in UNVERIFIED.items():
+        if name != "disaggregation_mode" and name in facts.info and facts.info[name] not in plain:
+            yield (
+                f"{_flag(name)} {facts.info[name]}: it holds other tensors than the trainer verifies after each weight "
+                "sync; leave that out"
+            )
+    try:
+        layout = layout_of_server(facts)
+    except ConfigError as error:
+        yield str(error)
+    else:
+        yield from _of_sizes(layout, facts, wanted)
+    if facts.info.get("enable_lora") or facts.info.get("lora_paths"):
+        yield "it serves adapters beside the weights that the run verifies; start it without LoRA"
+
+
+def layout_of_server(facts: ServerFacts) -> EngineLayout:
+    """How the ranks of a server divide the model. Raises `ConfigError` for sizes that slime does not know."""
+    stages = int(facts.info.get("pp_size") or 1)
+    return layout_of(int(facts.info.get("tp_size") or 1) * stages, facts.info)
+
+
+def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
+    ranks, heads = layout.attention_tp_size, wanted.table.sizes.num_heads
+    if heads % ranks:
+        yield f"{layout}: {ranks} ranks share the attention, which do not divide its {heads} heads; choose a divisor"
+    elif wanted.trains and (problem := layout_problem(wanted.config, layout)):
+        yield f"{layout}: {problem}; choose another layout"
+    if layout.pp_size > 1 and wanted.labels:
+        yield f"{layout}: SGLang goes on serving in pipeline stages while weights change; use one stage, or abort"
+    if max(layout.pp_size, layout.dp_size) > 1 and not _has_hooks(facts):
+        yield (
+            f"{layout}: stock SGLang answers for its first stage or group alone; start it with {LAUNCHER}, and "
+            f"--custom-weight-loader {LOADER} as the sign of it"
+        )
+
+
+def _has_hooks(facts: ServerFacts) -> bool:
+    """Whether it was started by slime's launcher, as far as it says."""
+    return LOADER in (facts.info.get("custom_weight_loader") or ())
+
+
+def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
+    for name, value in wanted.settings.items():
+        has = facts.info.get(name)
+        if name in facts.info and not _same(has, value):
+            yield f"{_flag(name)} {_shown(has)}, and the run asks for {_shown(value)}: start it with that"
+    if facts.probe is None:
+        yield f"it did not sample a few tokens: {facts.problem}"
+        return
+    if facts.probe.repeats:
+        yield "each event of a stream repeats all before it; start it with --incremental-streaming-output"
+    if wanted.labels and not facts.probe.labels:
+        yield (
+            "its answers do not tell the weight version of each token, which --pause-generation-mode retract and "
+            f"in_place need; start it with {LAUNCHER} --token-versions"
+        )
+    if wanted.experts and not facts.probe.experts:
+        yield (
+            "it returns no routed experts to requests that ask by their id; start it with "
+            f"{LAUNCHER} ... --enable-return-routed-experts"
+        )
+    if str(facts.model.get("model_type")) in NOT_RENEWED and not _has_hooks(facts):
+        yield (
+            "stock SGLang keeps a copy of this model's expert routers that no weight sync renews and no digest shows; "
+            f"start it with {LAUNCHER}, and --custom-weight-loader {LOADER} as the sign of it"
+        )
+    if not wanted.trains and not str(facts.model.get("weight_version")).isdecimal():
+        yield (
+            f"--weight-version {facts.model.get('weight_version')} does not count versions, and this run sends "
+            "no weights that would give it one; start it with --weight-version 0"
+        )
+
+
+def _same(has: Any, value: Any) -> bool:
+    has, value = (DTYPES.get(v, v) if isinstance(v, str) else v for v in (has, value))
+    if isinstance(value, list | tuple) or isinstance(has, list | tuple):
+        return list(has or ()) == list(value or ())
+    return bool(has == value or (has in UNSET and value in UNSET))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _shown(value: Any) -> str:
+    return "off" if value in UNSET else "on" if value is True else str(value)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def refuse(found: Mapping[str, Sequence[str]]) -> None:
+    """Raises one `ConfigError` with everything that does not fit, if anything does not."""
+    wrong = {url: problems for url, problems in found.items() if problems}
+    if wrong:
+        raise ConfigError(report(wrong))
