@@ -43,7 +43,7 @@ def test_engine_spellings_do_not_collide_with_slimes() -> None:
 
 
 def test_every_setting_that_the_code_reads_exists() -> None:
-    known = {f.name for f in dataclasses.fields(Args)} | {"replace", "to_json_dict", "was_given"}
+    known = {f.name for f in dataclasses.fields(Args)} | {"replace", "to_json_dict", "was_given", "without_secrets"}
     known |= {f.dest for f in flag_table().flags if f.owner in ("slime", "megatron")}
     stray = []
     for path in [*(ROOT / "slime").rglob("*.py"), ROOT / "train.py", ROOT / "train_async.py"]:
@@ -69,7 +69,8 @@ def test_every_setting_is_read_somewhere() -> None:
     within_config |= {"use_tis", "use_opsm", "get_mismatch_metrics"}  # they choose --off-policy-corrections
     within_config |= {"compute_advantages_and_returns"}  # asked through slime.settings.conditions
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
-    paths.append(ROOT / "slime" / "settings" / "eval_config.py")  # makes the datasets that the rollout samples
+    makers = ("eval_config.py", "topology.py")  # of the datasets that the rollout samples, and of the engines that start
+    paths += [ROOT / "slime" / "settings" / maker for maker in makers]
     text = "\n".join(p.read_text() for p in [*paths, ROOT / "train.py", ROOT / "train_async.py"])
     words = set(re.findall(r"\w+", text))
     assert not [f.dest for f in own_flags() if not f.internal and f.dest not in words | within_config]

@@ -204,7 +204,7 @@ def test_a_users_entry_is_named_in_yaml_as_well(base: list[str], pigeon: str, tm
 
 def test_help_shows_names_and_settings_of_entries() -> None:
     text = help_text("slime")
-    assert "--update-weight-transport {disk|distributed|nccl|tensor|import path}" in text
+    assert "--update-weight-transport {disk|distributed|mixed|nccl|tensor|import path}" in text
     assert "Weight transport: settings of the entries of --update-weight-transport" in text
     assert "Read by disk." in text
 
