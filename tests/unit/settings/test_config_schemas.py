@@ -69,7 +69,7 @@ def test_every_setting_is_read_somewhere() -> None:
     within_config |= {"use_tis", "use_opsm", "get_mismatch_metrics"}  # they choose --off-policy-corrections
     within_config |= {"compute_advantages_and_returns"}  # asked through slime.settings.conditions
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
-    makers = ("eval_config.py", "topology.py")  # of the datasets that the rollout samples, and of the engines that start
+    makers = ("eval_config.py", "topology.py")  # of datasets that the rollout samples, and of engines that start
     paths += [ROOT / "slime" / "settings" / maker for maker in makers]
     text = "\n".join(p.read_text() for p in [*paths, ROOT / "train.py", ROOT / "train_async.py"])
     words = set(re.findall(r"\w+", text))
