@@ -11,7 +11,8 @@ one engine to answer where there is none. Is woken by nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import ray
@@ -20,7 +21,7 @@ from slime.cluster.actors import EngineInfo
 from slime.cluster.waiting import wait_for
 from slime.core.errors import DeadlineExceeded
 from slime.core.ports import WeightVersion
-from slime.fleet.engine import POLICY, Engine, State
+from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.port import EnginePort
 from slime.fleet.supervisor import Supervisor
@@ -116,6 +117,20 @@ class Engines:
         except Exception:
             if not self.lost_any(engines):
                 raise
+            left = {engine.index for engine in self._still(engines)}
+            others = [ref for engine, ref in zip(engines, refs, strict=True) if engine.index in left]
+            wait_for(others, for_what=f"{method} on {len(others)} engines", limit_s=self._args.weight_sync_timeout_s)
+
+    @contextmanager
+    def frozen_aside(self) -> Iterator[None]:
+        """Requests to frozen models that lend their memory wait during the block, as for a lost engine."""
+        aside = [e for e in self.members.of(State.READY) if e.role == FROZEN and e.lends]
+        for engine in aside:
+            self._dismiss(engine)
+        self._supervisor.syncing(aside)
+        yield
+        self._supervisor.synced(aside, 0)
+        self._admit()
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
         """Those that take weights now: `engines`, or all that answer. Waits until there is one."""
@@ -185,9 +200,9 @@ class Engines:
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
         """Of these, or of all of the policy's, those that answer and are of the same incarnation."""
-        now = tuple(engine for engine in self.members.of(*ASKED) if engine.role == POLICY)
+        now = self.members.of(*ASKED)
         if engines is None:
-            return now
+            return tuple(engine for engine in now if engine.role == POLICY)
         known = {(engine.index, engine.incarnation) for engine in now}
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
 

@@ -36,10 +36,9 @@ class MemoryHandOver:
 
     def to_trainer(self) -> None:
         """The trainer can train; engines are idle. Nothing if that is so already."""
+        self._settle()
         self._engines_give()
         if self._trainer_lends:
-            self._trainer_lent = False
-            self._actors.engines.settle()  # one that is started again may be taking what is about to be taken here
             self._on_trainers("wake", "wake_up")
 
     @property
@@ -54,11 +53,11 @@ class MemoryHandOver:
 
     def room_for_weights(self) -> None:
         """Engines can take weights; the trainer holds its own and nothing else."""
-        if self._trainer_lent:  # only at the start: beside all that engines took there may be no room for weights
+        if self._trainer_lent:  # at the start, and when one joins: beside all that engines took there may be no room
+            self._settle()
             self._engines_give()
         if self._trainer_lends:
             self._on_trainers("keep_weights", "keep_weights")
-            self._trainer_lent = False
         if self._engines_lent:
             self._actors.on_lenders("resume_memory", ["weights"])
 
@@ -70,6 +69,12 @@ class MemoryHandOver:
         if self._engines_lent:
             self._actors.on_lenders("resume_memory", ["kv_cache", "cuda_graph"])
             self._engines_lent = False
+
+    def _settle(self) -> None:
+        """No engine takes memory from now on; one that was taking some has it, and gives it with the others."""
+        if self._trainer_lends:
+            self._trainer_lent = False
+            self._actors.engines.settle()
 
     def _engines_give(self) -> None:
         """All that engines have, unless they gave it already."""

@@ -148,7 +148,7 @@ class RayEngines:
         for index, state in self._watched.items():
             for member in range(len(self._crews[index])):
                 if problem := self._look(index, member, state):
-                    found[index] = problem
+                    found.setdefault(index, problem)
         return found
 
     def start(self, engine: Engine) -> None:
@@ -160,8 +160,11 @@ class RayEngines:
     def started(self, index: int) -> str | None:
         if index in self._ending and not self._replaced(index):
             return None
+        self.require_followers(index)
         if not self._gates.get(index, True):
             self._open_gate(index)
+        if index not in self._ready:  # its gate is closed
+            return None
         done, _ = ray.wait([self._ready[index]], timeout=0)
         if not done:
             return None
@@ -172,6 +175,12 @@ class RayEngines:
             raise problem if isinstance(problem, EngineError) else EngineError(str(problem)) from error
         self._gates.pop(index, None)
         return url
+
+    def require_followers(self, index: int) -> None:
+        """Raises `EngineError` if an engine that starts has lost a host other than the first, which says so itself."""
+        for member in range(1, len(self._crews[index])):
+            if problem := self._look(index, member, State.STARTING):
+                raise EngineError(f"engine {index} cannot start: on its host {member}, {problem}")
 
     def has_host(self, index: int) -> bool:
         hosts = {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
@@ -187,7 +196,7 @@ class RayEngines:
     @property
     def takes_memory(self) -> bool:
         """Whether an engine that starts again may be taking memory now."""
-        return any(self.is_gated(index) and self._gates.get(index, True) for index in self._ready)
+        return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:
         """What the last look said; asks again if it is old."""
@@ -214,6 +223,10 @@ class RayEngines:
             for actor in self._crews[index]:
                 actor.open_gate.remote()
             self._gates[index] = True
+            self._wait_ready(index)  # only now: the head does one thing at a time, and would wait behind its gate
+
+    def _wait_ready(self, index: int) -> None:
+        self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
 
     def _create(self, index: int, incarnation: int) -> tuple[Any, ...]:
         """The actors of an engine, whose servers start at once."""
@@ -266,5 +279,6 @@ class RayEngines:
         self._crews[index] = self._create(index, ending.incarnation)
         if self.is_gated(index):
             self._gates[index] = False
-        self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
+        else:
+            self._wait_ready(index)
         return True

@@ -75,7 +75,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
             [*building, *ready, *data, *lent, *opened],  # a failed build is named, not the lending that it fails
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
             limit_s=args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
-            on_poll=progress.tell,
+            on_poll=lambda: _told(port, progress),
         )
     for name, seconds in (results[len(building) - 1] if building else {}).items():
         startup.part(f"trainer_{name}", seconds)
@@ -173,3 +173,11 @@ def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engi
 def _placed(actor: Any, **options: Any) -> Any:
     """Ray's class behind an actor, under these options; its decorator leaves the plain class to the type checker."""
     return actor.options(**options)
+
+
+def _told(port: RayEngines | ExternalEngines, progress: StartProgress) -> str:
+    """The progress of the start. Raises `EngineError` if an engine on several hosts has lost one of them."""
+    if isinstance(port, RayEngines):
+        for index in range(len(port.heads)):
+            port.require_followers(index)
+    return progress.tell()

@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import assert_never
 
 from slime.cluster.actors import WEIGHT_VERSION, Actors
@@ -99,7 +100,7 @@ class WeightSyncSequence:
         joiners = self._engines.joiners()
         if not joiners or (self._engines.any_ready and (self._memory.lends or not fresh)):
             return
-        with span("join"):
+        with span("join"), self._engines.frozen_aside() if self._memory.lends else nullcontext():
             self._memory.room_for_weights()
             self._try(joiners)
             self._memory.room_for_the_rest()

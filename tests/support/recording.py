@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ class RecordingEngines:
         self._engines = tuple(SimpleNamespace(index=i, url=f"http://{i}") for i in range(num_engines))
         self.waiting: tuple[Any, ...] = ()
         self._admitted = False
+        self.on_settle: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._engines)
@@ -45,7 +47,11 @@ class RecordingEngines:
         return self.waiting
 
     def settle(self) -> None:
-        pass
+        self.on_settle()
+
+    @contextmanager
+    def frozen_aside(self) -> Iterator[None]:
+        yield
 
     def tended(self) -> str:
         return "none"

@@ -80,6 +80,26 @@ def test_a_trainer_that_lent_its_gpu_at_the_start_takes_its_weights_alone_for_th
     assert actors.log == HANDED_OVER, "as in every later step"
 
 
+@pytest.mark.parametrize("step", ["to_trainer", "room_for_weights"])
+def test_an_engine_that_was_taking_memory_gives_it_before_the_trainer_takes_any(step: str) -> None:
+    """Law: nobody may begin to take memory that the trainer is about to take, and who has begun gives it, too."""
+    actors = RecordingActors()
+    _, memory, _ = sequence(actors, offload_train=True, offload_rollout=True, colocate=True, device="cuda")
+    memory.room_for_weights()
+    memory.room_for_the_rest()
+    assert memory.is_lent
+    seen: list[bool] = []
+    actors.engines.on_settle = lambda: (seen.append(memory.is_lent), actors.log.append("settled"))[0]
+    actors.log.clear()
+    getattr(memory, step)()
+    assert seen == [False], "the gate is closed before the wait for those that went through it"
+    assert actors.log[:3] == ["settled", "engines release_memory", f"trainers {TAKES[step]}"]
+
+
+TAKES = {"to_trainer": "wake", "room_for_weights": "keep_weights"}
+"""Step -> what the trainer does to take memory."""
+
+
 def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:
     class Unequal(RecordingActors):
         def on_trainers(self, method: str, *arguments: Any) -> list[dict[str, float]]:
