@@ -158,11 +158,14 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
     return family, files
 
 
-def end_run(family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str]) -> int:
-    """Ends the family and removes what it left; returns the number of processes that are still there (normally 0)."""
+def end_run(family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str], scratch: str = "") -> int:
+    """Ends the family and removes what it left; returns the number of processes that are still there (normally 0).
+
+    `scratch`: a pattern of folders, looked for when nobody is left who could make one.
+    """
     left = family.end(grace_s=GRACE_S, limit_s=KILL_LIMIT_S, before_kill=files.observe)
     _log.info("removed from shared memory: %s", files.remove_orphans())
-    for folder in temp_dirs:
+    for folder in (*temp_dirs, *glob.glob(scratch)):
         shutil.rmtree(folder, ignore_errors=True)
     for process in left:
         _log.error("still alive after SIGKILL: pid %d %s in state %s", process.id.pid, process.name, process.state)
@@ -194,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     family, files = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
     _log.info("run %s is over; ending what is left of it", options.run_id)
     scratch = os.path.join(tempfile.gettempdir(), f"slime-{glob.escape(options.run_id)}-*")
-    num_left = end_run(family, files, [*options.temp_dir, *glob.glob(scratch)])
+    num_left = end_run(family, files, options.temp_dir, scratch)
     if options.detached:
         with contextlib.suppress(BrokenPipeError):  # who started it is gone
             os.write(1, ENDED + b"%d\n" % num_left)

@@ -98,6 +98,8 @@ def test_a_student_learns_from_a_served_teacher(teacher: tuple[RealRun, str], ru
         RECIPES / "distillation.yaml",
         "--opd-teacher-url",
         teacher[1],
+        "--opd-teacher-api-key",
+        (teacher[0].run_dir / "router_key").read_text(),
         "--save-debug-rollout-data",
         rollouts,
     ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.settings.fields import opt
+from slime.settings.fields import derived, opt
 from slime.settings.group import Rule
 
 if TYPE_CHECKING:
@@ -24,8 +24,13 @@ class FleetSettings:
     """Seconds between two questions to an engine's scheduler. Its processes are looked at every second."""
     rollout_health_check_timeout: float = opt(30.0, gt=0)
     """Seconds for which a scheduler may be silent before its engine counts as hung."""
-    rollout_health_check_first_wait: float = opt(0.0, ge=0)
-    """Seconds before the first question to an engine that has just started."""
+    rollout_health_check_first_wait: float = derived(
+        lambda s: 180.0 if s.device == "cuda" else None,
+        "on a GPU the first requests compile kernels, and the scheduler answers nobody meanwhile",
+        default=0.0,
+        ge=0,
+    )
+    """Seconds before the first question to an engine that has just started. Default: 180 on cuda, else 0."""
     max_restarts: int = opt(0, ge=0)
     """How often a run that a fault ended (a process or a host that is gone) starts again by itself, from its newest
     checkpoint; it needs --save, the same folder as --load, and --save-interval."""
