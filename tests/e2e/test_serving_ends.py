@@ -27,7 +27,7 @@ def pid_of(run: RealRun, name: str) -> int:
 
 
 def test_an_engine_or_a_router_that_ends(runs: Path, tiny_qwen3: Path) -> None:
-    """Law: serving watches both; a router comes back, an engine that may not come back ends the command, with its log."""
+    """Law: serving watches both; a router comes back, and an engine that may not ends the command, with its log."""
     with lease_ports() as free:
         port = free.port
     flags: Flags = ["--debug-rollout-only", "--num-rollout", "0", "--no-bf16", "--hf-checkpoint", tiny_qwen3]
