@@ -1,7 +1,7 @@
 """The topology of a fleet: which models are served, by how many engines of which width, for what each.
 
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
-    group    engines of one kind and one width    regular, or prefill and decode; with SGLang arguments of its own
+    group    engines of one kind and one width    with SGLang arguments of its own
 
 Without `--sglang-config` it is one model, the policy, and one group.
 """
@@ -60,11 +60,6 @@ class ServedModel:
     trained: bool = True
     """Whether it is the policy, whose engines get the weights of the trainer, if there is one; others serve what their
     checkpoint has."""
-
-    @property
-    def is_split(self) -> bool:
-        """Whether prompts are read and answers are sampled by different engines."""
-        return any(group.worker in (Worker.PREFILL, Worker.DECODE) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

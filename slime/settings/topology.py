@@ -1,4 +1,4 @@
-"""The topology that the settings mean: from `--sglang-config`, `--prefill-num-servers`, or one group of engines.
+"""The topology that the settings mean: from `--sglang-config`, or one group of engines.
 
     sglang:
       - name: policy                      # the one that is trained: its path is --hf-checkpoint
@@ -42,12 +42,8 @@ def topology_of(args: Args) -> Topology:
             num_gpus_per_engine=args.rollout_num_gpus_per_engine,
             trains=not args.debug_rollout_only,
         )
-    each, total = args.rollout_num_gpus_per_engine, args.rollout_num_gpus
-    groups: tuple[EngineGroup, ...] = (EngineGroup(total, each),)
-    if args.prefill_num_servers:
-        reads = args.prefill_num_servers * each
-        groups = (EngineGroup(reads, each, Worker.PREFILL), EngineGroup(total - reads, each, Worker.DECODE))
-    return Topology((ServedModel(DEFAULT_NAME, path, groups),))
+    group = EngineGroup(args.rollout_num_gpus, args.rollout_num_gpus_per_engine)
+    return Topology((ServedModel(DEFAULT_NAME, path, (group,)),))
 
 
 def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
@@ -116,7 +112,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     width = _positive(fields, "num_gpus_per_engine", where) or width
     made = tuple(_group(group, f"{where}.server_groups[{i}]", width) for i, group in enumerate(groups))
     model = ServedModel(name, path, made, trained=same if update is None else update)
-    _require_both_halves(model, where)
+    _require_engines(model, where)
     return model
 
 
@@ -130,6 +126,11 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
         raise ConfigError(
             f"{where}: got worker_type encoder, which serves the vision part of a model: this release has no engines "
             "that leave it to others; let regular engines encode"
+        )
+    if worker in (Worker.PREFILL, Worker.DECODE):
+        raise ConfigError(
+            f"{where}: got worker_type {kind}: this release starts no engines that read prompts for others; let "
+            "regular engines do both"
         )
     num_gpus = _positive(fields, "num_gpus", where)
     if num_gpus is None:
@@ -158,16 +159,9 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
     return out
 
 
-def _require_both_halves(model: ServedModel, where: str) -> None:
-    workers = {group.worker for group in model.groups} - {Worker.PLACEHOLDER}
-    if not workers:
+def _require_engines(model: ServedModel, where: str) -> None:
+    if all(group.worker is Worker.PLACEHOLDER for group in model.groups):
         raise ConfigError(f"{where}: got placeholders alone, so nothing would serve it; add a group that runs")
-    if not model.is_split or workers == {Worker.PREFILL, Worker.DECODE}:
-        return
-    raise ConfigError(
-        f"{where}: got groups of {', '.join(sorted(worker.value for worker in workers))}: prompts that some engines "
-        "read are answered by others; give prefill and decode, or regular alone"
-    )
 
 
 def _known(mapping: Any, known: set[str], where: str) -> dict[str, Any]:

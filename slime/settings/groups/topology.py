@@ -27,19 +27,10 @@ class TopologySettings:
     sglang_config: str | None = opt(None, needs=_ENGINES)
     """YAML file with models (the policy, and others that stay as they are) and the groups of engines that serve each.
     Hooks ask one by its name: `current().models["judge"]`."""
-    prefill_num_servers: int | None = opt(None, ge=1, needs=_ENGINES)
-    """Engines that read prompts and nothing else; the others of --rollout-num-gpus sample the answers."""
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
     """HOST:PORT of SGLang servers that run already and serve the policy; the run starts none of its own. Or @FILE, with
     one address in each line, which is read again whenever it changes: engines join and leave. Their key is
     --sglang-api-key, or SLIME_ENGINE_API_KEY of the environment."""
-
-
-def one_topology(args: Args) -> str | None:
-    """The file says which engines read prompts."""
-    if args.sglang_config is None or args.prefill_num_servers is None:
-        return None
-    return "got --sglang-config with --prefill-num-servers: groups of the file say which engines read prompts; drop one"
 
 
 def topology_adds_up(args: Args) -> str | None:
@@ -52,17 +43,6 @@ def topology_adds_up(args: Args) -> str | None:
     return (
         f"got rollout_num_gpus {args.rollout_num_gpus}, and groups of {total} GPUs in {args.sglang_config}; leave "
         "--rollout-num-gpus out, or make them equal"
-    )
-
-
-def some_engines_decode(args: Args) -> str | None:
-    """Prompts that are read want to be answered."""
-    reads, each = args.prefill_num_servers or 0, args.rollout_num_gpus_per_engine
-    if not reads or args.debug_train_only or reads * each < args.rollout_num_gpus:
-        return None
-    return (
-        f"got prefill_num_servers {reads} with {args.rollout_num_gpus // each} engines in all, so none would sample; "
-        "raise --rollout-num-gpus, or lower it"
     )
 
 
@@ -102,8 +82,6 @@ def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
         yield "--colocate", "engines that run already lend no memory; drop one of the two"
     if args.sglang_config is not None:
         yield "--sglang-config", "the file says which engines the run starts, and it starts none; drop one of the two"
-    if args.prefill_num_servers:
-        yield "--prefill-num-servers", "the run starts no engines that could read prompts; drop one of the two"
     if args.update_weight_transport == "tensor" and not args.debug_rollout_only:
         yield (
             "--update-weight-transport tensor",
@@ -122,9 +100,7 @@ ENGINE_KEY_ENV = "SLIME_ENGINE_API_KEY"
 PASSED: tuple[Passed, ...] = (Passed("sglang", "api_key", _key_of_environment, ENGINE_KEY_ENV),)
 
 RULES: tuple[Rule, ...] = (
-    one_topology,
     topology_adds_up,
-    some_engines_decode,
     models_are_folders,
     external_engines_have_addresses,
     external_engines_are_the_fleet,

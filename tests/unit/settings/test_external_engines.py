@@ -71,7 +71,6 @@ def test_their_key_may_come_from_the_environment(base: list[str], monkeypatch: p
     ("more", "said"),
     [
         (["--colocate"], "lend no memory"),
-        (["--prefill-num-servers", "1"], "could read prompts"),
         (["--update-weight-transport", "tensor"], "use distributed, or disk"),
         (["--rollout-external-engine-addrs", "a:1", "http://a:1"], "twice"),
         (["--rollout-external-engine-addrs", "a"], "give HOST:PORT"),

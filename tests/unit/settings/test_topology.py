@@ -34,8 +34,8 @@ def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path
                 "name": "ref",
                 "update_weights": False,
                 "server_groups": [
-                    group(worker_type="prefill", overrides={"chunked-prefill-size": 4096}),
-                    group(worker_type="decode"),
+                    group(overrides={"chunked-prefill-size": 4096}),
+                    group(),
                     group(3, worker_type="placeholder"),
                 ],
             },
@@ -45,7 +45,7 @@ def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path
     assert found.policy == actor and [m.trained for m in found.models] == [True, False, False]
     assert (judge.path, ref.path) == ("/m/judge", "/m/policy")
     assert [g.num_engines for m in found.models for g in m.groups] == [2, 1, 3, 1, 1, 0]
-    assert ref.groups[0].overrides == {"chunked_prefill_size": 4096} and ref.is_split and not actor.is_split
+    assert ref.groups[0].overrides == {"chunked_prefill_size": 4096}
     assert [w.num_gpus for w in found.wanted()] == [2, 2, 1, 1, 1, 1, 2, 2, 1, 1, 1]
     assert [w.runs for w in found.wanted()] == [True] * 8 + [False] * 3
     assert found.num_gpus == 4 + 1 + 3 + 2 + 2 + 3
@@ -72,11 +72,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an unknown worker": ([{"name": "a", "server_groups": [group(worker_type="worker")]}], "known are regular"),
     "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "let regular engines encode"),
-    "half of two": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], "give prefill and decode"),
-    "a third": (
-        [{"name": "a", "server_groups": [group(worker_type=w) for w in ("prefill", "decode", "regular")]}],
-        "give prefill and decode, or regular alone",
-    ),
+    "prompts alone": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], "let regular engines do both"),
     "nothing that runs": ([{"name": "a", "server_groups": [group(worker_type="placeholder")]}], "placeholders alone"),
     "an uneven group": ([{"name": "a", "server_groups": [group(3)]}], "does not divide"),
     "a number as text": ([{"name": "a", "server_groups": [{"num_gpus": "2"}]}], "want a number of at least 1"),
@@ -109,14 +105,6 @@ def test_the_command_line_alone_is_one_model(base: list[str]) -> None:
     assert topology_of(args.replace(debug_train_only=True)).models == ()
 
 
-def test_engines_that_read_prompts_come_out_of_all(base: list[str]) -> None:
-    flags = ["--rollout-num-gpus", "4", "--prefill-num-servers", "1"]
-    (model,) = topology_of(parse_args([*base, *flags])).models
-    assert [(g.worker, g.num_gpus) for g in model.groups] == [(Worker.PREFILL, 1), (Worker.DECODE, 3)]
-    with pytest.raises(ConfigError, match="so none would sample"):
-        parse_args([*base, "--rollout-num-gpus", "1", "--prefill-num-servers", "1"])
-
-
 def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     groups = [group(2), group(3, worker_type="placeholder")]
@@ -126,7 +114,7 @@ def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> N
     assert args.rollout_num_gpus == 5 and args.origins["rollout_num_gpus"] == "derived: the groups of --sglang-config"
     with pytest.raises(ConfigError, match="rollout_num_gpus 4, and groups of 5 GPUs"):
         parse_args([*flags, "--rollout-num-gpus", "4"])
-    with pytest.raises(ConfigError, match="drop one"):
+    with pytest.raises(ConfigError, match="none reads for others in this release"):
         parse_args([*flags, "--prefill-num-servers", "1"])
 
 
