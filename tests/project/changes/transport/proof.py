@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import WeightSyncError
+from slime.core.layout import ONE_RANK, EngineLayout
 from slime.serving.wire import digest
 from slime.settings import parse_args
 from slime.weights.receivers import Receiver
@@ -24,7 +25,10 @@ table, state = model()
 def synced(drop: str | None = None) -> list[FakeEngine]:
     """Engines after a weight sync."""
     wire = FakeWire()
-    engines = [FakeEngine("http://a", table, wire, 1), FakeEngine("http://b", table, wire, 2)]
+    engines = [
+        FakeEngine("http://a", table, wire, ONE_RANK),
+        FakeEngine("http://b", table, wire, EngineLayout(tp_size=2)),
+    ]
     engines[1].drop = drop
     channel = TRANSPORTS.build(args.update_weight_transport, args).open(transport_context(serialize=wire.serialize))
     sync_weights(
