@@ -28,9 +28,11 @@ class Slices:
             self._turn()
 
     def _turn(self) -> None:
-        for _ in range(min(IN_ONE_TURN, len(self._work))):
-            self._work.popleft()()
-        if self._work:
-            asyncio.get_running_loop().call_soon(self._turn)
-        else:
-            self._due = False
+        try:
+            for _ in range(min(IN_ONE_TURN, len(self._work))):
+                self._work.popleft()()
+        finally:  # one that raises after all costs nobody else his turn
+            if self._work:
+                asyncio.get_running_loop().call_soon(self._turn)
+            else:
+                self._due = False

@@ -114,8 +114,8 @@ class Try:
         self.interrupted = self.interrupted or why
 
     def break_off(self) -> None:
-        """Wakes it, if it waits and was interrupted: `wait` raises `Interrupted`."""
-        if self._guard is not None and self.interrupted is not None:
+        """Wakes it, if it waits and was interrupted: `wait` raises `Interrupted`. A second time does nothing."""
+        if self._guard is not None and self.interrupted is not None and self._guard.when() is None:
             self._guard.reschedule(0.0)
 
     async def wait(self, what: Callable[[], Awaitable[T]]) -> T:

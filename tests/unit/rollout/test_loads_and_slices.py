@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.rollout.loads import Loads
 from slime.rollout.slices import IN_ONE_TURN, Slices
-from slime.rollout.upstream import Upstream
+from slime.rollout.upstream import DISMISSED, LATE, Interrupted, Try, Upstream
 
 
 @given(
@@ -51,3 +52,39 @@ async def test_work_is_done_in_order_some_in_each_turn() -> None:
         await asyncio.sleep(0)
     assert done == [*range(3 * IN_ONE_TURN), -1]
     assert all(after - before <= IN_ONE_TURN for before, after in zip([0, *turns], turns, strict=False))
+
+
+async def test_work_that_raises_costs_nobody_else_his_turn() -> None:
+    def fails() -> None:
+        raise ValueError("meant")
+
+    done, slices = list[int](), Slices()
+    with pytest.raises(ValueError, match="meant"):
+        slices.add([fails, lambda: done.append(0)])
+    slices.add([lambda: done.append(1)])
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert done == [0, 1]
+    slices.add([lambda: done.append(2)])
+    assert done == [0, 1, 2], "nothing is left to do, so it is done at once"
+
+
+async def test_a_request_that_is_interrupted_twice_ends_once() -> None:
+    one, slices = Try(Upstream("http://engine", "p.", 0.0), None, 0.0), Slices()
+    waiting = asyncio.create_task(one.wait(lambda: asyncio.sleep(3600)))
+    while one._guard is None:
+        await asyncio.sleep(0)
+    one.interrupt(LATE)
+    slices.add([one.break_off])
+    second = list[Any]()
+
+    def again() -> None:  # between the end of the first wait and the turn in which the request hears of it
+        second.append(one._guard)
+        one.interrupt(DISMISSED)
+        slices.add([one.break_off, lambda: second.append("others have their turn")])
+
+    asyncio.get_running_loop().call_soon(again)
+    with pytest.raises(Interrupted, match=LATE):
+        await waiting
+    assert second[0] is not None, "the request had not yet heard of the first"
+    assert second[1:] == ["others have their turn"]
