@@ -27,7 +27,7 @@ def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> dict[st
     """
     return {
         model.name: engine_client(args, (), tokenizer, api_key=api_key)
-        if model.path == args.hf_checkpoint
+        if model.trained or model.path == args.hf_checkpoint
         else _frozen_client(args, model.path, api_key)
         for model in topology_of(args).models
     }

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _MODEL_KEYS = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
 _GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
+_OF_ALL = {
+    "api_key": "weight syncs and requests carry one key; use --sglang-api-key",
+    "dtype": "weights travel in the dtype of the run; use --sglang-dtype",
+}
+"""ServerArgs that no group can have of its own -> why, and what to use."""
 
 
 def topology_of(args: Args) -> Topology:
@@ -98,6 +103,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     where = f"{where} ({name})"
     path = _typed(fields, "model_path", str, where) or hf_checkpoint
     same = path.rstrip("/") == hf_checkpoint.rstrip("/")
+    path = hf_checkpoint if same else path
     update = _typed(fields, "update_weights", bool, where)
     if update and not same:
         raise ConfigError(
@@ -153,6 +159,8 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name in OWNED["sglang"]:
             raise ConfigError(f"{where}: got {key}, which slime sets itself; {OWNED['sglang'][name]}")
+        if name in _OF_ALL:
+            raise ConfigError(f"{where}: got {key}, which is of all engines of a run: {_OF_ALL[name]}")
         if name not in flags:
             raise ConfigError(f"{where}: got {key!r}, which SGLang does not know; see --help sglang")
         out[name] = coerce(flags[name], value, where=f"{where}.{key}")

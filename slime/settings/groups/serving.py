@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.addresses import is_loopback
 from slime.core.errors import ConfigError
 from slime.core.layout import EngineLayout
+from slime.core.topology import Worker
 from slime.settings.engine_layout import layout_of_run
 from slime.settings.families import layout_problem_of
 from slime.settings.fields import Need, internal, opt
 from slime.settings.group import Rule
+from slime.settings.topology import topology_of
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -73,13 +75,41 @@ def engines_serve_what_tables_say(args: Args) -> str | None:
     """The trainer knows what each rank of an engine holds, unquantised, with experts in their order."""
     if args.debug_rollout_only or args.debug_train_only:
         return None
-    odd = [name for name, plain in UNVERIFIED.items() if args.sglang.get(name) not in plain]
-    if not odd:
+    for sglang, where in ((args.sglang, ""), *_of_policy(args)):
+        odd = [name for name, plain in UNVERIFIED.items() if sglang.get(name) not in plain]
+        if odd:
+            return (
+                f"got --sglang-{odd[0].replace('_', '-')} {sglang[odd[0]]}{where}: the engine would hold other "
+                "tensors than the trainer verifies after each sync; leave it out"
+            )
+    return None
+
+
+def _of_policy(args: Args) -> Iterator[tuple[dict[str, Any], str]]:
+    """The settings of the policy's groups in `--sglang-config`, and how a message names each."""
+    policy = topology_of(args).policy if args.sglang_config is not None else None
+    for group in policy.groups if policy is not None else ():
+        if group.worker is not Worker.PLACEHOLDER:
+            yield {**args.sglang, **group.overrides}, f" for a group of the policy in {args.sglang_config}"
+
+
+def groups_keep_what_pauses_need(args: Args) -> str | None:
+    """Where requests go on under new weights, the prefixes of old ones are in no cache."""
+    if args.pause_generation_mode == "abort":
         return None
-    return (
-        f"got --sglang-{odd[0].replace('_', '-')} {args.sglang[odd[0]]}: the engine would hold other tensors than "
-        "the trainer verifies after each sync; leave it out"
-    )
+    for sglang, where in _of_policy(args):
+        for name in ("disable_radix_cache", "chunked_prefill_size"):
+            if sglang.get(name) != args.sglang.get(name):
+                return (
+                    f"got {name} {sglang.get(name)}{where} with --pause-generation-mode {args.pause_generation_mode}, "
+                    f"under which engines have {args.sglang.get(name)}; leave it out"
+                )
+        if int(sglang.get("pp_size") or 1) > 1:
+            return (
+                f"got --pause-generation-mode {args.pause_generation_mode} with pp_size {sglang['pp_size']}{where}: "
+                "SGLang goes on serving in pipeline stages while weights change; use abort"
+            )
+    return None
 
 
 def engine_has_a_layout(args: Args) -> str | None:
@@ -191,6 +221,7 @@ RULES: tuple[Rule, ...] = (
     engine_divides_heads,
     engine_holds_the_model,
     engines_serve_what_tables_say,
+    groups_keep_what_pauses_need,
     groups_need_a_gpu,
     stages_abort,
     strangers_need_a_key,

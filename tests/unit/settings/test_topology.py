@@ -81,6 +81,11 @@ WRONG: dict[str, tuple[Any, str]] = {
         "which slime sets itself; use --rollout-num-gpus-per-engine",
     ),
     "an unknown argument": ([{"name": "a", "server_groups": [group(overrides={"warp": 2})]}], "SGLang does not know"),
+    "a key of its own": (
+        [{"name": "a", "server_groups": [group(overrides={"api_key": "x"})]}],
+        "one key; use --sglang-api-key",
+    ),
+    "a dtype of its own": ([{"name": "a", "server_groups": [group(overrides={"dtype": "float16"})]}], "--sglang-dtype"),
     "a wrong type": ([{"name": "a", "server_groups": [group(overrides={"chunked_prefill_size": "x"})]}], "overrides"),
 }
 
@@ -128,3 +133,26 @@ def test_a_model_that_is_not_there_is_refused(base: list[str], tmp_path: Path) -
     file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": [group()]}, judge]}))
     with pytest.raises(ConfigError, match=r"nothing for model judge .* give a folder"):
         parse_args([*base, "--sglang-config", str(file)])
+
+
+def test_a_trailing_slash_makes_no_other_model(tmp_path: Path) -> None:
+    (model,) = read(tmp_path, [{"name": "a", "model_path": "/m/policy/", "server_groups": [group()]}]).models
+    assert (model.path, model.trained) == ("/m/policy", True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"quantization": "fp8"}, "quantization fp8 for a group"),
+        ({"disable_radix_cache": False}, "disable_radix_cache False"),
+        ({"pp_size": 2}, "with pp_size 2"),
+    ],
+)
+def test_rules_look_at_the_groups_of_the_policy(
+    base: list[str], tmp_path: Path, overrides: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    groups = [group(2, num_gpus_per_engine=2, overrides=overrides)]
+    file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": groups}]}))
+    with pytest.raises(ConfigError, match=said):
+        parse_args([*base, "--sglang-config", str(file), "--fully-async", "--pause-generation-mode", "retract"])
