@@ -199,9 +199,12 @@ class EngineClient:
     # ---- all requests at once --------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
-        """Ends all requests of a scope: running ones return their partial tokens, later ones are never sent."""
+        """Ends all requests of a scope, those of other clients, too: running ones return their partial tokens, later
+        ones are never sent.
+        """
         scope.aborted = True
-        self._pool.wake_all()
+        for pool in scope.pools:
+            pool.wake_all()
         tries = defaultdict[Upstream, list[str]](list)
         for one in scope.tries:
             tries[one.upstream].append(one.rid)

@@ -138,6 +138,8 @@ class EnginePool:
     ) -> Try | None:
         """A place for a request; None as soon as `is_over`. Raises `DeadlineExceeded` if no engine can be reached."""
         self._begin()
+        if scope is not None:
+            scope.pools.add(self)
         while not is_over():
             home = self._home(session) if session else None
             upstream = self._choose(home, prompt) if self._open else None

@@ -11,6 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from slime.rollout.engines import EnginePool
     from slime.rollout.upstream import Try
 
 
@@ -20,6 +21,8 @@ class RequestScope:
 
     tries: set[Try] = field(default_factory=set)
     """Those that are with an engine now."""
+    pools: set[EnginePool] = field(default_factory=set)
+    """Those that its requests have asked for a place."""
     aborted: bool = False
     """Its requests come back with what they have, and no other is sent."""
     hands_back: bool = False

@@ -91,3 +91,15 @@ async def test_an_abort_goes_to_the_engine_that_has_the_request() -> None:
         for engine in (one, two):
             assert sorted(engine.aborted) == sorted(r["rid"] for r in engine.requests)
         await client.close()
+
+
+async def test_the_end_of_a_scope_ends_what_waits_for_an_engine_of_another_client() -> None:
+    policy, judge, scope = EngineClient(), EngineClient(), RequestScope()
+    REQUEST_SCOPE.set(scope)
+    waiting = asyncio.create_task(judge.generate([1], LONG))
+    while not judge._pool._waiting:
+        await asyncio.sleep(0)
+    await policy.abort_scope(scope)
+    assert (await waiting).finish_reason == "abort"
+    await policy.close()
+    await judge.close()
