@@ -77,7 +77,7 @@ class Engines:
         self.members = Membership(port.engines())
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
         self._admissions: dict[str, Any] = {}
-        """By address, the answers of the routers that were asked to take an engine."""
+        """By address, the answers of the rollout side, which was asked to send to an engine."""
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._dismiss
 
@@ -150,8 +150,6 @@ class Engines:
         """These serve a version now, and get requests."""
         self._supervisor.synced(engines, version)
         self._admit()
-        limit_s = self._args.engine_start_timeout_s
-        wait_for(list(self._admissions.values()), for_what="the routers to take the engines", limit_s=limit_s)
 
     def failed_sync(self, engines: Sequence[Engine], reason: str) -> bool:
         """A weight sync to these failed. Whether because one of them was lost: then another one may succeed."""
@@ -207,9 +205,10 @@ class Engines:
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
 
     def _admit(self) -> None:
-        """Requests may go to every engine that is ready, ours at once. Raises what routers said to earlier ones."""
+        """Requests may go to every engine that is ready. Raises what the rollout side said to earlier ones."""
         if asked := list(self._admissions.values()):
-            ray.get(ray.wait(asked, timeout=0, num_returns=len(asked))[0])
+            answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
+            wait_for(answered, for_what="the rollout side to know the engines", limit_s=NOTICE_S)
         for engine in self.members.of(State.READY):
             if engine.url and engine.url not in self._admissions:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url])

@@ -2,7 +2,7 @@
 
 An asyncio actor: generation, evaluation, saving and progress run side by side, so that a save never waits for a
 generation to end. Consumes: calls of the driver. Produces: batches, metrics, and the Data Buffer's part of checkpoints.
-Waits for: what the manager's schedule waits for, and for the router at the start. Is woken by: the driver's calls, and
+Waits for: what the manager's schedule waits for, and for the routers at the start. Is woken by: the driver's calls, and
 on its event loop by the end of requests and gradings.
 
 Invariants
@@ -38,6 +38,10 @@ from slime.settings.topology import topology_of
 
 KEY_FILE = "router_key"
 """In the run folder, for its owner's eyes: what others send to the router as their bearer token."""
+
+
+SETTLE_LIMIT_S = 30.0
+"""How long a question where routers listen waits until they send to the engines that they are to."""
 
 
 def write_key(path: Path, key: str) -> None:
@@ -82,13 +86,14 @@ class RolloutActor:
         """`num_engines`: those of the start, of all models; `api_key`: the token that they ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
         self._routers: Routers | None = None
+        self._has_settled = False
         if num_engines:
             self._routers = _routers(args, Path(log_dir), api_key)
             addresses = {model.name: _address(self._routers[model.name]) for model in topology_of(args).models}
             main = topology_of(args).main
             assert main is not None, "engines serve a model"
-            self._main = self._routers[main.name]
-            write_key(Path(log_dir).parent / KEY_FILE, self._main.api_key)
+            self._main_url = self._routers.url(main.name)
+            write_key(Path(log_dir).parent / KEY_FILE, self._routers[main.name].api_key)
             ip, port = addresses[main.name]
             args = args.replace(sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=addresses)
         allow_many_connections()
@@ -101,10 +106,10 @@ class RolloutActor:
         return self._manager.num_prompts
 
     async def admit(self, model: str, urls: list[str]) -> None:
-        """Lets traffic reach these engines, our own at once and that of others through the router. Known ones stay."""
+        """Lets traffic reach these engines, our own at once, others when the router follows. Known ones stay."""
         self._manager.admit(model, urls)
         if self._routers is not None:
-            await asyncio.to_thread(self._routers.admit, model, urls)
+            self._routers.admit(model, urls)
 
     async def dismiss(self, model: str, urls: list[str]) -> None:
         """These engines are dead, or go: no traffic reaches them, and requests that run there go on at another one.
@@ -113,15 +118,18 @@ class RolloutActor:
         """
         self._manager.dismiss(model, urls)
         if self._routers is not None:
-            await asyncio.to_thread(self._routers.dismiss, model, urls)
+            self._routers.dismiss(model, urls)
 
     async def urls(self) -> dict[str, str]:
-        """By model, its router; the one that rollouts ask comes first. Empty without engines."""
+        """By model, its router; the one that rollouts ask comes first. Empty without engines.
+
+        Answers when they send to the engines that were admitted, or after `SETTLE_LIMIT_S`.
+        """
         if self._routers is None:
             return {}
-        names = [model.name for model in topology_of(self._args).models]
-        found = {name: self._routers[name].url for name in names}
-        return dict(sorted(found.items(), key=lambda item: item[1] != self._main.url))
+        await asyncio.to_thread(self._routers.settled, SETTLE_LIMIT_S)
+        found = {model.name: self._routers.url(model.name) for model in topology_of(self._args).models}
+        return dict(sorted(found.items(), key=lambda item: item[1] != self._main_url))
 
     async def require_alive(self) -> None:
         """Raises `EngineError` if a router has ended for good."""
@@ -129,12 +137,14 @@ class RolloutActor:
             self._routers.require_alive()
 
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, StepNews]:
+        await self._settle_once()
         begin_s = time.time()
         batch, metrics = await self._manager.generate(rollout_id)
         news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
         return batch, news
 
     async def evaluate(self, rollout_id: int) -> StepNews:
+        await self._settle_once()
         metrics = await self._manager.evaluate(rollout_id)
         return StepNews(metrics, self._manager.showcase.take("eval", rollout_id))
 
@@ -169,3 +179,9 @@ class RolloutActor:
         await self._manager.close()
         if self._routers is not None:
             await asyncio.to_thread(self._routers.close)
+
+    async def _settle_once(self) -> None:
+        """Before the first requests: those of a user's function may go through routers."""
+        if self._routers is not None and not self._has_settled:
+            self._has_settled = True
+            await asyncio.to_thread(self._routers.settled, SETTLE_LIMIT_S)

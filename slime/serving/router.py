@@ -98,9 +98,10 @@ class Router(LeasedServer, RouterWorkers):
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Waits until the router answers. Raises `EngineError` with its log if it dies, else `DeadlineExceeded`."""
-        if self._process is None:
+        process = self._process  # another thread may end it meanwhile
+        if process is None:
             raise EngineError("wait_ready before start(): there is nothing to wait for")
-        self._process.wait_until(
+        process.wait_until(
             lambda: request("GET", f"{self.url}/liveness", timeout_s=2)[0] == 200,
             what="it was ready",
             timeout_s=timeout_s,

@@ -63,11 +63,15 @@ class RouterWorkers:
         """
         if any(w.url == url and w.healthy for w in self.workers()):
             return
+        self.ask_to_add(url, timeout_s)
+        self._wait(lambda ws: any(w.url == url and w.healthy for w in ws), f"the router to register {url}", timeout_s)
+
+    def ask_to_add(self, url: str, timeout_s: float) -> None:
+        """Has the router add a server as soon as that answers. Raises `EngineError` if it refuses, or is silent."""
         body = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
         status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300:
             raise EngineError(f"got status {status} from the router for the new server {url}: {text[:500]}")
-        self._wait(lambda ws: any(w.url == url and w.healthy for w in ws), f"the router to register {url}", timeout_s)
 
     def remove_worker(self, url: str, timeout_s: float = 60.0) -> None:
         """Removes a server and waits until it is gone; one that is not there is not an error.
@@ -75,13 +79,16 @@ class RouterWorkers:
         Raises `EngineError` if the router refuses, `DeadlineExceeded` if the server stays.
         """
         for worker in self.workers():
-            if worker.url != url:
-                continue
-            address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
-            status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
-            if not 200 <= status < 300 and status != 404:
-                raise EngineError(f"got status {status} from the router for the removal of {url}: {text[:500]}")
+            if worker.url == url:
+                self.ask_to_remove(worker, timeout_s)
         self._wait(lambda ws: all(w.url != url for w in ws), f"the router to forget {url}", timeout_s)
+
+    def ask_to_remove(self, worker: Worker, timeout_s: float) -> None:
+        """Has the router remove a server. Raises `EngineError` if it refuses, or is silent."""
+        address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
+        status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
+        if not 200 <= status < 300 and status != 404:
+            raise EngineError(f"got status {status} from the router for the removal of {worker.url}: {text[:500]}")
 
     def _wait(self, done: Any, for_what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -79,6 +79,7 @@ def test_a_router_that_runs_already_gets_the_engines_and_is_left_without_them(
 ) -> None:
     routers = Routers({"default": lambda: existing(theirs)})
     routers.admit("default", [engine_server.url])
+    assert routers.settled(LIMIT_S)
     assert [w.url for w in theirs.workers()] == [engine_server.url]
     routers.close()
     assert theirs.workers() == [] and theirs.alive

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import EngineError
-from slime.serving import routers as routers_module
+from slime.serving import kept_router
 from slime.serving.plain_http import request
+from slime.serving.ports import lease_ports
 from slime.serving.proctree import read_stat
 from slime.serving.router import Router
 from slime.serving.routers import Routers
@@ -28,6 +29,7 @@ def kept(engine_server: SGLangServer, tmp_path: Path) -> Iterator[Routers]:
     found = Routers({"policy": lambda: Router(log_path=tmp_path / "router.log")})
     try:
         found.admit("policy", [engine_server.url])
+        assert found.settled(BACK_LIMIT_S)
         yield found
     finally:
         found.close()
@@ -55,6 +57,7 @@ def test_a_lost_router_comes_back_with_its_servers(
     assert [worker.url for worker in router.workers()] == [engine_server.url]
     kept.require_alive()
     kept.dismiss("policy", [engine_server.url])
+    assert kept.settled(BACK_LIMIT_S)
     assert router.workers() == []
 
 
@@ -63,11 +66,70 @@ def answers(router: Router, url: str) -> bool:
     return status == 200
 
 
+@pytest.fixture
+def dead_url() -> Iterator[str]:
+    """An address at which nobody listens, or will."""
+    with lease_ports() as free:
+        yield f"http://127.0.0.1:{free.port}"
+
+
+def test_a_dead_server_keeps_no_other_from_a_router_that_came_back(
+    kept: Routers, engine_server: SGLangServer, dead_url: str
+) -> None:
+    kept.dismiss("policy", [engine_server.url])
+    kept.admit("policy", [dead_url, engine_server.url])
+    os.kill(kept["policy"].pid, signal.SIGKILL)
+    wait_until("another router", lambda: kept.restarts == 1)
+    wait_until("the live server", lambda: servers(kept) == [engine_server.url])
+    assert not kept.settled(0.5), "the dead server is still to come"
+    kept.dismiss("policy", [dead_url])
+    assert kept.settled(BACK_LIMIT_S)
+    assert servers(kept) == [engine_server.url]
+    assert kept.restarts == 1 and kept.problem is None, "a dead server is not a failure of the router"
+
+
+def servers(kept: Routers) -> list[str]:
+    """Those that the router lists; none while it does not answer."""
+    try:
+        return [worker.url for worker in kept["policy"].workers() if worker.healthy]
+    except EngineError:
+        return []
+
+
+def test_an_admission_does_not_wait_for_a_router_that_hangs(
+    kept: Routers, engine_server: SGLangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_router, "SILENCE_LIMIT_S", 2.0)
+    kept.dismiss("policy", [engine_server.url])
+    assert kept.settled(BACK_LIMIT_S)
+    victim = kept["policy"].pid
+    os.kill(victim, signal.SIGSTOP)
+    kept.admit("policy", [engine_server.url])
+    stat = read_stat(victim)
+    assert stat is not None and stat.state in "tT" and kept.restarts == 0, "the admission waited for another router"
+    assert kept.settled(BACK_LIMIT_S)
+    assert kept.restarts == 1 and servers(kept) == [engine_server.url]
+
+
+def test_the_last_word_about_a_server_counts(kept: Routers, engine_server: SGLangServer, dead_url: str) -> None:
+    for _ in range(20):
+        kept.dismiss("policy", [engine_server.url])
+        kept.admit("policy", [engine_server.url, dead_url])
+        kept.dismiss("policy", [dead_url])
+    assert kept.settled(BACK_LIMIT_S)
+    assert servers(kept) == [engine_server.url]
+    for _ in range(20):
+        kept.admit("policy", [engine_server.url])
+        kept.dismiss("policy", [engine_server.url])
+    assert kept.settled(BACK_LIMIT_S)
+    assert servers(kept) == []
+
+
 def test_a_router_that_cannot_come_back_is_an_error(kept: Routers, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(router: Router) -> None:
         raise EngineError("its port is taken")
 
-    monkeypatch.setattr(routers_module, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(kept_router, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(Router, "start", refuses)
     os.kill(kept["policy"].pid, signal.SIGKILL)
     wait_until("the watch to give up", lambda: kept.problem is not None)
