@@ -30,9 +30,10 @@ from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
 from slime.rollout.types import StepNews
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
+from slime.serving.kept_router import AnyRouter
 from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter
-from slime.serving.routers import AnyRouter, Routers
+from slime.serving.routers import Routers
 from slime.settings import Args
 from slime.settings.topology import topology_of
 
