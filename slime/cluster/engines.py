@@ -128,8 +128,10 @@ class Engines:
         for engine in aside:
             self._dismiss(engine)
         self._supervisor.syncing(aside)
-        yield
-        self._supervisor.synced(aside, 0)
+        try:
+            yield
+        finally:
+            self._supervisor.synced(aside, 0)
         self._admit()
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
@@ -163,8 +165,8 @@ class Engines:
         return self._tend_until(lambda: len(self._still(engines)) < len(engines), NOTICE_S)
 
     def joiners(self) -> tuple[Engine, ...]:
-        """Those that answer and serve no version."""
-        return self._supervisor.wants_weights()
+        """Those of the policy's that answer and serve no version."""
+        return tuple(engine for engine in self._supervisor.wants_weights() if engine.role == POLICY)
 
     @property
     def take_weights(self) -> bool:

@@ -37,6 +37,12 @@ class TensorTransport(Transport):
     def check(self, args: Args) -> str | None:
         """CUDA IPC hands a tensor over on the GPU that holds it."""
         alone = args.debug_train_only or args.debug_rollout_only
+        num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
+        if args.device == "cuda" and args.colocate and not alone and args.rollout_num_gpus > num_train:
+            return (
+                f"got --update-weight-transport tensor with {args.rollout_num_gpus} rollout GPUs and {num_train} that "
+                "train: engines beside these cannot see the trainer's memory; use mixed or disk"
+            )
         if args.device != "cuda" or args.colocate or alone:
             return None
         return (

@@ -48,6 +48,9 @@ def settings(**given: Any) -> Any:
     usual: dict[str, Any] = {
         "device": "cuda",
         "colocate": False,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 1,
         "debug_train_only": False,
         "debug_rollout_only": False,
         "run_dir": "runs/a",
@@ -84,6 +87,10 @@ def test_a_users_own_transport_by_path(tmp_path: Path) -> None:
     [
         ("tensor", {}, "without --colocate"),
         ("tensor", {"colocate": True}, None),
+        ("tensor", {"colocate": True, "rollout_num_gpus": 2}, "use mixed or disk"),
+        ("tensor", {"colocate": True, "rollout_num_gpus": 2, "device": "cpu"}, None),
+        ("mixed", {"colocate": True, "rollout_num_gpus": 2}, None),
+        ("mixed", {"colocate": True}, "use tensor, distributed or disk"),
         ("tensor", {"device": "cpu"}, None),
         ("tensor", {"debug_train_only": True}, None),
         ("distributed", {}, None),
