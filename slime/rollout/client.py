@@ -199,7 +199,7 @@ class EngineClient:
     # ---- all requests at once --------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
-        """Ends all requests of a scope, at other clients, too: running ones return what they have, no later one is sent."""
+        """Ends all requests of a scope, at other clients, too: running ones return what they have, none comes after."""
         scope.aborted = True
         for pool in scope.pools:
             pool.wake_all()
