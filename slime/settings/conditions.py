@@ -58,6 +58,12 @@ def lends_at_start(s: Any) -> bool:
     return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
 
 
+def has_engines_beside(s: Any) -> bool:
+    """Whether some engines share GPUs with the trainer, and others have GPUs of their own."""
+    num_train = s.actor_num_nodes * s.actor_num_gpus_per_node
+    return bool(s.device == "cuda" and s.colocate and s.rollout_num_gpus > num_train)
+
+
 _POLICY_TERM_TEXT = "the policy loss: loss_type policy_loss, without --disable-compute-advantages-and-returns"
 
 ADVANTAGES = Need(

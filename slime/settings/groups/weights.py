@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.core.loading import load_object
+from slime.settings.conditions import has_engines_beside
 from slime.settings.fields import UNSET, derived, opt
 
 TRANSPORTS = "slime.weights.transports:TRANSPORTS"
@@ -21,21 +22,14 @@ def _separate(s: Any) -> bool:
     return s.device == "cuda" or s.ray_address is not None
 
 
-def _is_mixed(s: Any) -> bool:
-    """Whether some engines share GPUs with the trainer and others do not."""
-    return bool(
-        s.device == "cuda" and s.colocate and s.rollout_num_gpus > s.actor_num_nodes * s.actor_num_gpus_per_node
-    )
-
-
 def _transport(s: Any) -> str:
-    if _is_mixed(s):
+    if has_engines_beside(s):
         return "mixed"
     return "distributed" if _separate(s) else "tensor"
 
 
 def _why(s: Any) -> str:
-    if _is_mixed(s):
+    if has_engines_beside(s):
         return "some engines share GPUs with the trainer, others have their own"
     if not _separate(s):
         return "trainer and engines share memory"

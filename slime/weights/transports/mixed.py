@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.settings.conditions import has_engines_beside
 from slime.weights.receivers import Receiver
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 from slime.weights.transports.distributed import DistributedChannel
@@ -27,8 +28,7 @@ class MixedTransport(Transport):
 
     def check(self, args: Args) -> str | None:
         """It is for GPUs of both kinds."""
-        num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
-        if args.device == "cuda" and args.colocate and args.rollout_num_gpus > num_train:
+        if has_engines_beside(args):
             return None
         return (
             "got --update-weight-transport mixed, without engines on GPUs of training ranks and others beside (cuda, "

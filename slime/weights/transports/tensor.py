@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
 from slime.core.ports import EngineControl
+from slime.settings.conditions import has_engines_beside
 from slime.weights.expert_runs import LOADER, named_runs, places_of
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
@@ -37,8 +38,8 @@ class TensorTransport(Transport):
     def check(self, args: Args) -> str | None:
         """CUDA IPC hands a tensor over on the GPU that holds it."""
         alone = args.debug_train_only or args.debug_rollout_only
-        num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
-        if args.device == "cuda" and args.colocate and not alone and args.rollout_num_gpus > num_train:
+        if has_engines_beside(args) and not alone:
+            num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
             return (
                 f"got --update-weight-transport tensor with {args.rollout_num_gpus} rollout GPUs and {num_train} that "
                 "train: engines beside these cannot see the trainer's memory; use mixed or disk"
