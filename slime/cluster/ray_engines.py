@@ -89,7 +89,6 @@ class RayEngines:
                 self._layout(wanted),
                 model=wanted.model.name,
                 role=POLICY if wanted.model.trained else FROZEN,
-                worker=wanted.group.worker,
                 lends=placed.colocated and self._args.offload_rollout,
                 host=self._plan.address_of(placed.slots[0]),
             )

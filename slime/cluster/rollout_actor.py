@@ -24,7 +24,7 @@ from pathlib import Path
 import ray
 
 from slime.core.batch import TrainBatch
-from slime.core.topology import ServedModel
+from slime.core.topology import ServedModel, Topology
 from slime.observability.logs import setup_logging
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
@@ -52,11 +52,11 @@ def write_key(path: Path, key: str) -> None:
         file.write(key)
 
 
-def _routers(args: Args, logs: Path, api_key: str | None) -> Routers:
+def _routers(args: Args, topology: Topology, logs: Path, api_key: str | None) -> Routers:
     """One for each model, started; the one that rollouts ask has the port that the user chose, if any, or runs
     already.
     """
-    key, main = args.router.get("api_key") or api_key, topology_of(args).main
+    key, main = args.router.get("api_key") or api_key, topology.main
 
     def made(model: ServedModel) -> AnyRouter:
         alone = model == main
@@ -72,7 +72,7 @@ def _routers(args: Args, logs: Path, api_key: str | None) -> Routers:
             worker_api_key=api_key,
         )
 
-    return Routers({model.name: partial(made, model) for model in topology_of(args).models})
+    return Routers({model.name: partial(made, model) for model in topology.models})
 
 
 def _address(router: AnyRouter) -> tuple[str, int]:
@@ -89,16 +89,17 @@ class RolloutActor:
         self._routers: Routers | None = None
         self._has_settled = False
         if num_engines:
-            self._routers = _routers(args, Path(log_dir), api_key)
-            addresses = {model.name: _address(self._routers[model.name]) for model in topology_of(args).models}
-            main = topology_of(args).main
+            topology = topology_of(args)
+            self._routers = _routers(args, topology, Path(log_dir), api_key)
+            addresses = {model.name: _address(self._routers[model.name]) for model in topology.models}
+            main = topology.main
             assert main is not None, "engines serve a model"
-            self._main_url = self._routers.url(main.name)
+            others = [model.name for model in topology.models if model != main]
+            self._model_names = [main.name, *others]
             write_key(Path(log_dir).parent / KEY_FILE, self._routers[main.name].api_key)
             ip, port = addresses[main.name]
             args = args.replace(sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=addresses)
         allow_many_connections()
-        self._args = args
         self._manager = RolloutManager(args, engines=[] if num_engines else None, api_key=api_key)
         collect_garbage_rarely()
 
@@ -129,8 +130,7 @@ class RolloutActor:
         if self._routers is None:
             return {}
         await asyncio.to_thread(self._routers.settled, SETTLE_LIMIT_S)
-        found = {model.name: self._routers.url(model.name) for model in topology_of(self._args).models}
-        return dict(sorted(found.items(), key=lambda item: item[1] != self._main_url))
+        return {name: self._routers.url(name) for name in self._model_names}
 
     async def require_alive(self) -> None:
         """Raises `EngineError` if a router has ended for good."""
