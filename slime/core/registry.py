@@ -27,6 +27,7 @@ Invariants
 1. A name stands for one entry; registering another under it is an error.
 2. A name that is not registered is an import path, or it is refused with the names that exist.
 3. A built-in module that cannot be imported is an error each time names are asked for, never a name that is missing.
+4. A thread that asks while another one imports waits for it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -61,6 +63,7 @@ class Registry(Generic[T]):
         self.what, self.flag, self.package, self.contract = what, flag, package, contract
         self._entries: dict[str, type[T]] = {}
         self._complete = False
+        self._importing = threading.RLock()
 
     def register(self, *names: str) -> Callable[[C], C]:
         """Class decorator: the class is the entry of these names, the first of which is its `name`."""
@@ -111,19 +114,22 @@ class Registry(Generic[T]):
         return entry(**settings_of(entry, settings))
 
     def _import_all(self) -> None:
-        if self._complete:
-            return
-        package = importlib.import_module(self.package)
-        self._complete = True  # before the imports: an entry may ask for names
-        for found in pkgutil.iter_modules(package.__path__):
-            name = f"{self.package}.{found.name}"
-            try:
-                importlib.import_module(name)
-            except BaseException:
-                # Imported once more, it would register its entries once more.
-                self._entries = {n: entry for n, entry in self._entries.items() if entry.__module__ != name}
-                self._complete = False
-                raise
+        with self._importing:  # a second thread waits until the first one knows all entries
+            if self._complete:
+                return
+            package = importlib.import_module(self.package)
+            self._complete = True  # before the imports: an entry may ask for names
+            for found in pkgutil.iter_modules(package.__path__):
+                self._import(f"{self.package}.{found.name}")
+
+    def _import(self, name: str) -> None:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            # Imported once more, it would register its entries once more.
+            self._entries = {n: entry for n, entry in self._entries.items() if entry.__module__ != name}
+            self._complete = False
+            raise
 
     def _of_path(self, path: str) -> type[T]:
         """A class at a path, or the one entry that the module at the path registers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,3 +81,21 @@ def test_an_entry_that_cannot_be_imported_is_told_each_time(package: Path) -> No
             registry(package).names()
     broken.write_text(ENTRY.format(package=package.name, name="car", cls="TheCar"))
     assert registry(package).names() == ("block", "car")
+
+
+def test_a_thread_that_asks_during_the_import_waits_for_it(package: Path) -> None:
+    toys: Any = registry(package)
+    begun, may_end = toys.begun, toys.may_end = threading.Event(), threading.Event()
+    slow = f"from {package.name} import TOYS\nTOYS.begun.set()\nassert TOYS.may_end.wait(60)\n"
+    (package / "aaa.py").write_text(slow)  # the first one to be imported
+    found: list[tuple[str, ...]] = []
+    threads = [threading.Thread(target=lambda: found.append(toys.names())) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # it would be back at once with the names that there are
+    seen_meanwhile = list(found)
+    may_end.set()
+    for thread in threads:
+        thread.join(60)
+    assert (seen_meanwhile, found) == ([], [("block",), ("block",)])
