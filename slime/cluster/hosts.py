@@ -133,6 +133,11 @@ def _check(args: Args, plan: PlacementPlan) -> None:
             tp_size,
             tp_size,
         )
+    require_reach(args, plan)
+
+
+def require_reach(args: Args, plan: PlacementPlan) -> None:
+    """Every engine can see the memory through which weights are to reach it. Raises `ConfigError`."""
     if not plan.train_slots or args.update_weight_transport != "tensor" or args.device == "cuda":
         return  # on cuda each engine is on a GPU of a training rank, which sends to it
     sender = plan.slot_hosts[plan.train_slots[0]]

@@ -1,0 +1,41 @@
+"""Law: the table of placements and transports in docs/weight_sync.md is what the settings accept and refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.cluster.hosts import require_reach
+from slime.cluster.placement import EngineDemand, Host, plan_placement
+from slime.core.errors import ConfigError
+from slime.settings import parse_args
+from slime.settings.args import Args
+from tests.support.placements import PLACEMENTS, documented_pairs
+
+PAIRS = documented_pairs()
+
+
+def test_the_table_has_every_placement_and_transport() -> None:
+    assert {placement for placement, _ in PAIRS} == PLACEMENTS.keys()
+    assert {transport for _, transport in PAIRS} == {"tensor", "distributed", "disk", "mixed"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("placement", "transport"), PAIRS)
+def test_a_pair_is_accepted_or_refused_as_written(placement: str, transport: str, device: str, base: list[str]) -> None:
+    command = [*base, "--device", device, *PLACEMENTS[placement], "--update-weight-transport", transport]
+    if device in PAIRS[placement, transport]:
+        assert accepted(command).update_weight_transport == transport
+    else:
+        with pytest.raises(ConfigError, match=f"got --update-weight-transport {transport}|got --rollout-external"):
+            accepted(command)
+
+
+def accepted(command: list[str]) -> Args:
+    """What comes of a command line, and of a plan over hosts of one slot where it asks for several."""
+    args = parse_args(command)
+    if args.ray_address is not None:
+        hosts = [Host(name, f"10.0.0.{i}", num_slots=1, num_cores=1) for i, name in enumerate("ab", start=1)]
+        require_reach(
+            args, plan_placement(num_nodes=1, num_per_node=1, engines=[EngineDemand(1)], colocate=False, hosts=hosts)
+        )
+    return args
