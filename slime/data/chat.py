@@ -113,18 +113,48 @@ class ChatRenderer:
         """Ids to text, control tokens included. For checks and messages only."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def encode_with_starts(self, rendered: Rendered) -> tuple[list[int], list[int]]:
+        """`encode`, and of each id where in `marked` its text begins."""
+        ids: list[int] = []
+        starts: list[int] = []
+        for at, text, control in self._parts(rendered):
+            if control is not None:
+                spelled = self._spelled(control)
+                ids += spelled
+                starts += [at] * len(spelled)
+            elif text:
+                encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+                ids += encoded["input_ids"]
+                starts += [at + start for start, _ in encoded["offset_mapping"]]
+        return ids, starts
+
+    def disarmed(self, text: str, rendered: Rendered) -> str:
+        """A text as it stands in `marked`: with the stand-ins of a rendering for the control strings in it."""
+        for stand_in, control in rendered.stand_ins.items():
+            text = text.replace(control, stand_in)
+        return text
+
     def _encode_marked(self, rendered: Rendered) -> list[int]:
         ids: list[int] = []
-        for part in re.split("(" + "|".join(map(re.escape, rendered.stand_ins)) + ")", rendered.marked):
-            control = rendered.stand_ins.get(part)
-            if control is None:
-                ids += self._encode_text(part)
-                continue
-            spelled = self._encode_text(control[:1]) + self._encode_text(control[1:])
-            if self._control_ids & set(spelled):
-                raise DataError(f"the text contains the control token {control!r}, which cannot be spelled out")
-            ids += spelled
+        for _, text, control in self._parts(rendered):
+            ids += self._encode_text(text) if control is None else self._spelled(control)
         return ids
+
+    def _parts(self, rendered: Rendered) -> Iterator[tuple[int, str, str | None]]:
+        """(place in `marked`, text, the control string that it stands for) of each part."""
+        if not rendered.stand_ins:
+            yield 0, rendered.marked, None
+            return
+        at = 0
+        for part in re.split("(" + "|".join(map(re.escape, rendered.stand_ins)) + ")", rendered.marked):
+            yield at, part, rendered.stand_ins.get(part)
+            at += len(part)
+
+    def _spelled(self, control: str) -> list[int]:
+        spelled = self._encode_text(control[:1]) + self._encode_text(control[1:])
+        if self._control_ids & set(spelled):
+            raise DataError(f"the text contains the control token {control!r}, which cannot be spelled out")
+        return spelled
 
     def _encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

@@ -1,0 +1,113 @@
+"""`Branch`: one line of a session's conversation as token ids, to which things are only ever added.
+
+Invariants
+1. A token with origin SAMPLED has the log-prob and the weight version that it was sampled with; no other has one.
+2. What an engine reads for a turn are exactly the tokens that stand here before it; what it samples comes behind them.
+3. The first `num_shared` tokens are those of the branch that this one left, and are trained there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slime.agent.messages import Message
+from slime.agent.template import Origin, Piece
+from slime.core.routed_experts import RoutedExperts, join
+from slime.core.sample import NOT_SAMPLED
+from slime.rollout.generation import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the model."""
+
+    start: int
+    """Of its first sampled token in the branch."""
+    end: int
+    num_messages: int
+    """Of the conversation, this answer included."""
+    finish: str
+    """stop | length | abort"""
+    ill_formed: bool = False
+    """It tried a call that cannot be read."""
+
+
+@dataclass(slots=True)
+class Branch:
+    """Tokens, and the messages that they say."""
+
+    why: str
+    """Why it was begun: `first`, or the reason of the fork."""
+    tools: str = ""
+    """The tools that its prompt names, as JSON: another list is another prompt."""
+    tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    """[T]"""
+    log_probs: list[float] = field(default_factory=list)
+    """[T] nats; 0.0 where not sampled."""
+    versions: list[int] = field(default_factory=list)
+    """[T] `NOT_SAMPLED` where not sampled."""
+    experts: RoutedExperts | None = None
+    """Of the tokens from the first on."""
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    num_shared: int = 0
+    parent: int | None = None
+    """Number of the branch that it left; None if it shares no token."""
+    busy: bool = False
+    """A turn is being sampled."""
+
+    def add_context(self, piece: Piece) -> None:
+        """What the template, a tool or a person says."""
+        num = len(piece.ids)
+        self.tokens += piece.ids
+        self.origins += piece.origins
+        self.log_probs += [0.0] * num
+        self.versions += [NOT_SAMPLED] * num
+
+    def add_turn(self, new: Sequence[Message], answer: Message, generation: Generation, *, ill_formed: bool) -> None:
+        """What was sampled behind the tokens that there are. `new`: the messages that the turn answers."""
+        start, num = len(self.tokens), len(generation.tokens)
+        version = generation.weight_version
+        self.tokens += generation.tokens
+        self.origins += [Origin.SAMPLED] * num
+        self.log_probs += generation.log_probs
+        self.versions += [version] * num if isinstance(version, int) else version
+        self.experts = join(self.experts, generation.routed_experts, len(self.tokens))
+        self.messages += [*new, answer]
+        finish = generation.finish_reason
+        self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed))
+
+    @property
+    def last_sampled(self) -> int | None:
+        """The token that ends the last turn, if nothing stands behind it."""
+        ends_sampled = bool(self.origins) and self.origins[-1] is Origin.SAMPLED
+        return self.tokens[-1] if ends_sampled else None
+
+    def upto(self, turn: Turn, *, why: str, number: int) -> Branch:
+        """A branch that leaves this one, which has `number`, behind a turn."""
+        end = turn.end
+        return Branch(
+            why=why,
+            tools=self.tools,
+            tokens=self.tokens[:end],
+            origins=self.origins[:end],
+            log_probs=self.log_probs[:end],
+            versions=self.versions[:end],
+            experts=None if self.experts is None else self.experts.upto(end - 1),
+            messages=self.messages[: turn.num_messages],
+            turns=[one for one in self.turns if one.end <= end],
+            num_shared=end,
+            parent=number,
+        )
+
+    def spans(self) -> list[tuple[int, int, str]]:
+        """(start, end, origin) of runs of tokens of one origin."""
+        out: list[tuple[int, int, str]] = []
+        for i, origin in enumerate(self.origins):
+            if out and out[-1][2] == origin.value:
+                out[-1] = (out[-1][0], i + 1, origin.value)
+            else:
+                out.append((i, i + 1, origin.value))
+        return out

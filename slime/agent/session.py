@@ -1,0 +1,214 @@
+"""`Session`: the conversations of one execution of an agent, as a tree of branches, and the samples that come of it.
+
+An agent sends its whole history with each request. What of it this session has seen is found by comparing messages;
+what is new is appended to the tokens that there are. A history that says something else than before begins a new
+branch, counted by reason:
+
+    retry        the same request again: the answer before stays where it is
+    edited       the history goes another way behind a turn that is still in it
+    thinking     the agent sends an answer back without the thinking that it was given
+    foreign      an assistant's message that this session did not sample
+    tools        another list of tools
+    compaction   the same beginning, and what was sampled is no longer in it
+    sub-agent    another beginning
+    template     the chat template would write what was there otherwise (`NotAppended`)
+
+Consumes: requests, and the answers of engines. Produces: prompts, then samples. Waits for nothing.
+
+Invariant: a sampled token is trained once, in the branch where it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.agent.branch import Branch, Turn
+from slime.agent.messages import Message
+from slime.agent.template import ConversationTemplate, NotAppended, Origin
+from slime.core.sample import Sample, Status
+from slime.rollout.generation import Generation
+
+FIRST = "first"
+
+
+@dataclass(slots=True)
+class Opened:
+    """A turn that may be sampled: the prompt is the tokens of its branch."""
+
+    branch: Branch
+    new: list[Message]
+    """The messages that it answers, in no branch yet."""
+
+
+class Session:
+    """One execution of an agent. Use on one event loop."""
+
+    def __init__(self, template: ConversationTemplate) -> None:
+        self.branches: list[Branch] = []
+        self.forks: Counter[str] = Counter()
+        """Branches by reason, the first one left out."""
+        self._template = template
+
+    # ---- turns -----------------------------------------------------------------------------------------------------
+
+    def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
+        """Finds or begins the branch of a request, and appends what is new. The branch is busy until the turn ends.
+
+        `thinks`: the wire format carries thinking, so thinking that is missing was left out. Raises `DataError` if the
+        chat template refuses the messages.
+        """
+        named = json.dumps(list(tools), sort_keys=True) if tools else ""
+        branch, number, turn, why = self._where(messages, named, thinks)
+        opened = None
+        if branch is not None and turn is not None:
+            opened = self._behind(branch, number, turn, why, messages, tools)
+            why = why or "template"
+        if opened is None:
+            opened = self._afresh(messages, tools, named, why or FIRST)
+        opened.branch.busy = True
+        return opened
+
+    def end_turn(self, opened: Opened, answer: Message, generation: Generation, *, ill_formed: bool = False) -> None:
+        """What the model said."""
+        opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed)
+        opened.branch.busy = False
+
+    def drop_turn(self, opened: Opened) -> None:
+        """Nobody heard the answer: the branch ends with the turn before."""
+        branch = opened.branch
+        branch.busy = False
+        end = branch.turns[-1].end if branch.turns else 0
+        for part in (branch.tokens, branch.origins, branch.log_probs, branch.versions):
+            del part[end:]
+        if not branch.turns or end <= branch.num_shared:
+            self.branches.remove(branch)
+            self.forks[branch.why] -= branch.why != FIRST
+
+    def _where(
+        self, messages: Sequence[Message], tools: str, thinks: bool
+    ) -> tuple[Branch | None, int, Turn | None, str]:
+        """(branch, its number, the turn behind which the request goes on, the reason of a fork or "")."""
+        best: tuple[int, int, Branch, Turn, int] | None = None
+        seen = 0
+        dropped = False
+        for number, branch in enumerate(self.branches):
+            same, without = _agreement(branch.messages, messages, thinks)
+            dropped = dropped or without
+            seen = max(seen, same)
+            if branch.tools != tools:
+                continue
+            turn = next((t for t in reversed(branch.turns) if t.num_messages <= same), None)
+            if turn is None or any(m.role == "assistant" for m in messages[turn.num_messages :]):
+                continue
+            if len(messages) == turn.num_messages:  # nothing new: the history ends with the answer
+                continue
+            goes_on = turn is branch.turns[-1] and not branch.busy
+            rank = (turn.num_messages, int(goes_on))
+            if best is None or rank > best[:2]:
+                best = (*rank, branch, turn, number)
+        if best is not None:
+            _, goes_on_, branch, turn, number = best
+            if goes_on_:
+                return branch, number, turn, ""
+            again = _agreement(branch.messages, messages, False)[0] >= len(messages)
+            return branch, number, turn, "thinking" if dropped else "retry" if again or branch.busy else "edited"
+        if not self.branches:
+            return None, 0, None, ""
+        return None, 0, None, self._reason(messages, tools, seen, dropped)
+
+    def _reason(self, messages: Sequence[Message], tools: str, seen: int, dropped: bool) -> str:
+        """Of a branch that shares no token."""
+        if dropped:
+            return "thinking"
+        if not seen:
+            return "sub-agent"
+        if all(branch.tools != tools for branch in self.branches):
+            return "tools"
+        if any(m.role == "assistant" for m in messages[seen:]):
+            return "foreign"
+        longest = max(len(branch.messages) for branch in self.branches)
+        if seen >= len(messages):
+            return "retry"
+        return "compaction" if len(messages) < longest else "edited"
+
+    def _behind(
+        self, branch: Branch, number: int, turn: Turn, why: str, messages: Sequence[Message], tools: Sequence[Any]
+    ) -> Opened | None:
+        """The request behind a turn; None if the template does not append it."""
+        new = list(messages[turn.num_messages :])
+        before, last = branch.messages[: turn.num_messages], branch.tokens[turn.end - 1] if turn.end else None
+        try:
+            piece = self._template.suffix(before, new, tools, last_id=last if turn.end > turn.start else None)
+        except NotAppended:
+            return None
+        if why:
+            branch = self._begun(branch.upto(turn, why=why, number=number))
+        branch.add_context(piece)
+        return Opened(branch, new)
+
+    def _afresh(self, messages: Sequence[Message], tools: Sequence[Any], named: str, why: str) -> Opened:
+        piece = self._template.prompt(messages, tools)
+        branch = self._begun(Branch(why, named))
+        branch.add_context(piece)
+        return Opened(branch, list(messages))
+
+    def _begun(self, branch: Branch) -> Branch:
+        self.branches.append(branch)
+        if branch.why != FIRST:
+            self.forks[branch.why] += 1
+        return branch
+
+    # ---- samples ---------------------------------------------------------------------------------------------------
+
+    def samples(
+        self,
+        base: Sample,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        reward: float | Mapping[str, Any] | None = None,
+    ) -> list[Sample]:
+        """One for each branch with tokens of its own to train; siblings of one execution, like `base`.
+
+        `decode`: ids to text, for people and graders. `reward`: of the execution; None leaves that to a grader.
+        """
+        made = [self._sample(base, branch, decode) for branch in self.branches if _num_trained(branch)]
+        for sample in made:
+            sample.reward = dict(reward) if isinstance(reward, Mapping) else reward
+        return made
+
+    def _sample(self, base: Sample, branch: Branch, decode: Callable[[Sequence[int]], str] | None) -> Sample:
+        start, end = branch.turns[0].start, branch.turns[-1].end
+        sample = base.copy()
+        sample.tokens, sample.response_length = branch.tokens[:end], end - start
+        sampled = [origin is Origin.SAMPLED for origin in branch.origins[start:end]]
+        sample.loss_mask = [int(s and i >= branch.num_shared) for i, s in enumerate(sampled, start)]
+        sample.rollout_log_probs, sample.token_versions = branch.log_probs[start:end], branch.versions[start:end]
+        sample.rollout_routed_experts = None if branch.experts is None else branch.experts.upto(end - 1)
+        sample.response = decode(sample.tokens[start:]) if decode is not None else ""
+        sample.status = Status.TRUNCATED if branch.turns[-1].finish == "length" else Status.COMPLETED
+        sample.metadata["agent"] = {
+            "branch": branch.why,
+            "turns": len(branch.turns),
+            "ill_formed_calls": sum(turn.ill_formed for turn in branch.turns),
+            "origins": branch.spans(),
+        }
+        sample.validate()
+        return sample
+
+
+def _num_trained(branch: Branch) -> int:
+    return sum(o is Origin.SAMPLED for o in branch.origins[branch.num_shared :])
+
+
+def _agreement(known: Sequence[Message], given: Sequence[Message], thinks: bool) -> tuple[int, bool]:
+    """(messages in which the histories agree, whether they differ then in thinking that was left out)."""
+    for i, (ours, theirs) in enumerate(zip(known, given, strict=False)):
+        if ours.key != theirs.key:
+            return i, False
+        if thinks and ours.role == "assistant" and (ours.reasoning or "").strip() != (theirs.reasoning or "").strip():
+            return i, True
+    return min(len(known), len(given)), False
