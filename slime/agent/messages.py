@@ -74,10 +74,12 @@ class Message:
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:
     """The JSON text of an object in one spelling; text that is no such object stays as it is."""
-    value = _object(given) if isinstance(given, str) else dict(given or {})
-    if value is None:
-        assert isinstance(given, str)
-        return given
+    if isinstance(given, str):
+        value = _object(given)
+        if value is None:
+            return given
+    else:
+        value = dict(given or {})
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 

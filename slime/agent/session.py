@@ -20,6 +20,7 @@ Invariant: a sampled token is trained once, in the branch where it was sampled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -87,6 +88,17 @@ class Session:
         if not branch.turns or end <= branch.num_shared:
             self.branches.remove(branch)
             self.forks[branch.why] -= branch.why != FIRST
+
+    def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
+        """Tokens that an engine would read for this request. Changes nothing."""
+        named = json.dumps(list(tools), sort_keys=True) if tools else ""
+        branch, _, turn, _ = self._where(messages, named, thinks=False)
+        if branch is not None and turn is not None:
+            before, last = branch.messages[: turn.num_messages], branch.tokens[turn.end - 1]
+            with contextlib.suppress(NotAppended):
+                new = messages[turn.num_messages :]
+                return turn.end + len(self._template.suffix(before, new, tools, last_id=last).ids)
+        return len(self._template.prompt(messages, tools).ids)
 
     def _where(
         self, messages: Sequence[Message], tools: str, thinks: bool

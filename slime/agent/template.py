@@ -86,8 +86,8 @@ class ConversationTemplate:
         end = self._first_end(everything)
         if end is None:
             raise NotAppended(
-                f"the chat template writes no end token ({', '.join(self._ends)}) behind an assistant's turn, so nothing "
-                "says where the next message begins"
+                f"the chat template writes no end token ({', '.join(self._ends)}) behind an assistant's turn, so "
+                "nothing says where the next message begins"
             )
         start, token = end
         own = self._id(token)

@@ -1,0 +1,252 @@
+"""OpenAI's responses: POST /v1/responses.
+
+Read: `instructions`, text, input items (messages, function calls and their results, reasoning), function tools. Items
+are sent back by the agent each time; `previous_response_id` is refused, because histories are the session's to compare.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from slime.agent.adapters.openai_chat import KINDS, ROLES, text_of
+from slime.agent.adapters.turn import Answer, Event, Request, Said, Thought
+from slime.agent.adapters.wire import BadRequest, Frame, Stream, Wire, wanted
+from slime.agent.messages import Message, ToolCall, canonical_arguments
+
+SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
+
+
+class Responses(Wire):
+    path = "/v1/responses"
+
+    def request(self, body: Mapping[str, Any]) -> Request:
+        if body.get("previous_response_id"):
+            raise BadRequest("got previous_response_id: nothing is stored here; send the items back")
+        given = body.get("input")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not isinstance(items, list) or not items:
+            raise BadRequest("got no input")
+        instructions = body.get("instructions")
+        messages = [Message("system", str(instructions))] if instructions else []
+        for item in items:
+            _add(messages, item)
+        return Request(
+            messages=tuple(messages),
+            tools=_tools(body),
+            max_tokens=body.get("max_output_tokens"),
+            sampling=wanted(body, SAMPLING),
+            streams=bool(body.get("stream")),
+            model=str(body.get("model", "")),
+        )
+
+    def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
+        return _response(request, answer.id, list(_items(answer)), answer)
+
+    def stream(self, request: Request) -> Stream:
+        return _Events(request)
+
+    def error(self, message: str, status: int) -> dict[str, Any]:
+        return {"error": {"message": message, "type": KINDS.get(status, "server_error"), "param": None, "code": None}}
+
+
+class _Events(Stream):
+    """Items are opened as they come: thinking, then text, then calls."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._id, self._number = request, secrets.token_hex(12), 0
+        self._done: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._text = ""
+
+    def begin(self) -> Iterable[Frame]:
+        yield self._frame("response.created", response=_response(self._request, self._id, [], None))
+        yield self._frame("response.in_progress", response=_response(self._request, self._id, [], None))
+
+    def frames(self, event: Event) -> Iterable[Frame]:
+        match event:
+            case Thought(text=text):
+                yield from self._into("reasoning")
+                self._text += text
+                yield self._frame("response.reasoning_text.delta", delta=text, **self._place())
+            case Said(text=text):
+                yield from self._into("message")
+                self._text += text
+                yield self._frame("response.output_text.delta", delta=text, logprobs=[], **self._place())
+            case Answer() as answer:
+                yield from self._close()
+                for call in answer.message.calls:
+                    yield from self._call(call)
+                whole = _response(self._request, self._id, self._done, answer)
+                kind = "response.incomplete" if answer.finish == "length" else "response.completed"
+                yield self._frame(kind, response=whole)
+
+    def broken(self, message: str, status: int) -> Iterable[Frame]:
+        yield self._frame("error", message=message, code=None, param=None)
+
+    def _into(self, kind: str) -> Iterator[Frame]:
+        if self._open is not None and self._open["type"] == kind:
+            return
+        yield from self._close()
+        self._open, self._text = _item(kind, "", "in_progress"), ""
+        yield self._frame(
+            "response.output_item.added", output_index=len(self._done), item={**self._open, "content": []}
+        )
+        yield self._frame("response.content_part.added", part=self._open["content"][0], **self._place())
+
+    def _close(self) -> Iterator[Frame]:
+        if self._open is None:
+            return
+        item = {**_item(self._open["type"], self._text, "completed"), "id": self._open["id"]}
+        kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        more: dict[str, Any] = {} if kind == "reasoning_text" else {"logprobs": []}
+        yield self._frame(f"response.{kind}.done", text=self._text, **more, **self._place())
+        yield self._frame("response.content_part.done", part=item["content"][0], **self._place())
+        yield self._frame("response.output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        self._open = None
+
+    def _call(self, call: ToolCall) -> Iterator[Frame]:
+        item, index = _call_item(call), len(self._done)
+        empty = {**item, "arguments": "", "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": index}
+        yield self._frame("response.output_item.added", output_index=index, item=empty)
+        yield self._frame("response.function_call_arguments.delta", delta=call.arguments, **place)
+        done = {"arguments": call.arguments, "name": call.name}
+        yield self._frame("response.function_call_arguments.done", **done, **place)
+        yield self._frame("response.output_item.done", output_index=index, item=item)
+        self._done.append(item)
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None, "no item is open"
+        return {"item_id": self._open["id"], "output_index": len(self._done), "content_index": 0}
+
+    def _frame(self, kind: str, **data: Any) -> Frame:
+        self._number += 1
+        return Frame({"type": kind, "sequence_number": self._number - 1, **data}, event=kind)
+
+
+def _response(request: Request, id: str, output: list[dict[str, Any]], answer: Answer | None) -> dict[str, Any]:
+    short = answer is not None and answer.finish == "length"
+    return {
+        "id": f"resp_{id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress" if answer is None else "incomplete" if short else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+        "instructions": None,
+        "metadata": {},
+        "model": request.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": None if answer is None else _usage(answer),
+    }
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "output_tokens": answer.sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+    }
+
+
+def _items(answer: Answer) -> Iterator[dict[str, Any]]:
+    message = answer.message
+    if message.reasoning:
+        yield _item("reasoning", message.reasoning, "completed")
+    if message.text or not message.calls:
+        yield _item("message", message.text, "completed")
+    for call in message.calls:
+        yield _call_item(call)
+
+
+def _item(kind: str, text: str, status: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        part: dict[str, Any] = {"type": "reasoning_text", "text": text}
+        return {"type": kind, "id": f"rs_{secrets.token_hex(12)}", "summary": [], "content": [part], "status": status}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "type": kind,
+        "id": f"msg_{secrets.token_hex(12)}",
+        "role": "assistant",
+        "content": [part],
+        "status": status,
+    }
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    return {
+        "type": "function_call",
+        "id": f"fc_{secrets.token_hex(12)}",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
+
+
+def _add(messages: list[Message], item: Any) -> None:
+    """An item of the input. What the model wrote in one turn comes back as several items. Raises `BadRequest`."""
+    if not isinstance(item, Mapping):
+        raise BadRequest(f"got an input item {str(item)[:80]!r}; want an object")
+    kind = item.get("type") or "message"
+    match kind:
+        case "message":
+            role = ROLES.get(str(item.get("role")))
+            if role is None:
+                raise BadRequest(f"got a message of role {item.get('role')!r}")
+            message = Message(role, text_of(item.get("content")))
+            last = _turn(messages) if role == "assistant" else None
+            if last is None:
+                messages.append(message)
+            else:
+                messages[-1] = replace(last, text=last.text + message.text)
+        case "reasoning":
+            text = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+            last = _turn(messages) or _begun(messages)
+            messages[-1] = replace(last, reasoning=(last.reasoning or "") + text or None)
+        case "function_call":
+            arguments = canonical_arguments(str(item.get("arguments") or "{}"))
+            call = ToolCall(str(item.get("call_id")), str(item.get("name")), arguments)
+            last = _turn(messages) or _begun(messages)
+            messages[-1] = replace(last, calls=(*last.calls, call))
+        case "function_call_output":
+            output = text_of(item.get("output"))
+            messages.append(Message("tool", output, call_id=str(item.get("call_id"))))
+        case _:
+            raise BadRequest(f"got an input item of type {kind!r}, which this model cannot read")
+
+
+def _turn(messages: list[Message]) -> Message | None:
+    """The assistant's message that the items before belong to."""
+    return messages[-1] if messages and messages[-1].role == "assistant" else None
+
+
+def _begun(messages: list[Message]) -> Message:
+    messages.append(Message("assistant"))
+    return messages[-1]
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Functions, as chat templates read them; tools that the provider would run are left out."""
+    if body.get("tool_choice") == "none":
+        return ()
+    tools = []
+    for tool in body.get("tools") or ():
+        if tool.get("type") == "function":
+            function = {
+                name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
+            }
+            tools.append({"type": "function", "function": function})
+    return tuple(tools)

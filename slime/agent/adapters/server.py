@@ -1,0 +1,301 @@
+"""`Adapter`: an HTTP server in front of an engine, which plays the API that an agent was written for.
+
+    adapter = OpenAIAdapter(client, template, tool_format="hermes", decode=decode, sampling=sampling_params)
+    url = await adapter.start()
+    key = adapter.open_session()
+    ...                                  # an agent talks to `url` with `key` as its API key
+    samples = adapter.finish_session(key, sample, reward=1.0)
+
+Consumes: requests of agents. Produces: answers, and samples. Waits for: engines, through the client. Is woken by:
+requests, parts of answers, and clients that hang up, which ends their request in the engine.
+
+Invariants
+1. A key names one session, and is not guessed: 256 random bits. Who has none is refused.
+2. The run's sampling parameters hold, whatever an agent asks for, unless `agent_sampling` lets it: training computes
+   log-probs under them. An agent's limit of tokens may only lower the run's.
+3. A session that is finished or dropped is forgotten at once; its requests that still run are ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+from aiohttp import web
+
+from slime.agent.adapters.turn import Answer, Engine, Event, Request, Turn
+from slime.agent.adapters.wire import BadRequest, Frame, Wire
+from slime.agent.parsers import FORMATS, Reader
+from slime.agent.session import Session
+from slime.agent.template import ConversationTemplate
+from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError
+from slime.core.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**20
+MODEL = "slime"
+"""The model that the list of models names; an agent may ask for any name and gets this one."""
+
+
+@dataclass(slots=True)
+class OpenSession:
+    """One session as the server keeps it."""
+
+    session: Session
+    params: dict[str, Any]
+    max_context: int | None
+    num_turns: int = 0
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+class Adapter:
+    """Sessions behind one port, on one event loop."""
+
+    wires: ClassVar[tuple[type[Wire], ...]] = ()
+
+    def __init__(
+        self,
+        engine: Engine,
+        template: ConversationTemplate,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        tool_format: str = "none",
+        sampling: Mapping[str, Any],
+        max_context_tokens: int | None = None,
+        max_turns: int | None = None,
+        agent_sampling: bool = False,
+        model: str = MODEL,
+    ) -> None:
+        """`decode`: ids to text, control tokens included. `sampling`: of the run, for all sessions. `max_turns`: of a
+        session; more are refused with HTTP 429.
+        """
+        self._engine, self._template, self._decode = engine, template, decode
+        self._format = FORMATS.build(tool_format, None)
+        self._sampling, self._max_context, self._max_turns = dict(sampling), max_context_tokens, max_turns
+        self._agent_sampling, self._model = agent_sampling, model
+        self._sessions: dict[str, OpenSession] = {}
+        self._closed = False
+        self._runner: web.AppRunner | None = None
+
+    # ---- sessions ----------------------------------------------------------------------------------------------------
+
+    def open_session(
+        self,
+        session_id: str | None = None,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        max_context_tokens: int | None = None,
+    ) -> str:
+        """A new session; returns its API key. `sampling`: of this session alone, over the adapter's."""
+        key = session_id or secrets.token_urlsafe(32)
+        if key in self._sessions:
+            raise DataError(f"got a second session with the key {key[:4]}…; a key is of one session")
+        most = max_context_tokens or self._max_context
+        self._sessions[key] = OpenSession(Session(self._template), {**self._sampling, **(sampling or {})}, most)
+        return key
+
+    def session(self, key: str) -> Session:
+        """An open session, to look at. Raises `KeyError`."""
+        return self._sessions[key].session
+
+    def finish_session(
+        self,
+        key: str,
+        base: Sample,
+        reward: float | Mapping[str, Any] | None = None,
+        extra_metadata: Mapping[str, Any] | None = None,
+    ) -> list[Sample]:
+        """Ends a session; returns its samples, siblings of one execution. Requests that still run count for nothing."""
+        session = self._take(key).session
+        samples = session.samples(base, decode=self._decode, reward=reward)
+        for sample in samples:
+            sample.metadata |= dict(extra_metadata or {})
+        return samples
+
+    def drop_session(self, key: str) -> None:
+        """Ends a session without samples."""
+        self._take(key)
+
+    def _take(self, key: str) -> OpenSession:
+        found = self._sessions.pop(key)
+        for task in found.running:
+            task.cancel()
+        return found
+
+    # ---- the server --------------------------------------------------------------------------------------------------
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listens; returns the URL, which has no path."""
+        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        bound = self._runner.addresses[0]
+        return f"http://{host}:{bound[1]}"
+
+    async def close(self) -> None:
+        """Refuses new requests with HTTP 503, ends those that run, and stops to listen."""
+        self._closed = True
+        running = [task for one in self._sessions.values() for task in one.running]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/v1/models", self._models)
+        for kind in self.wires:
+            wire = kind()
+            app.router.add_post(wire.path, self._handler(wire))
+            for path, count in wire.counters.items():
+                app.router.add_post(path, self._counter(wire, count))
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model, "created": 0}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+    def _handler(self, wire: Wire) -> Callable[[web.Request], Any]:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            try:
+                found, request = self._session_of(http), wire.request(await _body(http))
+                return await self._answer(wire, found, request, http)
+            except BadRequest as problem:
+                return _failed(wire, str(problem), problem.status)
+            except SlimeError as problem:
+                logger.warning("an agent's request failed: %s", problem)
+                return _failed(wire, str(problem), _status(problem))
+
+        return handle
+
+    def _counter(self, wire: Wire, told: Callable[[int], dict[str, Any]]) -> Callable[[web.Request], Any]:
+        async def handle(http: web.Request) -> web.Response:
+            try:
+                found, request = self._session_of(http), wire.request(await _body(http))
+                return _json(told(found.session.num_prompt_tokens(request.messages, request.tools)))
+            except BadRequest as problem:
+                return _failed(wire, str(problem), problem.status)
+            except SlimeError as problem:
+                return _failed(wire, str(problem), _status(problem))
+
+        return handle
+
+    def _session_of(self, http: web.Request) -> OpenSession:
+        bearer = http.headers.get("Authorization", "")
+        key = bearer[7:].strip() if bearer[:7].lower() == "bearer " else http.headers.get("x-api-key", "")
+        if self._closed:
+            raise BadRequest("the run takes no more requests", 503)
+        if key not in self._sessions:
+            raise BadRequest("got no key of an open session", 401)
+        return self._sessions[key]
+
+    async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
+        if self._max_turns is not None and found.num_turns >= self._max_turns:
+            raise BadRequest(f"the session had its {self._max_turns} turns", 429)
+        found.num_turns += 1
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        found.running.add(task)
+        try:
+            turn = self._turn(found, request, http)
+            if request.streams:
+                return await _streamed(wire, turn.events(self._engine), request, http)
+            answer = await _last(turn.events(self._engine))
+            return _json(wire.whole(answer, request))
+        finally:
+            found.running.discard(task)
+
+    def _turn(self, found: OpenSession, request: Request, http: web.Request) -> Turn:
+        params = {**found.params, **(request.sampling if self._agent_sampling else {})}
+        return Turn(
+            session=found.session,
+            session_id=f"{id(found):x}",
+            request=request,
+            params=params,
+            max_context=found.max_context,
+            decode=self._decode,
+            reader=lambda tools, prompt_end: Reader(self._format, tools, prompt_end),
+            end_ids=self._template.end_ids,
+        )
+
+
+async def _body(http: web.Request) -> Mapping[str, Any]:
+    try:
+        body = orjson.loads(await http.read())
+    except ValueError as error:
+        raise BadRequest(f"got a body that is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("got a body that is no JSON object")
+    return body
+
+
+async def _last(events: AsyncGenerator[Event, None]) -> Answer:
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Answer):
+                return event
+    raise AssertionError("a turn ended without an answer")
+
+
+async def _streamed(
+    wire: Wire, events: AsyncGenerator[Event, None], request: Request, http: web.Request
+) -> web.StreamResponse:
+    """Frames as tokens come. What fails before the first one is an HTTP error still."""
+    stream, response = wire.stream(request), web.StreamResponse()
+    response.content_type = "text/event-stream"
+    response.headers["Cache-Control"] = "no-cache"
+    async with aclosing(events):
+        try:
+            async for event in events:
+                if not response.prepared:
+                    await response.prepare(http)
+                    await _write(response, stream.begin())
+                await _write(response, stream.frames(event))
+        except SlimeError as problem:
+            if not response.prepared:
+                raise
+            logger.warning("an agent's answer broke off: %s", problem)
+            with contextlib.suppress(ConnectionError):
+                await _write(response, stream.broken(str(problem), _status(problem)))
+    await response.write_eof()
+    return response
+
+
+async def _write(response: web.StreamResponse, frames: Any) -> None:
+    data = b"".join(frame.encoded() for frame in frames if isinstance(frame, Frame))
+    if data:
+        await response.write(data)
+
+
+def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _failed(wire: Wire, message: str, status: int) -> web.Response:
+    return _json(wire.error(message, status), status)
+
+
+def _status(problem: SlimeError) -> int:
+    match problem:
+        case DataError() | RequestRejected():
+            return 400
+        case DeadlineExceeded():
+            return 504
+        case EngineError():
+            return 502
+    return 500

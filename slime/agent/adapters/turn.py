@@ -1,0 +1,215 @@
+"""One request of an agent, whatever wire format it came by: what is asked, and the answer as it comes.
+
+Consumes: a request, the parts of an engine's answer. Produces: events, in the order of the text; in the end the
+answer, booked in the session. Waits for: the engine, through the client, which lives through weight syncs and lost
+engines, and has a limit of its own. Is woken by: parts; a cancellation, which ends the request in the engine.
+
+Invariants
+1. The ids that are sent are the tokens of the session's branch; the ids that are booked are those that were sampled.
+2. What the agent reads is what was sampled: text is held back while it may turn out to be the beginning of a call.
+3. A turn that is cancelled before its end leaves nothing in the session.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slime.agent.messages import Message, ToolCall
+from slime.agent.parsers import Parsed, Reader
+from slime.agent.session import Session
+from slime.core.sample import NOT_SAMPLED
+from slime.rollout.generation import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an agent asks for."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+    """As chat templates read them: `{"type": "function", "function": {...}}`."""
+    max_tokens: int | None = None
+    """Of the answer, as the agent wants it."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Temperature and the like, as the agent wants them."""
+    stop: tuple[str, ...] = ()
+    streams: bool = False
+    model: str = ""
+    """As the agent calls it; it is told the same."""
+    thinks: bool = False
+    """Whether the wire format carries thinking in both directions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Some thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Some text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole turn."""
+
+    id: str
+    message: Message
+    finish: str
+    """stop | length | calls | aborted"""
+    prompt_tokens: int
+    sampled_tokens: int
+    cached_tokens: int
+    ill_formed: bool
+
+
+Event = Thought | Said | Answer
+
+
+class Engine(Protocol):
+    """What a turn needs of `slime.rollout.client.EngineClient`."""
+
+    def stream(
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+    ) -> AsyncGenerator[Generation, None]: ...
+
+
+@dataclass(slots=True)
+class Turn:
+    """A request in a session, with what a run wants of it."""
+
+    session: Session
+    session_id: str
+    request: Request
+    params: dict[str, Any]
+    """Of the engine; `max_new_tokens` is the run's limit."""
+    max_context: int | None
+    """Tokens of prompt and answer together."""
+    decode: Callable[[Sequence[int]], str]
+    """Ids to text, control tokens included."""
+    reader: Callable[[Sequence[Any], str], Reader]
+    """(tools, the end of the prompt as text) -> what reads an answer."""
+    end_ids: frozenset[int]
+    """They end an answer, and are no text of it."""
+    interval: int = 1
+    """Tokens of an event, about."""
+
+    async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
+        """The answer as it comes; an `Answer` is the last one.
+
+        Raises `DataError` if the chat template refuses the conversation, and what the client raises.
+        """
+        opened = self.session.open_turn(self.request.messages, self.request.tools, thinks=self.request.thinks)
+        try:
+            prompt = opened.branch.tokens
+            reader = self.reader(self.request.tools, self.decode(prompt[-16:]))
+            num_prompt, parts = len(prompt), list[Generation]()
+            params = self._params(num_prompt)
+            if params["max_new_tokens"] > 0:
+                text = Text(self.decode)
+                async with aclosing(engine.stream(list(prompt), params, session_id=self.session_id)) as stream:
+                    async for part in stream:
+                        parts.append(part)
+                        words = (
+                            part.tokens[:-1] if part.tokens[-1:] and part.tokens[-1] in self.end_ids else part.tokens
+                        )
+                        for event in said(reader.feed(text.more(words))):
+                            yield event
+                rest = text.end()
+                for event in said(reader.feed(rest) if rest else ()):
+                    yield event
+            whole = joined(parts)
+            pieces, parsed = reader.end()
+            for event in said(pieces):
+                yield event
+            answer = self._answer(whole, parsed, num_prompt)
+        except BaseException:
+            self.session.drop_turn(opened)
+            raise
+        self.session.end_turn(opened, answer.message, whole, ill_formed=parsed.ill_formed)
+        yield answer
+
+    def _params(self, num_prompt: int) -> dict[str, Any]:
+        most = [self.params["max_new_tokens"], self.request.max_tokens]
+        if self.max_context is not None:
+            most.append(self.max_context - num_prompt)
+        params = {**self.params, "max_new_tokens": max(0, min(one for one in most if one is not None))}
+        if self.request.stop:
+            own = params.get("stop") or ()
+            params["stop"] = [*([own] if isinstance(own, str) else own), *self.request.stop]
+        return params
+
+    def _answer(self, whole: Generation, parsed: Parsed, num_prompt: int) -> Answer:
+        calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", name, arguments) for name, arguments in parsed.calls)
+        finish = {"stop": "calls" if calls else "stop", "length": "length"}.get(whole.finish_reason, "aborted")
+        return Answer(
+            id=secrets.token_hex(12),
+            message=Message("assistant", parsed.text, parsed.reasoning, calls),
+            finish=finish,
+            prompt_tokens=num_prompt,
+            sampled_tokens=len(whole.tokens),
+            cached_tokens=whole.cached_tokens,
+            ill_formed=parsed.ill_formed,
+        )
+
+
+class Text:
+    """Ids to text, part by part: what a part leaves unfinished (half a character) comes with the next one.
+
+    Invariant: the parts joined are the text of all ids, at the cost of decoding each id a few times, not all of them
+    each time: a tokenizer needs some ids before the new ones to know whether a space belongs between.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode, self._ids = decode, list[int]()
+        self._before, self._done = 0, 0
+
+    def more(self, ids: Sequence[int]) -> str:
+        """The text that these ids add."""
+        self._ids += ids
+        known = self._decode(self._ids[self._before : self._done])
+        text = self._decode(self._ids[self._before :])
+        if text.endswith("\ufffd"):
+            return ""
+        self._before, self._done = self._done, len(self._ids)
+        return text[len(known) :]
+
+    def end(self) -> str:
+        """The text of what stayed unfinished."""
+        known = self._decode(self._ids[self._before : self._done])
+        return self._decode(self._ids[self._before :])[len(known) :]
+
+
+def said(pieces: Sequence[tuple[str, str]] | Any) -> list[Event]:
+    """Events of what a reader lets out: (kind, text)."""
+    return [Thought(text) if kind == "thinking" else Said(text) for kind, text in pieces if text]
+
+
+def joined(parts: Sequence[Generation]) -> Generation:
+    """The parts of a stream as one answer; without one, an answer of no tokens that a length limit ended."""
+    if not parts:
+        return Generation((), (), "length", NOT_SAMPLED, "")
+    versions: list[int] = []
+    for part in parts:
+        version = part.weight_version
+        versions += [version] * len(part.tokens) if isinstance(version, int) else version
+    last = parts[-1]
+    return Generation(
+        tokens=tuple(token for part in parts for token in part.tokens),
+        log_probs=tuple(value for part in parts for value in part.log_probs),
+        finish_reason=last.finish_reason,
+        weight_version=tuple(versions),
+        text="".join(part.text for part in parts),
+        prompt_tokens=last.prompt_tokens,
+        cached_tokens=max(part.cached_tokens for part in parts),
+        routed_experts=last.routed_experts,
+    )

@@ -1,0 +1,234 @@
+"""The public SDKs of OpenAI and Anthropic, unmodified, against the adapter: whole, in streams, with tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from slime.core.sample import Sample
+from tests.support.agent_room import END, Room, agent_room
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+OPENAI_TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+ANTHROPIC_TOOLS: Any = [{"name": "weather", "description": "of a city", "input_schema": PARAMETERS}]
+USER: Any = [{"role": "user", "content": "What is the weather?"}]
+
+
+def called(*cities: str, before: str = "") -> str:
+    calls = [json.dumps({"name": "weather", "arguments": {"city": city}}) for city in cities]
+    return before + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def in_room(work: Callable[[Room], Awaitable[None]], **settings: Any) -> None:
+    async def run() -> None:
+        async with agent_room(**settings) as room:
+            await work(room)
+
+    asyncio.run(run())
+
+
+def aopenai(room: Room, **more: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0, **more)
+
+
+def aanthropic(room: Room) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=room.url, api_key=room.key, max_retries=0)
+
+
+def trained_turns(room: Room) -> list[list[str]]:
+    """Of each sample the texts of its trained runs of tokens."""
+    out = []
+    for sample in room.adapter.finish_session(room.key, Sample(index=0, group_index=0), reward=1.0):
+        runs, run = [], list[int]()
+        for token, kept in zip(sample.tokens[sample.prompt_length :], sample.loss_mask or (), strict=True):
+            if kept:
+                run.append(token)
+            elif run:
+                runs.append(room.tokenizer.decode(run))
+                run = []
+        out.append([*runs, room.tokenizer.decode(run)] if run else runs)
+    return out
+
+
+def test_chat_completions_with_parallel_calls() -> None:
+    """Law: calls come apart, their results go back, and what was sampled is trained, in one sample."""
+
+    async def work(room: Room) -> None:
+        first, second = called("Rome", "Oslo", before="Both. "), "<think>\nfine\n</think>\n\nSunny, and snow."
+        room.says(first, second)
+        client = aopenai(room)
+        one = await client.chat.completions.create(model="any", messages=USER, tools=OPENAI_TOOLS)
+        message = one.choices[0].message
+        assert one.choices[0].finish_reason == "tool_calls" and message.content == "Both. "
+        assert message.tool_calls is not None
+        cities = [json.loads(call.function.arguments)["city"] for call in message.tool_calls]  # type: ignore[union-attr]
+        assert cities == ["Rome", "Oslo"]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "18 C"} for call in message.tool_calls]
+        history = [*USER, message.model_dump(exclude_none=True), *results]
+        two = await client.chat.completions.create(model="any", messages=history, tools=OPENAI_TOOLS)
+        assert two.choices[0].message.content == "Sunny, and snow."
+        assert two.usage is not None and two.usage.completion_tokens == len(room.tokenizer.encode(second)) + 1
+        assert two.usage.prompt_tokens == len(room.model.requests[1]["input_ids"])
+        assert room.model.requests[1]["input_ids"][: one.usage.prompt_tokens] == room.model.requests[0]["input_ids"]  # type: ignore[union-attr]
+        assert first + END in room.read[1] and room.read[1].count("18 C") == 2
+        assert trained_turns(room) == [[first + END, second + END]]
+
+    in_room(work)
+
+
+def test_a_stream_of_chat_completions_is_the_whole_in_pieces() -> None:
+    async def work(room: Room) -> None:
+        text = "<think>\nhm 🙂\n</think>\n\nText before. " + called("Rome")
+        room.says(text)
+        stream = await aopenai(room).chat.completions.create(
+            model="any", messages=USER, tools=OPENAI_TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        content, thoughts, calls, finish, usage = "", "", list[Any](), None, None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                content += choice.delta.content or ""
+                thoughts += getattr(choice.delta, "reasoning_content", None) or ""
+                calls += choice.delta.tool_calls or []
+                finish = choice.finish_reason or finish
+        assert "hm 🙂" in thoughts and content.strip() == "Text before." and finish == "tool_calls"
+        assert [call.function.name for call in calls] == ["weather"] and usage is not None
+        assert trained_turns(room) == [[text + END]]
+
+    in_room(work)
+
+
+def test_the_synchronous_sdks() -> None:
+    def talk(room: Room) -> None:
+        client = openai.OpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0)
+        assert client.models.list().data[0].id == "slime"
+        assert client.chat.completions.create(model="m", messages=USER).choices[0].message.content == "one"
+        assert client.responses.create(model="m", input="hello").output_text == "two"
+        claude = anthropic.Anthropic(base_url=room.url, api_key=room.key, max_retries=0)
+        answer = claude.messages.create(model="m", max_tokens=50, messages=USER)
+        assert [block.text for block in answer.content] == ["three"]  # type: ignore[union-attr]
+
+    async def work(room: Room) -> None:
+        room.says("one", "two", "three")
+        await asyncio.to_thread(talk, room)
+        # The same question by another API is the same request again.
+        assert dict(room.adapter.session(room.key).forks) == {"sub-agent": 1, "retry": 1}
+
+    in_room(work)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_anthropic_messages_with_thinking_and_tools(streams: bool) -> None:
+    """Law: thinking goes out and comes back, and the conversation stays one line of tokens."""
+
+    async def ask(client: Any, messages: Any) -> Any:
+        given = {"model": "m", "max_tokens": 900, "system": "Be brief.", "messages": messages, "tools": ANTHROPIC_TOOLS}
+        if not streams:
+            return await client.messages.create(**given)
+        async with client.messages.stream(**given) as stream:
+            return await stream.get_final_message()
+
+    async def work(room: Room) -> None:
+        first = "<think>\nwhere?\n</think>\n\nLet me look. " + called("Rome", "Oslo")
+        room.says(first, "Sunny.")
+        client = aanthropic(room)
+        one = await ask(client, USER)
+        assert [block.type for block in one.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert one.stop_reason == "tool_use" and one.content[2].input == {"city": "Rome"}
+        results = [{"type": "tool_result", "tool_use_id": block.id, "content": "18 C"} for block in one.content[2:]]
+        sent_back = [block.model_dump(exclude_none=True) for block in one.content]
+        history = [*USER, {"role": "assistant", "content": sent_back}, {"role": "user", "content": results}]
+        counted = await client.messages.count_tokens(
+            model="m", system="Be brief.", messages=history, tools=ANTHROPIC_TOOLS
+        )
+        two = await ask(client, history)
+        assert two.content[0].text == "Sunny." and two.stop_reason == "end_turn"
+        assert counted.input_tokens == len(room.model.requests[1]["input_ids"])
+        assert trained_turns(room) == [[first + END, "Sunny." + END]]
+
+    in_room(work)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_openai_responses_with_calls(streams: bool) -> None:
+    async def ask(client: Any, items: Any) -> Any:
+        tools = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}]
+        given = {"model": "m", "instructions": "Be brief.", "input": items, "tools": tools}
+        if not streams:
+            return await client.responses.create(**given)
+        async with client.responses.stream(**given) as stream:
+            return await stream.get_final_response()
+
+    async def work(room: Room) -> None:
+        first = "<think>\nwhere?\n</think>\n\nLet me look. " + called("Rome")
+        room.says(first, "Sunny.")
+        client = aopenai(room)
+        items: list[Any] = [{"role": "user", "content": "The weather?"}]
+        one = await ask(client, items)
+        assert [item.type for item in one.output] == ["reasoning", "message", "function_call"]
+        items += [item.model_dump(exclude_none=True) for item in one.output]
+        items.append({"type": "function_call_output", "call_id": one.output[2].call_id, "output": "18 C"})
+        two = await ask(client, items)
+        assert two.output_text == "Sunny." and two.status == "completed"
+        assert trained_turns(room) == [[first + END, "Sunny." + END]]
+
+    in_room(work)
+
+
+def test_errors_come_in_the_shape_of_each_api() -> None:
+    """Law: a wrong key, an odd request and one turn too many are what the SDKs call them."""
+
+    async def work(room: Room) -> None:
+        room.says("one")
+        client, claude = aopenai(room), aanthropic(room)
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="sk-nobody").chat.completions.create(model="m", messages=USER)
+        with pytest.raises(anthropic.AuthenticationError):
+            await claude.with_options(api_key="nobody").messages.create(model="m", max_tokens=1, messages=USER)
+        with pytest.raises(openai.BadRequestError, match="one request is one answer"):
+            await client.chat.completions.create(model="m", messages=USER, n=2)
+        picture: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+        with pytest.raises(anthropic.BadRequestError, match="reads text alone"):
+            await claude.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": [picture]}])
+        await client.chat.completions.create(model="m", messages=USER)
+        with pytest.raises(openai.RateLimitError, match="had its 1 turns"):
+            await client.chat.completions.create(model="m", messages=USER)
+        with pytest.raises(anthropic.RateLimitError):
+            await claude.messages.create(model="m", max_tokens=1, messages=USER)
+
+    in_room(work, max_turns=1)
+
+
+def test_a_client_that_hangs_up_ends_its_request_in_the_engine() -> None:
+    async def work(room: Room) -> None:
+        room.says("word " * 400)
+        room.model.tick_s = 0.01
+        asking = asyncio.create_task(aopenai(room).chat.completions.create(model="m", messages=USER))
+        while not room.model.running:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        async with asyncio.timeout(30):
+            while room.model.running or not room.model.aborted:
+                await asyncio.sleep(0.01)
+        assert not room.adapter.session(room.key).branches, "a turn that nobody heard is kept"
+
+    in_room(work)
+
+
+def test_the_runs_sampling_wins_and_limits_only_fall() -> None:
+    async def work(room: Room) -> None:
+        room.says("one", "two")
+        client = aopenai(room)
+        await client.chat.completions.create(model="m", messages=USER, temperature=0.1, top_p=0.2, max_tokens=5000)
+        await client.chat.completions.create(model="m", messages=USER, max_tokens=1)
+        sent = [body["sampling_params"] for body in room.model.requests]
+        assert [one["temperature"] for one in sent] == [1.0, 1.0] and all("top_p" not in one for one in sent)
+        assert [one["max_new_tokens"] for one in sent] == [1000, 1]
+
+    in_room(work)

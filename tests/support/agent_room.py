@@ -1,0 +1,97 @@
+"""An adapter in front of a scripted engine that speaks SGLang's `/generate`: what agents are tested against."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from slime.agent.adapters import Adapter, AgentAdapter
+from slime.agent.template import ConversationTemplate
+from slime.data.chat import ChatRenderer
+from slime.rollout.client import EngineClient
+from tests.support.chat_hooks import tokenizer_folder
+from tests.support.fake_engine import FakeEngine, serve
+
+END = "<|im_end|>"
+
+
+@dataclass
+class ScriptedModel(FakeEngine):
+    """Says one text after the other, in the ids of a tokenizer, each with the end of a turn."""
+
+    script: deque[str] = field(default_factory=deque)
+    tokenizer: Any = None
+
+    async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
+        said = self.tokenizer.encode(self.script.popleft(), add_special_tokens=False)
+        ids = [*said, self.tokenizer.convert_tokens_to_ids(END)]
+        most = body["sampling_params"]["max_new_tokens"]
+        kept, sampled = ids[:most], self._sampled.get(body["rid"], [])
+        for token in kept:
+            if stop.is_set():
+                kept = list(sampled)
+                break
+            sampled.append(token)
+            if self.tick_s:
+                await asyncio.sleep(self.tick_s)
+        ended = "stop" if kept[-1:] == ids[-1:] else "length"
+        finish = {"type": "abort" if stop.is_set() else ended}
+        return {
+            "text": self.tokenizer.decode([i for i in kept if i != ids[-1]]),
+            "output_ids": kept,
+            "meta_info": {
+                "finish_reason": finish,
+                "weight_version": self.weight_version,
+                "prompt_tokens": len(body["input_ids"]),
+                "cached_tokens": 0,
+                "output_token_logprobs": [[-0.5, token, None] for token in kept],
+            },
+        }
+
+
+@dataclass
+class Room:
+    """What a test of an agent needs."""
+
+    adapter: Adapter
+    url: str
+    key: str
+    model: ScriptedModel
+    tokenizer: Any
+
+    def says(self, *texts: str) -> None:
+        """What the model will answer next."""
+        self.model.script.extend(texts)
+
+    @property
+    def read(self) -> list[str]:
+        """What the engine was given, request by request, as text."""
+        return [self.tokenizer.decode(body["input_ids"]) for body in self.model.requests]
+
+
+@asynccontextmanager
+async def agent_room(*, family: str = "qwen3", **settings: Any) -> AsyncIterator[Room]:
+    """`settings`: of the adapter."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(family))
+    model = ScriptedModel(tokenizer=tokenizer)
+    template = ConversationTemplate(ChatRenderer(tokenizer), [tokenizer.convert_tokens_to_ids(END)])
+    async with serve(model):
+        client = EngineClient(model.url)
+        adapter = AgentAdapter(
+            client,
+            template,
+            decode=lambda ids: str(tokenizer.decode(ids)),
+            **{"tool_format": "hermes", "sampling": {"temperature": 1.0, "max_new_tokens": 1000}, **settings},
+        )
+        url = await adapter.start()
+        try:
+            yield Room(adapter, url, adapter.open_session(), model, tokenizer)
+        finally:
+            await adapter.close()
+            await client.close()
