@@ -59,6 +59,8 @@ class Player:
 
     template: ConversationTemplate
     tokenizer: Any
+    num_ids: int
+    """Of the tokenizer, which takes a quarter of a second to count them."""
     seed: int
     asked: list[Asked] = field(default_factory=list)
     refused: int = 0
@@ -67,7 +69,7 @@ class Player:
         self.random = random.Random(self.seed)
         self.session = Session(self.template)
         self.control = sorted(self.template.chat.control)
-        self.version, self.num_ids = 1, len(self.tokenizer)
+        self.version = 1
 
     # ---- what people, tools and models say ---------------------------------------------------------------------------
 

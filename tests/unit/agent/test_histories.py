@@ -25,10 +25,11 @@ def test_what_is_trained_is_what_was_sampled(family: str, num: int) -> None:
     template = ConversationTemplate(
         ChatRenderer(tokenizer), [tokenizer.convert_tokens_to_ids(END.get(family, "<|im_end|>"))]
     )
+    num_ids = len(tokenizer)
     forks: Counter[str] = Counter()
     turns = refused = 0
     for seed in range(num):
-        player = Player(template, tokenizer, seed)
+        player = Player(template, tokenizer, num_ids, seed)
         player.play(REQUESTS)
         forks += player.check()
         turns, refused = turns + len(player.asked), refused + player.refused
