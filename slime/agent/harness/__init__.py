@@ -1,0 +1,110 @@
+"""Harnesses: programs that are agents, started in a sandbox and pointed at an adapter. One file each.
+
+    result = await ClaudeCodeHarness().run(sandbox, "Fix the bug.", url=adapter_url, key=key, folder="/work")
+
+A harness says what to install, which files and variables make its program talk to the adapter and to nobody else, and
+the command line that gives it a prompt. It knows nothing of sessions and samples.
+"""
+
+from __future__ import annotations
+
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from slime.core.errors import SlimeError
+
+MODEL = "slime"
+"""The name of the model that a program is told to ask for."""
+
+
+class Shell(Protocol):
+    """What a harness needs of a sandbox."""
+
+    async def exec(
+        self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+    ) -> Any: ...
+
+    async def write_file(self, path: str, content: str | bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a program runs, and whom it asks."""
+
+    url: str
+    """Of the adapter, as the sandbox reaches it; without a path."""
+    key: str
+    """Of the session."""
+    home: str
+    """The program's own folder for its settings."""
+    folder: str
+    """Where it works."""
+    model: str = MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessResult:
+    """How a program ended."""
+
+    code: int
+    output: str
+    timed_out: bool
+
+
+class HarnessFailed(SlimeError):
+    """A program could not be installed or started."""
+
+
+class Harness(ABC):
+    """One program."""
+
+    name: ClassVar[str]
+    package: ClassVar[str | None] = None
+    """Of npm, with its version; None: it is there already."""
+
+    @abstractmethod
+    def command(self, prompt: str, place: Place) -> Sequence[str]:
+        """What starts it, works on a prompt without asking anybody, and ends."""
+
+    def files(self, place: Place) -> Mapping[str, str]:
+        """Settings: absolute path -> text."""
+        return {}
+
+    def environment(self, place: Place) -> Mapping[str, str]:
+        """Its variables, beside HOME."""
+        return {}
+
+    async def install(self, sandbox: Shell, *, prefix: str = "/opt/agents", limit_s: float = 600.0) -> None:
+        """Puts the program into a sandbox that reaches npm; one that has it needs no call. Raises `HarnessFailed`."""
+        if self.package is None:
+            return
+        done = await sandbox.exec(f"npm install --prefix {prefix} {self.package}", timeout_s=limit_s)
+        if done.code:
+            raise HarnessFailed(f"npm install {self.package} ended with {done.code}: {done.stderr[-500:]}")
+
+    async def run(
+        self,
+        sandbox: Shell,
+        prompt: str,
+        *,
+        url: str,
+        key: str,
+        folder: str,
+        home: str = "/root",
+        model: str = MODEL,
+        path: str | None = None,
+        timeout_s: float = 1800.0,
+    ) -> HarnessResult:
+        """Works on a prompt until the program ends, or `timeout_s`. `path`: PATH of the sandbox, if not its own."""
+        place = Place(url, key, home, folder, model)
+        for file, text in self.files(place).items():
+            await sandbox.write_file(file, text)
+        env = {"HOME": home, "TERM": "dumb", **self.environment(place)}
+        if path is not None:
+            env["PATH"] = path
+        command = f"cd {shlex.quote(folder)} && {shlex.join(self.command(prompt, place))} </dev/null"
+        done = await sandbox.exec(command, env=env, timeout_s=timeout_s)
+        return HarnessResult(done.code, done.stdout + done.stderr, done.timed_out)

@@ -1,0 +1,73 @@
+"""Claude Code, Codex and opencode as they come from npm, each through its own API: a task with a tool, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.agent.harness import Harness
+from slime.agent.harness.claude_code import ClaudeCodeHarness
+from slime.agent.harness.codex import CodexHarness
+from slime.agent.harness.opencode import OpenCodeHarness
+from slime.core.sample import Sample
+from tests.support.agent_room import END, Room, agent_room
+from tests.support.command_lines import PlainShell, folder_with
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TASK = "MAKE-THE-FILE made.txt"
+LIMIT_S = 300.0
+CALLS: dict[str, dict[str, Any]] = {
+    "Bash": {"command": "echo hello > made.txt", "description": "write"},
+    "bash": {"command": "echo hello > made.txt", "description": "write"},
+    "exec_command": {"cmd": "echo hello > made.txt"},
+}
+"""Tool -> arguments: each program has one of them."""
+LAST = "It is written."
+
+
+class Scripted(deque[str]):
+    """What a model says that does the task with whatever shell it is offered."""
+
+    room: Room
+
+    def popleft(self) -> str:
+        prompt = self.room.read[-1]
+        if "<tool_response>" in prompt[-2000:]:
+            return LAST
+        tool = next((name for name in CALLS if TASK in prompt and f'"name": "{name}"' in prompt), None)
+        if tool is None:
+            return "A title"
+        call = json.dumps({"name": tool, "arguments": CALLS[tool]})
+        return f"I write it.\n<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize("harness", [ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness()], ids=lambda h: h.name)
+def test_a_command_line_completes_a_task(harness: Harness, tmp_path: Path) -> None:
+    """Law: an unmodified program works, and its conversation is one sample in which each answer is trained."""
+    shell = PlainShell(str(folder_with(harness)))
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    home.mkdir()
+
+    async def run() -> None:
+        async with agent_room() as room:
+            room.model.script = Scripted()
+            room.model.script.room = room
+            done = await harness.run(
+                shell, TASK, url=room.url, key=room.key, folder=str(work), home=str(home), timeout_s=LIMIT_S
+            )
+            assert done.code == 0 and not done.timed_out, done
+            assert (work / "made.txt").read_text() == "hello\n" and LAST in done.output, done
+            samples = room.adapter.finish_session(room.key, Sample(index=0, group_index=0), reward=1.0)
+            (task,) = [one for one in samples if TASK in room.tokenizer.decode(one.tokens) and LAST in one.response]
+            trained = [t for t, kept in zip(task.tokens[task.prompt_length :], task.loss_mask or (), strict=True) if kept]
+            said = room.tokenizer.decode(trained)
+            assert said.startswith("I write it.\n<tool_call>") and said.endswith(LAST + END), said
+            assert said.count(END) == 2 and task.metadata["agent"]["turns"] == 2, task.metadata
+
+    asyncio.run(run())
