@@ -49,9 +49,7 @@ class PlainShell:
 
     path: str
 
-    async def exec(
-        self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
-    ) -> Any:
+    async def exec(self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float | None = None) -> Any:
         process = await asyncio.create_subprocess_shell(
             command,
             env={"PATH": f"{self.path}:{os.environ['PATH']}", **(env or {})},

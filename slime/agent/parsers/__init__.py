@@ -152,3 +152,9 @@ def _begins(text: str, marks: Sequence[str]) -> int:
     longest = max(map(len, marks), default=0)
     ends = (n for n in range(min(longest - 1, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks))
     return next(ends, 0)
+
+
+def format_of(template: str) -> str | None:
+    """The format whose marks a chat template writes; None if it writes those of none."""
+    known = {name: FORMATS.get(name).marks for name in FORMATS.names()}
+    return next((name for name, marks in known.items() if marks and all(mark in template for mark in marks)), None)

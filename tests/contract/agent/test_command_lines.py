@@ -65,7 +65,9 @@ def test_a_command_line_completes_a_task(harness: Harness, tmp_path: Path) -> No
             assert (work / "made.txt").read_text() == "hello\n" and LAST in done.output, done
             samples = room.adapter.finish_session(room.key, Sample(index=0, group_index=0), reward=1.0)
             (task,) = [one for one in samples if TASK in room.tokenizer.decode(one.tokens) and LAST in one.response]
-            trained = [t for t, kept in zip(task.tokens[task.prompt_length :], task.loss_mask or (), strict=True) if kept]
+            trained = [
+                t for t, kept in zip(task.tokens[task.prompt_length :], task.loss_mask or (), strict=True) if kept
+            ]
             said = room.tokenizer.decode(trained)
             assert said.startswith("I write it.\n<tool_call>") and said.endswith(LAST + END), said
             assert said.count(END) == 2 and task.metadata["agent"]["turns"] == 2, task.metadata

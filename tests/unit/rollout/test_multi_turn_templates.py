@@ -36,8 +36,8 @@ def scripted_turns(tokenizer: Any) -> list[list[int]]:
     return turns
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
+def rolled_out(tmp_path: Path, family: str, function: str) -> tuple[Any, Any, Any, list[list[int]], ScriptedEngine]:
+    """Batch, metrics and tokenizer of one prompt whose answers are `scripted_turns`, these, and the engine."""
     model = write_checkpoint_stub(tmp_path / "chat")
     shutil.copytree(tokenizer_folder(family), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
@@ -48,7 +48,7 @@ def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
     flags = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rollout-batch-size", "1")
     hooks = (
         "--custom-generate-function-path",
-        "examples.multi_turn_tools:generate",
+        function,
         "--rollout-sample-hook-path",
         "tests.support.probe_hooks:own_reward",
     )
@@ -61,6 +61,12 @@ def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
         return *await manager.generate(0), tokenizer, engine.turns
 
     batch, metrics, tokenizer, turns = asyncio.run(with_manager(args, engine, work))
+    return batch, metrics, tokenizer, turns, engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
+    batch, metrics, tokenizer, turns, engine = rolled_out(tmp_path, family, "examples.multi_turn_tools:generate")
     assert len(batch.samples) == 2 and len(engine.requests) == 6
     assert metrics["rollout/num_turns/mean"] == 3 and metrics["rollout/tool_calls/mean"] == 2
     assert metrics["rollout/tool_error_ratio"] == 0.5
@@ -75,6 +81,18 @@ def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
             assert text == template_text(tokenizer, result), "the template writes something else between the turns"
         for request in engine.requests:  # what the engine read is what is trained, up to the end of its prompt
             assert sample.tokens[: len(request["input_ids"])].tolist() == request["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2.5"])
+def test_an_agent_that_knows_no_tokens_is_trained_on_those_that_were_sampled(family: str, tmp_path: Path) -> None:
+    """Law: a loop written with OpenAI's SDK gives the same samples as one that appends ids by hand."""
+    by_hand = rolled_out(tmp_path / "hand", family, "examples.multi_turn_tools:generate")
+    by_agent = rolled_out(tmp_path / "agent", family, "examples.agent_openai_loop:generate")
+    assert by_agent[1]["rollout/num_turns/mean"] == 3 and len(by_agent[4].requests) == 6
+    for agent, hand in zip(by_agent[0].samples, by_hand[0].samples, strict=True):
+        sampled = [i for turn in by_agent[3] for i in turn]
+        assert agent.tokens[-agent.response_length :][agent.loss_mask > 0].tolist() == sampled
+        assert agent.tokens.tolist() == hand.tokens.tolist() and agent.loss_mask.tolist() == hand.loss_mask.tolist()
 
 
 def between(tokenizer: Any, sample: Any) -> list[str]:

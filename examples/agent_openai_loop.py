@@ -1,0 +1,47 @@
+"""An agent as anybody would write one with OpenAI's SDK, trained as it is: a loop, a tool, no token in sight.
+
+    python train.py ... --custom-generate-function-path examples.agent_openai_loop:generate
+
+The dataset brings messages (no `--apply-chat-template`). The agent asks the run's adapter, which it takes for OpenAI;
+what it was answered is what is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples.multi_turn_tools import FAILED, TOOLS, calculate
+from slime.agent.running import execution
+from slime.core.sample import Sample
+
+MAX_TURNS = 4
+
+
+def answer_to(call: Any) -> str:
+    """The result of a call, as text."""
+    written = json.dumps({"name": call.function.name, "arguments": json.loads(call.function.arguments)})
+    return calculate(f"<tool_call>{written}</tool_call>") or f"{FAILED} no such tool"
+
+
+async def solve(client: AsyncOpenAI, messages: list[Any]) -> None:
+    """Asks until the model calls nothing more."""
+    for _ in range(MAX_TURNS):
+        answer = await client.chat.completions.create(model="slime", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer_to(call)})
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """`--custom-generate-function-path`: one session of the agent."""
+    async with execution(sampling_params) as agent:
+        client = AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0)
+        prompt = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
+        await solve(client, [dict(message) for message in prompt])
+        return agent.samples(sample)
