@@ -94,9 +94,8 @@ async def exec_and_wait(
     """
     folder = f"/tmp/slime-run-{key}"
     at = shlex.quote(folder)
-    inner = f"sh -c {shlex.quote(command)} >{at}/out 2>{at}/err </dev/null; echo $? >{at}/code; mv {at}/code {at}/done"
-    start = f"mkdir {at} 2>/dev/null || exit 0; setsid sh -c {shlex.quote(inner)} >/dev/null 2>&1 </dev/null & "
-    start += f"echo $! >{at}/pid"
+    inner = f"echo $$ >{at}/pid; sh -c {shlex.quote(command)} >{at}/out 2>{at}/err </dev/null; echo $? >{at}/code; mv {at}/code {at}/done"
+    start = f"mkdir {at} 2>/dev/null || exit 0; setsid sh -c {shlex.quote(inner)} >/dev/null 2>&1 </dev/null &"
     await sandbox.exec(start, check=True)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -105,7 +104,7 @@ async def exec_and_wait(
             code, timed_out = int(await sandbox.read_file(f"{folder}/done")), False
             break
         if loop.time() >= deadline:
-            await sandbox.exec(f"kill -9 -- -$(cat {at}/pid)")
+            await sandbox.exec(f"kill -s KILL -- -$(cat {at}/pid)")
             code, timed_out = 137, True
             break
         await asyncio.sleep(min(poll_s, max(0.0, deadline - loop.time())))
