@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -98,8 +99,9 @@ class LocalSandbox(Sandbox):
         self._control.setblocking(False)
         loop.add_reader(self._control, self._hear)
         self._limit = loop.call_later(self.lifetime_s, self._kill)
-        if descriptors:
-            self._server = await asyncio.start_server(self._forward, sock=socket.socket(fileno=descriptors[0]))
+        if descriptors and self.reach is not None:
+            forward = functools.partial(self._forward, *self.reach)
+            self._server = await asyncio.start_server(forward, sock=socket.socket(fileno=descriptors[0]))
 
     async def __aexit__(self, *error: object) -> None:
         if hasattr(self, "_limit"):
@@ -142,12 +144,11 @@ class LocalSandbox(Sandbox):
         if waiting is not None and not waiting.done():
             waiting.set_result(said["code"])
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a command, to what may be reached."""
-        assert self.reach is not None
         with contextlib.closing(writer):
             try:
-                far_reader, far_writer = await asyncio.open_connection(*self.reach)
+                far_reader, far_writer = await asyncio.open_connection(host, port)
             except OSError:
                 return
             with contextlib.closing(far_writer):
@@ -238,11 +239,11 @@ class _Pipe:
 
     def _take(self) -> bool:
         try:
-            piece = os.read(self._ours, 1 << 16)
+            taken = os.read(self._ours, 1 << 16)
         except BlockingIOError:
             return False
-        self.data += piece[: max(0, self._most - len(self.data))]
-        return bool(piece)
+        self.data += taken[: max(0, self._most - len(self.data))]
+        return bool(taken)
 
     def drain(self) -> None:
         """What is in the pipe now, and not what a process in the background goes on to write."""
@@ -253,7 +254,7 @@ class _Pipe:
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
-        while piece := await reader.read(1 << 16):
-            writer.write(piece)
+        while taken := await reader.read(1 << 16):
+            writer.write(taken)
             await writer.drain()
         writer.write_eof()
