@@ -94,7 +94,8 @@ async def exec_and_wait(
     """
     folder = f"/tmp/slime-run-{key}"
     at = shlex.quote(folder)
-    inner = f"echo $$ >{at}/pid; sh -c {shlex.quote(command)} >{at}/out 2>{at}/err </dev/null; echo $? >{at}/code; mv {at}/code {at}/done"
+    inner = f"echo $$ >{at}/pid; sh -c {shlex.quote(command)} >{at}/out 2>{at}/err </dev/null; "
+    inner += f"echo $? >{at}/code; mv {at}/code {at}/done"
     start = f"mkdir {at} 2>/dev/null || exit 0; setsid sh -c {shlex.quote(inner)} >/dev/null 2>&1 </dev/null &"
     await sandbox.exec(start, check=True)
     loop = asyncio.get_running_loop()
