@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slime.agent.messages import Message
-from slime.agent.template import Origin, Piece
+from slime.agent.template import Origin, Tokens
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.generation import Generation
@@ -58,11 +58,11 @@ class Branch:
     busy: bool = False
     """A turn is being sampled."""
 
-    def add_context(self, piece: Piece) -> None:
+    def add_context(self, tokens: Tokens) -> None:
         """What the template, a tool or a person says."""
-        num = len(piece.ids)
-        self.tokens += piece.ids
-        self.origins += piece.origins
+        num = len(tokens.ids)
+        self.tokens += tokens.ids
+        self.origins += tokens.origins
         self.log_probs += [0.0] * num
         self.versions += [NOT_SAMPLED] * num
 

@@ -1,7 +1,7 @@
 """One form of a conversation, whatever wire format it came by; chat templates and the matching of histories read it.
 
 Invariants
-1. Two messages are equal exactly if a chat template cannot tell them apart: identifiers that clients invent anew (of
+1. Two messages are equal exactly if a chat template cannot tell them apart: identifiers that clients make up (of
    calls whose template writes none) are kept for the template, and left out of `key`.
 2. Arguments of a call are the JSON text of an object with sorted keys and no spaces, or `ILL_FORMED` says that the
    model wrote something else, which is then kept as it is.
@@ -73,7 +73,7 @@ class Message:
 
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:
-    """The JSON text of an object in one spelling; text that is no such object stays as it is."""
+    """The JSON text of an object in one spelling; other text stays as it is."""
     if isinstance(given, str):
         value = _object(given)
         if value is None:

@@ -154,18 +154,18 @@ class Session:
         new = list(messages[turn.num_messages :])
         before, last = branch.messages[: turn.num_messages], branch.tokens[turn.end - 1] if turn.end else None
         try:
-            piece = self._template.suffix(before, new, tools, last_id=last if turn.end > turn.start else None)
+            tokens = self._template.suffix(before, new, tools, last_id=last if turn.end > turn.start else None)
         except NotAppended:
             return None
         if why:
             branch = self._begun(branch.upto(turn, why=why, number=number))
-        branch.add_context(piece)
+        branch.add_context(tokens)
         return Opened(branch, new)
 
     def _afresh(self, messages: Sequence[Message], tools: Sequence[Any], named: str, why: str) -> Opened:
-        piece = self._template.prompt(messages, tools)
+        tokens = self._template.prompt(messages, tools)
         branch = self._begun(Branch(why, named))
-        branch.add_context(piece)
+        branch.add_context(tokens)
         return Opened(branch, list(messages))
 
     def _begun(self, branch: Branch) -> Branch:

@@ -37,7 +37,7 @@ class Origin(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Tokens:
     """Token ids with the origin of each."""
 
     ids: tuple[int, ...]
@@ -64,17 +64,17 @@ class ConversationTemplate:
         self.chat, self.end_ids = chat, frozenset(end_ids)
         self._ends = sorted({chat.decode([i]) for i in end_ids}, key=len, reverse=True)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Piece:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Tokens:
         """The whole conversation, up to where the model goes on.
 
         Raises `DataError` with the template's complaint, or for a message that it left out.
         """
         rendered = self.chat.render([m.for_template() for m in messages], tools=list(tools) or None)
-        return self._piece(rendered, messages, in_order=False)
+        return self._tokens(rendered, messages, in_order=False)
 
     def suffix(
         self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = (), *, last_id: int | None
-    ) -> Piece:
+    ) -> Tokens:
         """What follows the last sampled token, up to where the model goes on.
 
         `before` ends with the sampled turn; `new` are the messages behind it. `last_id`: the token sampled last, None
@@ -92,10 +92,10 @@ class ConversationTemplate:
         start, token = end
         own = self._id(token)
         rendered = everything.part(start)
-        piece = self._piece(rendered, new, in_order=True)
-        if piece.ids[0] != own:
+        tokens = self._tokens(rendered, new, in_order=True)
+        if tokens.ids[0] != own:
             raise NotAppended(f"the tokenizer does not split at {token!r}, which ends a turn")
-        return Piece(piece.ids[1:], piece.origins[1:]) if last_id in self.end_ids else piece
+        return Tokens(tokens.ids[1:], tokens.origins[1:]) if last_id in self.end_ids else tokens
 
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
         """What the template writes behind the word that stands for the last answer."""
@@ -133,7 +133,7 @@ class ConversationTemplate:
         (own,) = (i for i in self.end_ids if self.chat.decode([i]) == token)
         return own
 
-    def _piece(self, rendered: Rendered, messages: Sequence[Message], *, in_order: bool) -> Piece:
+    def _tokens(self, rendered: Rendered, messages: Sequence[Message], *, in_order: bool) -> Tokens:
         """Encodes; says of each token whose text it is. Raises `NotAppended` for a message that is not there."""
         spans: list[tuple[int, int, Origin]] = []
         at = 0
@@ -150,7 +150,7 @@ class ConversationTemplate:
                 spans.append((found, found + len(text), Origin(message.role)))
                 at = found + len(text) if in_order else at
         ids, starts = self.chat.encode_with_starts(rendered)
-        return Piece(tuple(ids), tuple(_origins(starts, sorted(spans))))
+        return Tokens(tuple(ids), tuple(_origins(starts, sorted(spans))))
 
 
 def _origins(starts: Sequence[int], spans: Sequence[tuple[int, int, Origin]]) -> list[Origin]:

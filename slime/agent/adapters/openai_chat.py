@@ -35,7 +35,7 @@ class ChatCompletions(Wire):
         if body.get("n") not in (None, 1):
             raise BadRequest(f"got n {body['n']}: one request is one answer here; ask n times")
         if body.get("logprobs"):
-            raise BadRequest("got logprobs: they are kept for training and not told to agents")
+            raise BadRequest("got logprobs: they are kept for training, agents do not get them")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise BadRequest("got no messages")

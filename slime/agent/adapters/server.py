@@ -240,7 +240,7 @@ async def _body(http: web.Request) -> Mapping[str, Any]:
     except ValueError as error:
         raise BadRequest(f"got a body that is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest("got a body that is no JSON object")
+        raise BadRequest("got a body other than a JSON object")
     return body
 
 

@@ -39,7 +39,7 @@ class Request:
     stop: tuple[str, ...] = ()
     streams: bool = False
     model: str = ""
-    """As the agent calls it; it is told the same."""
+    """As the agent calls it; the answer says the same."""
     thinks: bool = False
     """Whether the wire format carries thinking in both directions."""
 
@@ -99,7 +99,7 @@ class Turn:
     reader: Callable[[Sequence[Any], str], Reader]
     """(tools, the end of the prompt as text) -> what reads an answer."""
     end_ids: frozenset[int]
-    """They end an answer, and are no text of it."""
+    """They end an answer, and its text has none of them."""
     interval: int = 1
     """Tokens of an event, about."""
 
@@ -119,17 +119,16 @@ class Turn:
                 async with aclosing(engine.stream(list(prompt), params, session_id=self.session_id)) as stream:
                     async for part in stream:
                         parts.append(part)
-                        words = (
-                            part.tokens[:-1] if part.tokens[-1:] and part.tokens[-1] in self.end_ids else part.tokens
-                        )
+                        ended = bool(part.tokens) and part.tokens[-1] in self.end_ids
+                        words = part.tokens[:-1] if ended else part.tokens
                         for event in said(reader.feed(text.more(words))):
                             yield event
                 rest = text.end()
                 for event in said(reader.feed(rest) if rest else ()):
                     yield event
             whole = joined(parts)
-            pieces, parsed = reader.end()
-            for event in said(pieces):
+            held, parsed = reader.end()
+            for event in said(held):
                 yield event
             answer = self._answer(whole, parsed, num_prompt)
         except BaseException:
@@ -189,9 +188,9 @@ class Text:
         return self._decode(self._ids[self._before :])[len(known) :]
 
 
-def said(pieces: Sequence[tuple[str, str]] | Any) -> list[Event]:
+def said(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
     """Events of what a reader lets out: (kind, text)."""
-    return [Thought(text) if kind == "thinking" else Said(text) for kind, text in pieces if text]
+    return [Thought(text) if kind == "thinking" else Said(text) for kind, text in parts if text]
 
 
 def joined(parts: Sequence[Generation]) -> Generation:

@@ -66,7 +66,7 @@ class Wire(ABC):
 
     @abstractmethod
     def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
-        """An answer in one piece."""
+        """A whole answer."""
 
     @abstractmethod
     def stream(self, request: Request) -> Stream:

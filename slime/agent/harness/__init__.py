@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 from slime.core.errors import SlimeError
 
 MODEL = "slime"
-"""The name of the model that a program is told to ask for."""
+"""The name of the model that a program asks for."""
 
 
 class Shell(Protocol):

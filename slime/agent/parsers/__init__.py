@@ -4,7 +4,7 @@
 
 Invariants
 1. No text makes a reader raise: what cannot be read stays text, and `ill_formed` says that a call was tried.
-2. The pieces that a reader lets out, joined, are the thinking and the text of `Parsed`, however the text was cut.
+2. The parts that a reader lets out, joined, are the thinking and the text of `Parsed`, wherever the text was split.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Reader:
         self._calls: str | None = None
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Pieces ("thinking" | "text", text) that are certain now."""
+        """Parts ("thinking" | "text", text) that are certain now."""
         if self._calls is not None:
             self._calls += text
             return []
@@ -85,25 +85,25 @@ class Reader:
         return self._out(last=False)
 
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """The pieces that were held back, and all of it."""
-        pieces = self._out(last=True)
+        """The parts that were held back, and all of it."""
+        parts = self._out(last=True)
         calls = Calls(())
         if self._calls is not None:
             calls = self._format.read(self._calls, self._tools)
             if calls.rest:
-                pieces.append(self._say(calls.rest))
+                parts.append(self._say(calls.rest))
         text, thoughts = "".join(self._words), "".join(self._thoughts)
-        return pieces, Parsed(text, thoughts or None, calls.found, calls.ill_formed)
+        return parts, Parsed(text, thoughts or None, calls.found, calls.ill_formed)
 
     def all(self, text: str) -> Parsed:
-        """An answer in one piece."""
+        """A whole answer."""
         self.feed(text)
         return self.end()[1]
 
     def _out(self, *, last: bool) -> list[tuple[str, str]]:
-        pieces: list[tuple[str, str]] = []
+        parts: list[tuple[str, str]] = []
         if not self._begun and not self._opened(last):
-            return pieces
+            return parts
         if self._trims:
             self._held = self._held.lstrip("\n")
             self._trims = not self._held
@@ -113,13 +113,13 @@ class Reader:
             end = len(self._held) - keep if at < 0 else at
             if end:
                 self._thoughts.append(self._held[:end])
-                pieces.append(("thinking", self._held[:end]))
+                parts.append(("thinking", self._held[:end]))
             if at < 0:
                 self._held = self._held[end:]
-                return pieces
+                return parts
             self._held, self._thinks = self._held[at + len(CLOSE) :].lstrip("\n"), False
             self._trims = not self._held
-        return pieces + self._text(last)
+        return parts + self._text(last)
 
     def _opened(self, last: bool) -> bool:
         """Whether the beginning of the answer is certain: with a mark of thinking, or without."""
@@ -136,11 +136,11 @@ class Reader:
         places = [at for mark in self._marks if (at := self._held.find(mark)) >= 0]
         keep = 0 if last else _begins(self._held, self._marks)
         end = min(places) if places else len(self._held) - keep
-        pieces = [self._say(self._held[:end])] if end else []
+        parts = [self._say(self._held[:end])] if end else []
         self._held = self._held[end:]
         if places:
             self._calls, self._held = self._held, ""
-        return pieces
+        return parts
 
     def _say(self, text: str) -> tuple[str, str]:
         self._words.append(text)

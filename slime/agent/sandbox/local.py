@@ -1,0 +1,260 @@
+"""A sandbox on this machine: a process tree in namespaces of its own, with a root of its own (`held.py`).
+
+Bounds: processes by `RLIMIT_NPROC` of a user that no one else is; memory by `RLIMIT_AS` of each process, and by a sum
+over all, ten times a second, above which every command is killed; files by the size of the memory file systems `/work`
+and `/tmp`. Control groups are not used: containers seldom lend them.
+
+Concurrency: one event loop. Consumes the ends of commands from the control socket, whose other end is `held.py`;
+`_ended` wakes the command that waits. Connections of `reach` are accepted here, on a socket that `held.py` made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from slime.agent.sandbox import SANDBOXES, ExecResult, Sandbox, checked
+from slime.core.errors import ConfigError, Unconfined
+
+FIRST_UID, UIDS = 1_000_000_000, 1_000_000_000
+"""Users that no system gives out; each sandbox takes one by chance."""
+MAX_OUTPUT_BYTES = 1 << 20
+"""Of each stream of a command; more is dropped."""
+MAX_REQUEST_BYTES = 1 << 16
+"""Of a command with its variables."""
+START_S, FILE_S, KILL_S = 60.0, 60.0, 10.0
+PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "USER": "agent"}
+
+
+@SANDBOXES.register("local")
+@dataclass(kw_only=True)
+class LocalSandbox(Sandbox):
+    """Namespaces of this machine."""
+
+    reach: tuple[str, int] | None = None
+    """The one (host, port) that commands reach, as 127.0.0.1 at the same port."""
+    memory_bytes: int = 1 << 30
+    disk_bytes: int = 256 << 20
+    """Of each of /work and /tmp."""
+    processes: int = 128
+    files: int = 100_000
+    """Of each of /work and /tmp."""
+    lifetime_s: float = 3600.0
+    """After that everything in it is killed."""
+    sandbox_id: str = field(default_factory=lambda: f"local-{secrets.token_hex(6)}", init=False)
+
+    async def __aenter__(self) -> Self:
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._numbers = itertools.count()
+        self._server: asyncio.Server | None = None
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = {
+            "uid": FIRST_UID + secrets.randbelow(UIDS),
+            "port": self.reach[1] if self.reach else None,
+            "memory_bytes": self.memory_bytes,
+            "disk_bytes": self.disk_bytes,
+            "processes": self.processes,
+            "files": self.files,
+        }
+        script = [sys.executable, "-I", "-S", "-X", "utf8", str(Path(__file__).with_name("held.py"))]
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *script,
+                *[str(os.getpid()), str(theirs.fileno()), json.dumps(settings)],
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                env=PLAIN,
+                cwd="/",
+                start_new_session=True,
+            )
+        try:
+            await self._begin()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._control.settimeout(START_S)
+        message, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, self._control, 1 << 16, 1)
+        missing = json.loads(message)["missing"] if message else "a process that starts; see standard error"
+        if missing is not None:
+            raise Unconfined(
+                f"got a machine that cannot hold what an agent runs (it lacks {missing}); allow user namespaces "
+                "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer, or choose "
+                "another sandbox"
+            )
+        self._control.setblocking(False)
+        loop.add_reader(self._control, self._hear)
+        self._limit = loop.call_later(self.lifetime_s, self._kill)
+        if descriptors and self.reach is not None:
+            forward = functools.partial(self._forward, *self.reach)
+            self._server = await asyncio.start_server(forward, sock=socket.socket(fileno=descriptors[0]))
+
+    async def __aexit__(self, *error: object) -> None:
+        if hasattr(self, "_limit"):
+            self._limit.cancel()
+        if self._server is not None:
+            self._server.close()
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._kill()
+        await self._process.wait()
+        # The kernel closes the other end when the last process of the namespace is gone.
+        self._control.settimeout(KILL_S)
+        with contextlib.suppress(OSError):
+            while await asyncio.to_thread(self._control.recv, 1 << 16):
+                pass
+        self._control.close()
+        self._lost()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def _lost(self) -> None:
+        for waiting in self._ended.values():
+            if not waiting.done():
+                waiting.set_result(137)
+
+    def _hear(self) -> None:
+        try:
+            message = self._control.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._lost()
+            return
+        said: dict[str, Any] = json.loads(message)
+        waiting = self._ended.get(said["id"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(said["code"])
+
+    async def _forward(self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of a command, to what may be reached."""
+        with contextlib.closing(writer):
+            try:
+                far_reader, far_writer = await asyncio.open_connection(host, port)
+            except OSError:
+                return
+            with contextlib.closing(far_writer):
+                await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+        check: bool = False,
+    ) -> ExecResult:
+        """Runs a line of shell in /work. There is one user, `agent`."""
+        if user not in (None, "agent"):
+            raise ConfigError(f"got user {user}, but a local sandbox has one user, agent; leave it out")
+        code, out, err, late = await self._run([command], b"", env or {}, timeout_s, MAX_OUTPUT_BYTES)
+        result = ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
+        return checked(result, command, check=check)
+
+    async def write_file(self, path: str, content: bytes | str) -> None:
+        """Relative paths are below /work. Links lead nowhere but to files of the sandbox."""
+        data = content.encode() if isinstance(content, str) else content
+        line = ['mkdir -p -- "$(dirname -- "$1")" && cat >"$1"', "sh", path]
+        code, _, err, _ = await self._run(line, data, {}, FILE_S, MAX_OUTPUT_BYTES)
+        if code != 0:
+            raise OSError(f"got status {code} while writing {path}: {err[-300:].decode(errors='replace')}")
+
+    async def read_file(self, path: str) -> bytes:
+        """As `write_file`."""
+        line = ['cat <"$1"', "sh", path]
+        code, out, err, _ = await self._run(line, b"", {}, FILE_S, self.disk_bytes)
+        if code != 0:
+            raise OSError(f"got status {code} while reading {path}: {err[-300:].decode(errors='replace')}")
+        return out
+
+    async def _run(
+        self, line: list[str], stdin: bytes, env: Mapping[str, str], timeout_s: float, most: int
+    ) -> tuple[int, bytes, bytes, bool]:
+        """(status, what it printed, what it said of errors, whether it met the limit)."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        request = json.dumps({"id": number, "run": line, "env": {**PLAIN, **env}}).encode()
+        if len(request) > MAX_REQUEST_BYTES:
+            raise ConfigError(f"got a command of {len(request)} bytes, above {MAX_REQUEST_BYTES}; write it to a file")
+        source = os.memfd_create("stdin", os.MFD_CLOEXEC)
+        with open(source, "r+b", buffering=0) as file, _Pipe(loop, most) as out, _Pipe(loop, most) as err:
+            file.write(stdin)
+            file.seek(0)
+            waiting = self._ended[number] = loop.create_future()
+            late = False
+            try:
+                await asyncio.sleep(0)
+                socket.send_fds(self._control, [request], [source, out.theirs, err.theirs])
+                await asyncio.wait([waiting], timeout=timeout_s)
+                if not waiting.done():
+                    late = True
+                    self._control.send(json.dumps({"kill": number}).encode())
+                    await asyncio.wait([waiting], timeout=KILL_S)
+            except OSError:
+                self._lost()
+            finally:
+                if not waiting.done():
+                    with contextlib.suppress(OSError):
+                        self._control.send(json.dumps({"kill": number}).encode())
+                del self._ended[number]
+            out.drain()
+            err.drain()
+            return (waiting.result() if waiting.done() else 137), bytes(out.data), bytes(err.data), late
+
+
+class _Pipe:
+    """What one stream of a command carries, until the command ends; background processes may hold it for longer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, most: int) -> None:
+        self.data, self._loop, self._most = bytearray(), loop, most
+
+    def __enter__(self) -> Self:
+        self._ours, self.theirs = os.pipe()
+        os.set_blocking(self._ours, False)
+        self._loop.add_reader(self._ours, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.remove_reader(self._ours)
+        os.close(self._ours)
+        os.close(self.theirs)
+
+    def _take(self) -> bool:
+        try:
+            taken = os.read(self._ours, 1 << 16)
+        except BlockingIOError:
+            return False
+        self.data += taken[: max(0, self._most - len(self.data))]
+        return bool(taken)
+
+    def drain(self) -> None:
+        """What is in the pipe now, and not what a process in the background goes on to write."""
+        for _ in range(16):
+            if not self._take():
+                return
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while taken := await reader.read(1 << 16):
+            writer.write(taken)
+            await writer.drain()
+        writer.write_eof()

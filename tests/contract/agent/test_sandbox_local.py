@@ -1,0 +1,188 @@
+"""What a hostile agent tries in a local sandbox: nothing of it succeeds. Skips nothing: no confinement is a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from slime.agent.sandbox import exec_and_wait
+from slime.agent.sandbox.local import LocalSandbox
+
+
+def inside(body: Callable[[LocalSandbox], Awaitable[None]], **settings: object) -> None:
+    async def go() -> None:
+        async with LocalSandbox(**settings) as sandbox:  # type: ignore[arg-type]
+            await body(sandbox)
+
+    asyncio.run(go())
+
+
+@pytest.fixture
+def answering() -> socket.socket:
+    """A server on the host's loopback that says one word to everyone."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                other, _ = server.accept()
+            except OSError:
+                return
+            with other:
+                other.sendall(b"word")
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server
+
+
+ASK = "python3 -c \"import socket; print(socket.create_connection(('{}', {}), 5).recv(9))\""
+
+
+def test_the_network_is_what_may_be_reached_and_not_the_router(answering: socket.socket) -> None:
+    router = socket.create_server(("127.0.0.1", 0))
+
+    async def body(sandbox: LocalSandbox) -> None:
+        assert "word" in (await sandbox.exec(ASK.format("127.0.0.1", answering.getsockname()[1]))).stdout
+        for host, port in (("127.0.0.1", router.getsockname()[1]), ("1.1.1.1", 53)):
+            ended = await sandbox.exec(ASK.format(host, port))
+            assert ended.code != 0 and ("refused" in ended.stderr or "unreachable" in ended.stderr)
+
+    inside(body, reach=("127.0.0.1", answering.getsockname()[1]))
+
+
+def test_no_secret_of_the_run_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "sesame-key")
+    grader = tmp_path / "grader.py"
+    grader.write_text("sesame-grader")
+    os.chmod(tmp_path, 0o755)
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, "SESSION": "sesame-session"})
+
+    async def body(sandbox: LocalSandbox) -> None:
+        look = "env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline; cat /proc/1/mem"
+        look += f"; cat {grader} {__file__} /etc/shadow /root/.bashrc; ls {tmp_path} {Path(__file__).parent}"
+        ended = await sandbox.exec(look)
+        assert "sesame" not in ended.stdout and str(other.pid) not in (await sandbox.exec("ls /proc")).stdout.split()
+        await sandbox.exec(f"ln -s {grader} link; ln -s /etc/shadow shadow; kill -9 {other.pid}; kill -9 1; kill -2 1")
+        for path in ("link", "shadow", "../root/.bashrc", str(grader)):
+            with pytest.raises(OSError, match="got status"):
+                await sandbox.read_file(path)
+        with pytest.raises(OSError, match="got status"):
+            await sandbox.write_file("link", "changed")
+        for path in ("/usr/bin/changed", "/etc/passwd"):
+            with pytest.raises(OSError, match="got status"):
+                await sandbox.write_file(path, "changed")
+
+    try:
+        inside(body)
+        assert other.poll() is None and grader.read_text() == "sesame-grader"
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_another_session_is_neither_read_nor_met() -> None:
+    async def go() -> None:
+        async with LocalSandbox() as one, LocalSandbox() as two:
+            await one.write_file("/tmp/key", "sesame")
+            await one.exec("KEY=sesame sleep 50 &")
+            ended = await two.exec("cat /tmp/key /proc/[0-9]*/environ /proc/[0-9]*/cmdline")
+            assert "sesame" not in ended.stdout and "sleep" not in ended.stdout
+
+    asyncio.run(go())
+
+
+def test_no_capability_and_no_further_namespace() -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        assert (await sandbox.exec("unshare -U true")).code != 0
+        assert (await sandbox.exec("mount -o remount,rw /usr")).code != 0
+        assert "CapEff:\t0000000000000000" in (await sandbox.exec("cat /proc/self/status")).stdout
+
+    inside(body)
+
+
+def test_limits_hold_and_the_sandbox_still_answers() -> None:
+    fork = (
+        "import os,time\nn=0\ntry:\n while n<500:\n  if os.fork()==0: time.sleep(30)\n  n+=1\nexcept OSError: print(n)"
+    )
+
+    async def body(sandbox: LocalSandbox) -> None:
+        await sandbox.write_file("fork.py", fork)
+        assert 0 < int((await sandbox.exec("python3 fork.py; kill -9 -1")).stdout) < 40
+        assert (await sandbox.exec("head -c 30m /dev/zero >full")).code != 0
+        assert (await sandbox.exec("rm full; python3 -c 'bytearray(1<<30)'")).code != 0
+        hog = (
+            "for i in 1 2 3 4; do python3 -c 'import time; b=bytearray(150<<20); time.sleep(30)' & done; wait; echo all"
+        )
+        assert (await sandbox.exec(hog)).code == 137
+        late = await sandbox.exec("echo begun; sleep 60", timeout_s=1)
+        assert late.timed_out and late.stdout == "begun\n"
+        assert (await sandbox.exec("echo fine", check=True)).stdout == "fine\n"
+
+    inside(body, processes=40, disk_bytes=20 << 20, memory_bytes=400 << 20)
+
+
+def test_a_long_command_runs_once_for_its_key() -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        for _ in range(2):
+            ended = await exec_and_wait(sandbox, "echo x >>count; cat count; exit 3", timeout_s=30, poll_s=0.1, key="a")
+            assert (ended.code, ended.stdout) == (3, "x\n")
+        late = await exec_and_wait(sandbox, "sleep 50", timeout_s=0.5, poll_s=0.1, key="b")
+        assert (
+            late.timed_out and "sleep 50" not in (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
+        )
+
+    inside(body)
+
+
+def marked(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark in path.read_bytes().decode(errors="replace").split("\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def gone(mark: str) -> bool:
+    deadline = time.monotonic() + 60
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not marked(mark)
+
+
+BEHIND = "setsid sleep {0} </dev/null >/dev/null 2>&1 & sleep {0} & true"
+
+
+def test_nothing_runs_after_the_end() -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        await sandbox.exec(BEHIND.format("7301"))
+        assert len(marked("7301")) == 2
+
+    inside(body)
+    assert gone("7301")
+
+
+def test_nothing_runs_after_the_parent_was_killed() -> None:
+    program = (
+        "import asyncio\nfrom slime.agent.sandbox.local import LocalSandbox\nasync def go():\n"
+        f" async with LocalSandbox() as s:\n  await s.exec({BEHIND.format('7302')!r})\n"
+        "  print('up', flush=True)\n  await asyncio.sleep(600)\nasyncio.run(go())"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None and parent.stdout.readline() == b"up\n" and len(marked("7302")) == 2
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert gone("7302")
