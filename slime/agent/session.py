@@ -52,6 +52,8 @@ class Session:
         self.branches: list[Branch] = []
         self.forks: Counter[str] = Counter()
         """Branches by reason, the first one left out."""
+        self.aborted = False
+        """The run ended a turn: what there is of the execution is not its end."""
         self._template = template
 
     # ---- turns -----------------------------------------------------------------------------------------------------
@@ -183,10 +185,15 @@ class Session:
         decode: Callable[[Sequence[int]], str] | None = None,
         reward: float | Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """One for each branch with tokens of its own to train; siblings of one execution, like `base`.
+        """One for each branch with tokens of its own to train; siblings of one execution, like `base`. If the run ended
+        a turn, `base` as ABORTED: an agent cannot go on where it was, so it starts over.
 
         `decode`: ids to text, for people and graders. `reward`: of the execution; None leaves that to a grader.
         """
+        if self.aborted:
+            stopped = base.copy()
+            stopped.status = Status.ABORTED
+            return [stopped]
         made = [self._sample(base, branch, decode) for branch in self.branches if _num_trained(branch)]
         for sample in made:
             sample.reward = dict(reward) if isinstance(reward, Mapping) else reward

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from slime.agent.messages import Message
@@ -64,11 +65,26 @@ class ConversationTemplate:
         self.chat, self.end_ids = chat, frozenset(end_ids)
         self._ends = sorted({chat.decode([i]) for i in end_ids}, key=len, reverse=True)
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether a prompt says which tools there are. Some templates, DeepSeek-V3's among them, do not."""
+        tool = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object", "properties": {}}}
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            return "probe_of_tools" in self.chat.render(asked, tools=[{"type": "function", "function": tool}]).marked
+        except DataError:
+            return False
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Tokens:
         """The whole conversation, up to where the model goes on.
 
-        Raises `DataError` with the template's complaint, or for a message that it left out.
+        Raises `DataError` with the template's complaint, or for tools that it does not write.
         """
+        if tools and not self.writes_tools:
+            raise DataError(
+                f"got {len(tools)} tools, which the chat template does not write, so the model could not know of them; "
+                "give one that does as --chat-template FILE"
+            )
         rendered = self.chat.render([m.for_template() for m in messages], tools=list(tools) or None)
         return self._tokens(rendered, messages, in_order=False)
 

@@ -106,7 +106,7 @@ class Player:
 
     def play(self, num_requests: int) -> None:
         """Requests one after the other; some histories are rewritten on the way."""
-        tools = TOOLS if self.random.random() < 0.5 else ()
+        tools = TOOLS if self.template.writes_tools and self.random.random() < 0.5 else ()
         history = self.opening()
         for _ in range(num_requests):
             self.version += self.random.random() < 0.2
@@ -142,7 +142,7 @@ class Player:
             case "foreign":
                 return [*history, Message("assistant", "never sampled"), Message("user", self.text())], tools
             case "tools":
-                return [*history, answer, *self.reply(answer)], () if tools else TOOLS
+                return [*history, answer, *self.reply(answer)], () if tools or not self.template.writes_tools else TOOLS
         return [*history, answer, *self.reply(answer)], tools
 
     def ask(self, history: list[Message], tools: Any) -> Message | None:

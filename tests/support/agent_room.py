@@ -63,6 +63,7 @@ class Room:
     url: str
     key: str
     model: ScriptedModel
+    client: EngineClient
     tokenizer: Any
 
     def says(self, *texts: str) -> None:
@@ -91,7 +92,7 @@ async def agent_room(*, family: str = "qwen3", **settings: Any) -> AsyncIterator
         )
         url = await adapter.start()
         try:
-            yield Room(adapter, url, adapter.open_session(), model, tokenizer)
+            yield Room(adapter, url, adapter.open_session(), model, client, tokenizer)
         finally:
             await adapter.close()
             await client.close()

@@ -17,7 +17,7 @@ from slime.agent.adapters.wire import BadRequest, Frame, Stream, Wire, wanted
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-STOP = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "aborted": "end_turn"}
+STOP = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -24,7 +24,7 @@ SAMPLING = {
     "repetition_penalty": "repetition_penalty",
 }
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls", "aborted": "stop"}
+FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

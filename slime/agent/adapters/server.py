@@ -30,13 +30,14 @@ from typing import Any, ClassVar
 import orjson
 from aiohttp import web
 
-from slime.agent.adapters.turn import Answer, Engine, Event, Request, Turn
+from slime.agent.adapters.turn import Answer, Engine, Event, Request, RunEnds, Turn
 from slime.agent.adapters.wire import BadRequest, Frame, Wire
 from slime.agent.parsers import FORMATS, Reader
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError
 from slime.core.sample import Sample
+from slime.rollout.client import REQUEST_SCOPE, RequestScope
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class OpenSession:
     params: dict[str, Any]
     max_context: int | None
     num_turns: int = 0
+    scope: RequestScope | None = None
+    """Of the execution that opened it: what ends its requests ends those of the agent."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -99,7 +102,9 @@ class Adapter:
         if key in self._sessions:
             raise DataError(f"got a second session with the key {key[:4]}…; a key is of one session")
         most = max_context_tokens or self._max_context
-        self._sessions[key] = OpenSession(Session(self._template), {**self._sampling, **(sampling or {})}, most)
+        self._sessions[key] = OpenSession(
+            Session(self._template), {**self._sampling, **(sampling or {})}, most, scope=REQUEST_SCOPE.get()
+        )
         return key
 
     def session(self, key: str) -> Session:
@@ -207,7 +212,10 @@ class Adapter:
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if self._max_turns is not None and found.num_turns >= self._max_turns:
             raise BadRequest(f"the session had its {self._max_turns} turns", 429)
+        if found.session.aborted:
+            raise RunEnds("the run takes no more requests of this session")
         found.num_turns += 1
+        REQUEST_SCOPE.set(found.scope)  # of this request's task alone
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         found.running.add(task)
@@ -292,6 +300,8 @@ def _failed(wire: Wire, message: str, status: int) -> web.Response:
 
 def _status(problem: SlimeError) -> int:
     match problem:
+        case RunEnds():
+            return 503
         case DataError() | RequestRejected():
             return 400
         case DeadlineExceeded():

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from slime.agent.messages import Message, ToolCall
 from slime.agent.parsers import Parsed, Reader
 from slime.agent.session import Session
+from slime.core.errors import SlimeError
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.generation import Generation
 
@@ -65,7 +66,7 @@ class Answer:
     id: str
     message: Message
     finish: str
-    """stop | length | calls | aborted"""
+    """stop | length | calls"""
     prompt_tokens: int
     sampled_tokens: int
     cached_tokens: int
@@ -73,6 +74,10 @@ class Answer:
 
 
 Event = Thought | Said | Answer
+
+
+class RunEnds(SlimeError):
+    """The run ended a turn before its end."""
 
 
 class Engine(Protocol):
@@ -127,6 +132,9 @@ class Turn:
                 for event in said(reader.feed(rest) if rest else ()):
                     yield event
             whole = joined(parts)
+            if whole.finish_reason == "abort":
+                self.session.aborted = True
+                raise RunEnds("the run ended this request, and takes no more of this session")
             held, parsed = reader.end()
             for event in said(held):
                 yield event
@@ -149,11 +157,10 @@ class Turn:
 
     def _answer(self, whole: Generation, parsed: Parsed, num_prompt: int) -> Answer:
         calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", name, arguments) for name, arguments in parsed.calls)
-        finish = {"stop": "calls" if calls else "stop", "length": "length"}.get(whole.finish_reason, "aborted")
         return Answer(
             id=secrets.token_hex(12),
             message=Message("assistant", parsed.text, parsed.reasoning, calls),
-            finish=finish,
+            finish="calls" if calls and whole.finish_reason == "stop" else whole.finish_reason,
             prompt_tokens=num_prompt,
             sampled_tokens=len(whole.tokens),
             cached_tokens=whole.cached_tokens,

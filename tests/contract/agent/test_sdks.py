@@ -11,7 +11,8 @@ import anthropic
 import openai
 import pytest
 
-from slime.core.sample import Sample
+from slime.core.sample import Sample, Status
+from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from tests.support.agent_room import END, Room, agent_room
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -31,6 +32,12 @@ def in_room(work: Callable[[Room], Awaitable[None]], **settings: Any) -> None:
             await work(room)
 
     asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def aopenai(room: Room, **more: Any) -> openai.AsyncOpenAI:
@@ -210,12 +217,9 @@ def test_a_client_that_hangs_up_ends_its_request_in_the_engine() -> None:
         room.says("word " * 400)
         room.model.tick_s = 0.01
         asking = asyncio.create_task(aopenai(room).chat.completions.create(model="m", messages=USER))
-        while not room.model.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(room.model.running))
         asking.cancel()
-        async with asyncio.timeout(30):
-            while room.model.running or not room.model.aborted:
-                await asyncio.sleep(0.01)
+        await until(lambda: not room.model.running and bool(room.model.aborted))
         assert not room.adapter.session(room.key).branches, "a turn that nobody heard is kept"
 
     in_room(work)
@@ -230,5 +234,29 @@ def test_the_runs_sampling_wins_and_limits_only_fall() -> None:
         sent = [body["sampling_params"] for body in room.model.requests]
         assert [one["temperature"] for one in sent] == [1.0, 1.0] and all("top_p" not in one for one in sent)
         assert [one["max_new_tokens"] for one in sent] == [1000, 1]
+
+    in_room(work)
+
+
+def test_what_ends_an_execution_ends_the_requests_of_its_agent() -> None:
+    """Law: an abort of the execution's scope reaches a request that came over HTTP; what there is starts over."""
+
+    async def work(room: Room) -> None:
+        scope = RequestScope()
+        token = REQUEST_SCOPE.set(scope)
+        key = room.adapter.open_session()
+        REQUEST_SCOPE.reset(token)
+        room.says("word " * 400)
+        room.model.tick_s = 0.01
+        client = aopenai(room).with_options(api_key=key)
+        asking = asyncio.create_task(client.chat.completions.create(model="m", messages=USER))
+        await until(lambda: bool(room.model.running))
+        await room.client.abort_scope(scope)
+        with pytest.raises(openai.InternalServerError, match="the run ended this request"):
+            await asking
+        with pytest.raises(openai.InternalServerError, match="no more requests of this session"):
+            await client.chat.completions.create(model="m", messages=USER)
+        (sample,) = room.adapter.finish_session(key, Sample(index=0, group_index=0))
+        assert sample.status is Status.ABORTED and not sample.tokens
 
     in_room(work)
