@@ -8,8 +8,8 @@ Invariants
 2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
    One that somebody else starts does not: they may do it right the next time, and others may serve meanwhile.
-4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines are such,
-   the run ends.
+4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines of a
+   model are such, the run ends: nobody would answer for it, however well other models are served.
 """
 
 from __future__ import annotations
@@ -73,10 +73,13 @@ class Supervisor:
                 self._welcome(engine)
 
     def _can_start(self, engine: Engine) -> bool:
-        """Whether its host is there. Raises `EngineError` if that holds for none, and none lives."""
+        """Whether its host is there. Raises `EngineError` if that holds for none of its model, and none lives."""
         lost = {e.index for e in self._membership.of(State.DEAD) if not self._port.has_host(e.index)}
-        if len(lost) == len(self._membership.engines):
-            raise EngineError(f"no engine is left: the hosts of all {len(lost)} are lost; {engine.reason}")
+        serving = {e.index for e in self._membership.engines if e.model == engine.model}
+        if serving <= lost:
+            raise EngineError(
+                f"no engine of model {engine.model} is left: the hosts of all {len(serving)} are lost; {engine.reason}"
+            )
         for index in lost - self._hostless:
             logger.warning("engine %d waits for its host, which is lost; the run goes on with the others", index)
             self._failures.pop(index, None)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slime.core.errors import EngineError
+from slime.core.topology import DEFAULT_NAME
 from slime.fleet.engine import NEXT, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.supervisor import MAX_FAILURES, PAUSE_S, Supervisor
@@ -50,9 +51,11 @@ class FakePort:
 class Fleet:
     """Engines that serve version 1, their supervisor, and a clock that a test moves."""
 
-    def __init__(self, num: int = 2, *, restarts: bool = True) -> None:
+    def __init__(self, num: int = 2, *, restarts: bool = True, models: tuple[str, ...] = ()) -> None:
         self.port, self.now = FakePort(), 0.0
-        self.members = Membership(Engine(i, (i,)) for i in range(num))
+        self.members = Membership(
+            Engine(i, (i,), model=model) for i, model in enumerate(models or (DEFAULT_NAME,) * num)
+        )
         self.supervisor = Supervisor(self.members, self.port, restarts=restarts, clock=lambda: self.now)
         for i in range(num):
             self.supervisor.up(i, f"http://{i}")
@@ -179,7 +182,21 @@ def test_a_fleet_without_a_host_ends_the_run() -> None:
     fleet.port.hostless, fleet.port.wrong = {0, 1}, {0: "gone", 1: "gone"}
     fleet.supervisor.tend()
     fleet.now += PAUSE_S
-    with pytest.raises(EngineError, match=r"no engine is left: the hosts of all 2 are lost; gone"):
+    with pytest.raises(EngineError, match=r"no engine of model default is left: the hosts of all 2 are lost; gone"):
+        fleet.supervisor.tend()
+
+
+@pytest.mark.parametrize("lost", ["actor", "judge"])
+def test_a_model_without_a_host_ends_the_run_however_well_another_one_is_served(lost: str) -> None:
+    fleet = Fleet(4, models=("actor", "actor", "judge", "judge"))
+    gone = {engine.index for engine in fleet.members.engines if engine.model == lost}
+    fleet.port.hostless, fleet.port.wrong = {min(gone)}, {min(gone): "gone"}
+    fleet.supervisor.tend()
+    fleet.now += PAUSE_S
+    fleet.supervisor.tend()
+    assert fleet.states().count(State.READY) == 3, "another engine of the model serves on"
+    fleet.port.hostless, fleet.port.wrong = gone, {max(gone): "gone"}
+    with pytest.raises(EngineError, match=f"no engine of model {lost} is left: the hosts of all 2 are lost; gone"):
         fleet.supervisor.tend()
 
 
