@@ -13,6 +13,7 @@ from slime.models.common.hf_config import is_sparse
 from slime.rewards.pool import GraderPool
 from slime.rollout.call import EndOfText
 from slime.rollout.client import EngineClient
+from slime.rollout.context import Models
 from slime.rollout.sources import tokenizer_of
 from slime.rollout.teacher import TeacherClient
 from slime.settings import Args
@@ -20,17 +21,19 @@ from slime.settings.eval_config import eval_datasets
 from slime.settings.topology import topology_of
 
 
-def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> dict[str, EngineClient]:
+def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> Models:
     """By name the clients of all models that are served; their engines are admitted later.
 
     `tokenizer`: the policy's; `api_key`: the token that all engines ask for.
     """
-    return {
-        model.name: engine_client(args, (), tokenizer, api_key=api_key)
-        if model.trained or model.path == args.hf_checkpoint
-        else _frozen_client(args, model.path, api_key)
-        for model in topology_of(args).models
-    }
+    return Models(
+        {
+            model.name: engine_client(args, (), tokenizer, api_key=api_key)
+            if model.trained or model.path == args.hf_checkpoint
+            else _frozen_client(args, model.path, api_key)
+            for model in topology_of(args).models
+        }
+    )
 
 
 def _frozen_client(args: Args, path: str, api_key: str | None) -> EngineClient:

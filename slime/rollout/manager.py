@@ -22,7 +22,7 @@ from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch
 from slime.rollout.batch_account import BatchAccount
 from slime.rollout.clients import grader_pool, model_clients, teacher_client
-from slime.rollout.context import RolloutContext, use
+from slime.rollout.context import Models, RolloutContext, use
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import evaluate
 from slime.rollout.held_out import HeldOut, held_out_batches
@@ -62,7 +62,7 @@ class RolloutManager:
         self._loss_datasets = tuple(one for one in datasets if measures_loss(args, one.config))
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
-        self._clients = {} if engines is None else model_clients(args, self._tokenizer, api_key=api_key)
+        self._clients = Models() if engines is None else model_clients(args, self._tokenizer, api_key=api_key)
         policy = topology_of(args).main
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
         if self._client is not None and engines:
