@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.core.addresses import http_url
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
 from slime.serving.leased import LeasedServer
@@ -74,8 +75,7 @@ class Router(LeasedServer, RouterWorkers):
     @property
     def url(self) -> str:
         """Where this host reaches the router. Raises `EngineError` before `start`."""
-        host = _EVERYWHERE.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return http_url(_EVERYWHERE.get(self.host, self.host), self.port)
 
     def start(self) -> None:
         """Starts the router process and returns at once. Raises `EngineError` if its fixed port is taken."""

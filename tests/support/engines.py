@@ -7,15 +7,19 @@ server of the session (`tests/contract/conftest.py`); a server of one's own is a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slime.serving.router import Router
+from slime.serving.router_workers import Worker
 from slime.serving.server import ServerSpec, SGLangServer
 
 READY_LIMIT_S = 600.0
 """A server is up within half a minute on an idle machine."""
+WORKERS_LIMIT_S = 120.0
+"""A router knows of a server within seconds."""
 
 
 def spec_of(model: Path, **more: Any) -> ServerSpec:
@@ -42,7 +46,27 @@ def fronting(url: str, folder: Path, **settings: Any) -> Iterator[Router]:
     try:
         front.start()
         front.wait_ready()
-        front.add_worker(url)
+        send_to(front, url)
         yield front
     finally:
         front.stop()
+
+
+def send_to(router: Router, url: str) -> None:
+    """Has a router add a server, and waits until it lists it as healthy."""
+    router.ask_to_add(url, WORKERS_LIMIT_S)
+    _listed(router, lambda workers: any(worker.url == url and worker.healthy for worker in workers))
+
+
+def send_nothing(router: Router) -> None:
+    """Takes all servers off a router, and waits until it lists none."""
+    for worker in router.workers():
+        router.ask_to_remove(worker, WORKERS_LIMIT_S)
+    _listed(router, lambda workers: not workers)
+
+
+def _listed(router: Router, done: Callable[[list[Worker]], bool]) -> None:
+    deadline = time.monotonic() + WORKERS_LIMIT_S
+    while not done(workers := router.workers()):
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.1)
