@@ -34,7 +34,7 @@ from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
-from slime.settings.engine_layout import layout_of
+from slime.settings.engine_layout import layout_of_group
 from slime.settings.topology import topology_of
 
 ENGINE_SHARE = 0.2
@@ -264,7 +264,7 @@ class RayEngines:
         return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
 
     def _layout(self, wanted: WantedEngine) -> EngineLayout:
-        return layout_of(wanted.num_gpus, {**self._args.sglang, **wanted.group.overrides})
+        return layout_of_group(self._args, wanted.model, wanted.group)
 
     def _replaced(self, index: int) -> bool:
         """Whether the old actors are gone, by force if need be, and the new ones are being made."""

@@ -42,11 +42,13 @@ class EngineGroup:
     worker: Worker = Worker.REGULAR
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """ServerArgs by field name, over those of the run."""
+    place: str = field(default="", compare=False)
+    """Where it is said, for messages: in the file of `--sglang-config`; empty for the flags."""
 
     @property
-    def num_engines(self) -> int:
-        """Engines that run; a placeholder has none."""
-        return 0 if self.worker is Worker.PLACEHOLDER else self.num_gpus // self.num_gpus_per_engine
+    def runs(self) -> bool:
+        """Whether servers are started for it; a placeholder has none."""
+        return self.worker is not Worker.PLACEHOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,16 @@ class WantedEngine:
 
     model: ServedModel
     group: EngineGroup
-    num_gpus: int
+
+    @property
+    def num_gpus(self) -> int:
+        """Of it alone."""
+        return self.group.num_gpus_per_engine
 
     @property
     def runs(self) -> bool:
         """Whether a server is started for it."""
-        return self.group.worker is not Worker.PLACEHOLDER
+        return self.group.runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,5 @@ class Topology:
         """Every engine, in the order in which they get their places: as written."""
         for model in self.models:
             for group in model.groups:
-                whole = group.num_gpus // group.num_gpus_per_engine
-                for _ in range(whole):
-                    yield WantedEngine(model, group, group.num_gpus_per_engine)
+                for _ in range(group.num_gpus // group.num_gpus_per_engine):
+                    yield WantedEngine(model, group)

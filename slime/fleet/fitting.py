@@ -22,7 +22,7 @@ from slime.models.common.table import FamilyTable
 from slime.serving.discovery import ServerFacts
 from slime.settings import Args
 from slime.settings.engine_layout import layout_of
-from slime.settings.groups.serving import UNVERIFIED
+from slime.settings.groups.engine_rules import UNVERIFIED
 
 SAME_IN_CONFIG = (
     "hidden_size",

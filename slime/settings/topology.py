@@ -14,6 +14,7 @@ Names and types are checked as strictly as flags are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,15 @@ def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, tr
 
     Raises `ConfigError` with the place in the file.
     """
+    return _meant(_text(file), file, hf_checkpoint, num_gpus_per_engine, trains)
+
+
+@lru_cache(maxsize=16)
+def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
+    """`read_topology` of a file that holds `text`, which is parsed once however many ask."""
+    entries = _entries(text, file)
     models = tuple(
-        _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(_read(file))
+        _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries)
     )
     names = [model.name for model in models]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -73,7 +81,8 @@ def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, tr
 
 def first_path(file: str) -> str:
     """The first checkpoint that a file names. Raises `ConfigError` if it names none."""
-    paths = [entry["model_path"] for entry in _read(file) if isinstance(entry, Mapping) and entry.get("model_path")]
+    entries = _entries(_text(file), file)
+    paths = [entry["model_path"] for entry in entries if isinstance(entry, Mapping) and entry.get("model_path")]
     if not paths:
         raise ConfigError(
             f"{file}: got no model_path, so nothing says what is served; give one, or --hf-checkpoint DIR"
@@ -81,13 +90,20 @@ def first_path(file: str) -> str:
     return str(paths[0])
 
 
-def _read(file: str) -> list[Any]:
-    """The entries of a file."""
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"got --sglang-config {file}, which cannot be read: {error}") from error
+
+
+def _entries(text: str, file: str) -> list[Any]:
+    """The models of a file, as YAML has them."""
     import yaml
 
     try:
-        content = yaml.safe_load(Path(file).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise ConfigError(f"got --sglang-config {file}, which cannot be read as YAML: {error}") from error
     top = _known(content, {"sglang"}, f"{file}").get("sglang")
     if not isinstance(top, list) or not top:
@@ -144,7 +160,7 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
     each = _positive(fields, "num_gpus_per_engine", where) or (1 if worker is Worker.PLACEHOLDER else width)
     if num_gpus % each:
         raise ConfigError(f"{where}: got {num_gpus} GPUs for engines of {each}, which does not divide them")
-    return EngineGroup(num_gpus, each, worker, _overrides(fields.get("overrides") or {}, f"{where}.overrides"))
+    return EngineGroup(num_gpus, each, worker, _overrides(fields.get("overrides") or {}, f"{where}.overrides"), where)
 
 
 def _overrides(given: Any, where: str) -> dict[str, Any]:
@@ -168,7 +184,7 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
 
 
 def _require_engines(model: ServedModel, where: str) -> None:
-    if all(group.worker is Worker.PLACEHOLDER for group in model.groups):
+    if not any(group.runs for group in model.groups):
         raise ConfigError(f"{where}: got placeholders alone, so nothing would serve it; add a group that runs")
 
 

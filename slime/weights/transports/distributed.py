@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.ports import EngineControl
+from slime.settings.conditions import policy_shares_gpus
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
@@ -41,7 +42,7 @@ class DistributedTransport(Transport):
 
     def check(self, args: Args) -> str | None:
         """NCCL refuses two ranks of one group on one GPU."""
-        if args.device != "cuda" or not args.colocate:
+        if args.device != "cuda" or not policy_shares_gpus(args):
             return None
         return (
             "got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one GPU; "

@@ -44,7 +44,7 @@ def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path
     actor, judge, ref = found.models
     assert found.policy == actor and [m.trained for m in found.models] == [True, False, False]
     assert (judge.path, ref.path) == ("/m/judge", "/m/policy")
-    assert [g.num_engines for m in found.models for g in m.groups] == [2, 1, 3, 1, 1, 0]
+    assert [g.place.partition(": ")[2] for g in ref.groups][2] == "sglang[2] (ref).server_groups[2]"
     assert ref.groups[0].overrides == {"chunked_prefill_size": 4096}
     assert [w.num_gpus for w in found.wanted()] == [2, 2, 1, 1, 1, 1, 2, 2, 1, 1, 1]
     assert [w.runs for w in found.wanted()] == [True] * 8 + [False] * 3
@@ -106,7 +106,9 @@ def test_the_command_line_alone_is_one_model(base: list[str]) -> None:
     args = parse_args([*base, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2"])
     (model,) = topology_of(args).models
     assert (model.name, model.path, model.trained) == ("default", args.hf_checkpoint, True)
-    assert [(g.num_engines, g.worker) for g in model.groups] == [(2, Worker.REGULAR)]
+    assert [(g.num_gpus, g.num_gpus_per_engine, g.worker, g.place) for g in model.groups] == [
+        (4, 2, Worker.REGULAR, "")
+    ]
     assert topology_of(args.replace(debug_train_only=True)).models == ()
 
 
@@ -138,21 +140,3 @@ def test_a_model_that_is_not_there_is_refused(base: list[str], tmp_path: Path) -
 def test_a_trailing_slash_makes_no_other_model(tmp_path: Path) -> None:
     (model,) = read(tmp_path, [{"name": "a", "model_path": "/m/policy/", "server_groups": [group()]}]).models
     assert (model.path, model.trained) == ("/m/policy", True)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ({"quantization": "fp8"}, "quantization fp8 for a group"),
-        ({"disable_radix_cache": False}, "disable_radix_cache False"),
-        ({"pp_size": 2}, "with pp_size 2"),
-    ],
-)
-def test_rules_look_at_the_groups_of_the_policy(
-    base: list[str], tmp_path: Path, overrides: dict[str, Any], said: str
-) -> None:
-    file = tmp_path / "fleet.yaml"
-    groups = [group(2, num_gpus_per_engine=2, overrides=overrides)]
-    file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": groups}]}))
-    with pytest.raises(ConfigError, match=said):
-        parse_args([*base, "--sglang-config", str(file), "--fully-async", "--pause-generation-mode", "retract"])
