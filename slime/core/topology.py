@@ -3,7 +3,8 @@
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
     group    engines of one kind and one width    with SGLang arguments of its own
 
-Without `--sglang-config` it is one model, the policy, and one group.
+The engines of a model either answer requests whole, or work in pairs: one reads the prompt and hands keys and values to
+another one, which samples. Without `--sglang-config` it is one model, the policy, and one group, or one of each kind.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import urlsplit
 
 DEFAULT_NAME = "default"
 """Of the only model of a run without `--sglang-config`."""
@@ -30,6 +32,19 @@ class Worker(str, Enum):
     """It encodes images for the other engines of its model."""
     PLACEHOLDER = "placeholder"
     """Nothing runs: its GPUs are kept free."""
+
+
+PAIRED = (Worker.PREFILL, Worker.DECODE)
+"""Those that answer a request together."""
+BOOTSTRAP_OFFSET = 1
+"""A prefill engine has a second port, on which decode engines ask it for what it has read: so far behind its first."""
+
+
+def bootstrap_of(url: str) -> tuple[str, int]:
+    """Host and port on which the prefill engine at `url` is asked for what it has read."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None, url
+    return parts.hostname, parts.port + BOOTSTRAP_OFFSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,11 @@ class ServedModel:
     trained: bool = True
     """Whether it is the policy, whose engines get the weights of the trainer, if there is one; others serve what their
     checkpoint has."""
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether its prompts are read by other engines than those that sample."""
+        return any(group.worker in PAIRED for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.core.hf_config import num_experts_of, read_hf_config
 from slime.core.routed_experts import ExpertFormat
+from slime.core.topology import ServedModel
 from slime.models.common.hf_config import is_sparse
 from slime.rewards.pool import GraderPool
 from slime.rollout.call import EndOfText
@@ -28,16 +29,17 @@ def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> Models:
     """
     return Models(
         {
-            model.name: engine_client(args, (), tokenizer, api_key=api_key)
+            model.name: engine_client(args, (), tokenizer, api_key=api_key, pairs=model.in_pairs)
             if model.trained or model.path == args.hf_checkpoint
-            else _frozen_client(args, model.path, api_key)
+            else _frozen_client(args, model, api_key)
             for model in topology_of(args).models
         }
     )
 
 
-def _frozen_client(args: Args, path: str, api_key: str | None) -> EngineClient:
+def _frozen_client(args: Args, model: ServedModel, api_key: str | None) -> EngineClient:
     """Of a model that has another checkpoint than the policy: its answers are not trained."""
+    path = model.path
     return EngineClient(
         request_timeout_s=args.request_timeout_s,
         engine_wait_s=args.engine_wait_s,
@@ -45,13 +47,16 @@ def _frozen_client(args: Args, path: str, api_key: str | None) -> EngineClient:
         vocab_size=_vocab_size(path),
         api_key=api_key,
         end=end_of_text(path, tokenizer_of(path)),
+        pairs=model.in_pairs,
     )
 
 
-def engine_client(args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: str | None) -> EngineClient:
+def engine_client(
+    args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: str | None, pairs: bool = False
+) -> EngineClient:
     """The client of the policy's engines: those at `urls`, and the ones that are admitted later.
 
-    `api_key`: the token that they ask for.
+    `api_key`: the token that they ask for; `pairs`: they answer in pairs.
 
     `tokenizer`: the one that the engines decode with; None where there is none.
     """
@@ -66,6 +71,7 @@ def engine_client(args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: s
         experts=_expert_format(args),
         end=end_of_text(args.hf_checkpoint, tokenizer),
         shared=bool(args.rollout_external_engine_addrs),
+        pairs=pairs,
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch
+from slime.core.topology import Worker
 from slime.rollout.batch_account import BatchAccount
 from slime.rollout.clients import grader_pool, model_clients, teacher_client
 from slime.rollout.context import Models, RolloutContext, use
@@ -128,9 +129,9 @@ class RolloutManager:
         """Fresh answers to compare log-probs on (`mismatch_probe`)."""
         return await self._probe.ask(self._client, self._args)
 
-    def admit(self, model: str, urls: Sequence[str]) -> None:
-        """Requests to this model may go to these engines."""
-        self._clients[model].admit(urls)
+    def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
+        """Requests to this model may go to these engines, which do that of a request."""
+        self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
 
     def dismiss(self, model: str, urls: Sequence[str]) -> None:
         """These engines are gone, or go: their requests go on at others, or wait for one."""
