@@ -89,6 +89,7 @@ class RayEngines:
                 self._layout(wanted),
                 model=wanted.model.name,
                 role=POLICY if wanted.model.trained else FROZEN,
+                worker=wanted.group.worker,
                 lends=placed.colocated and self._args.offload_rollout,
                 host=self._plan.address_of(placed.slots[0]),
             )
@@ -257,6 +258,7 @@ class RayEngines:
             layout=self._layout(wanted),
             overrides=overrides,
             shares=placed.colocated,
+            worker=wanted.group.worker,
         )
 
     def _gpus(self, slots: Sequence[int]) -> tuple[int, ...] | None:

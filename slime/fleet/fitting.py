@@ -160,7 +160,7 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     if worker != "null":
         yield f"it is a {worker} worker, which answers no request whole; start it without disaggregation"
     for name, plain in UNVERIFIED.items():
-        if name != "disaggregation_mode" and name in facts.info and facts.info[name] not in plain:
+        if name in facts.info and facts.info[name] not in plain:
             yield (
                 f"{_flag(name)} {facts.info[name]}: it holds other tensors than the trainer verifies after each weight "
                 "sync; leave that out"

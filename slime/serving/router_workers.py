@@ -7,9 +7,12 @@ from __future__ import annotations
 import json
 import urllib.parse
 from dataclasses import dataclass
+from typing import Any
 
 from slime.core.addresses import http_url
 from slime.core.errors import EngineError
+from slime.core.topology import Worker as Kind
+from slime.core.topology import bootstrap_of
 from slime.serving.plain_http import request
 
 
@@ -50,9 +53,13 @@ class RouterWorkers:
             for w in json.loads(text)["workers"]
         ]
 
-    def ask_to_add(self, url: str, timeout_s: float) -> None:
+    def ask_to_add(self, url: str, timeout_s: float, kind: Kind) -> None:
         """Has the router add a server as soon as that answers. Raises `EngineError` if it refuses, or is silent."""
-        body = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
+        body: dict[str, Any] = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
+        if kind is not Kind.REGULAR:
+            body["worker_type"] = kind.value
+        if kind is Kind.PREFILL:
+            body["bootstrap_port"] = bootstrap_of(url)[1]
         status, text = request("POST", f"{self.url}/workers", body, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300:
             raise EngineError(f"got status {status} from the router for the new server {url}: {text[:500]}")

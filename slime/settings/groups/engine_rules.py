@@ -36,7 +36,6 @@ UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "attn_cp_size": (None, 1),
     "enable_prefill_cp": (None, False),
     "enable_dp_attention_local_control_broadcast": (None, False),
-    "disaggregation_mode": (None, "null"),
 }
 """Settings of SGLang -> values under which its ranks hold what `slime.weights.holding` says, and report it."""
 
