@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
 from slime.core.ports import EngineControl
-from slime.settings.conditions import policy_has_own_gpus
+from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.weights.expert_runs import LOADER, named_runs, places_of
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
@@ -41,9 +41,10 @@ class TensorTransport(Transport):
         if alone or args.device != "cuda" or not policy_has_own_gpus(args):
             return None
         if args.colocate:
+            others = "mixed" if policy_shares_gpus(args) else "distributed"
             return (
                 "got --update-weight-transport tensor with engines of the policy on other GPUs than those that train, "
-                "which cannot see the trainer's memory; use mixed, distributed or disk"
+                f"which cannot see the trainer's memory; use {others} or disk"
             )
         return (
             "got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own GPU, "
