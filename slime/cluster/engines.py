@@ -28,8 +28,9 @@ from slime.fleet.supervisor import Supervisor
 from slime.settings import Args
 
 LOOK_AGAIN_S = 0.2
-NOTICE_S = 5.0
-"""How long it may take until the end of an engine is noticed that a call to it failed of."""
+NOTICE_S = 15.0
+"""How long it may take until the end of an engine is noticed that a call to it failed of: more than its owner may be
+silent, because the host may be gone without a word."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
 """Those that answer."""
 

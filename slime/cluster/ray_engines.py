@@ -41,8 +41,11 @@ ENGINE_SHARE = 0.2
 """Of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""
 LOOK_EVERY_S = 1.0
 """Between two looks at an engine's processes."""
-OWNER_LIMIT_S = 30.0
-"""How long the actor that owns an engine may be silent."""
+OWNER_LIMIT_S = 7.0
+"""How long the actor that owns an engine may be silent: it does nothing but answer. A host that freezes is noticed so,
+long before Ray gives it up."""
+STARTING_OWNER_LIMIT_S = 30.0
+"""How long one may be silent that is starting itself."""
 END_LIMIT_S = 5.0
 """How long an actor that is given up may take to end its server in order."""
 
@@ -208,8 +211,8 @@ class RayEngines:
             return None
         ref, since = asked
         if not ray.wait([ref], timeout=0)[0]:
-            silent_s = now - since
-            return f"its owner has not answered for {silent_s:.0f} s" if silent_s > OWNER_LIMIT_S else None
+            silent_s, limit_s = now - since, STARTING_OWNER_LIMIT_S if state is State.STARTING else OWNER_LIMIT_S
+            return f"its owner has not answered for {silent_s:.0f} s" if silent_s > limit_s else None
         del self._looks[key]
         self._seen_at[key] = now
         try:

@@ -67,7 +67,10 @@ class DistributedChannel(Channel):
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         if self._group is not None and tuple(receivers) == self._members:
             return
-        self.close()
+        if all(member in receivers for member in self._members):
+            self.close()
+        else:  # one is gone, and may never answer that it has left
+            self.abandon()
         self._connect(tuple(receivers))
 
     def _connect(self, receivers: tuple[Receiver, ...]) -> None:
