@@ -184,12 +184,18 @@ def _on_all(actors: list[Any], method: str, for_what: str, *arguments: Any) -> l
 def _close(actors: dict[str, Any]) -> None:
     """Ends what is left on the other hosts. Never raises: an error that ends the run is the one to tell."""
     from slime.cluster.slots import give_back
-    from slime.cluster.waiting import wait_for
 
     if actors:
         give_back()
     for node_id, actor in actors.items():
-        try:
-            wait_for([actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
-        except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
-            logger.warning("host %s did not say that it is empty: %s", node_id, str(error).splitlines()[0])
+        end_host(node_id, actor)
+
+
+def end_host(node_id: str, actor: Any) -> None:
+    """Waits until nothing of the run is left on a host but its actor. Never raises."""
+    from slime.cluster.waiting import wait_for
+
+    try:
+        wait_for([actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
+    except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
+        logger.warning("host %s did not say that it is empty: %s", node_id, str(error).splitlines()[0])

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 from slime.cluster.engine_actor import EngineActor, Node
 from slime.cluster.failures import translated
 from slime.cluster.placement import PlacementPlan
+from slime.cluster.returned_hosts import ReturnedHosts
 from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
 from slime.core.layout import EngineLayout
@@ -70,6 +71,7 @@ class RayEngines:
         self._args, self._plan, self._slots, self._log_dir, self._api_key = args, plan, slots, log_dir, api_key
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
         self._placed = list(zip(plan.engines, running, strict=True))
+        self._hosts = ReturnedHosts(args, plan, log_dir=log_dir)
         self.may_take_memory: Callable[[], bool] = lambda: True
         """Whether the trainer lends its memory now; set by who knows."""
         self.dismissed: Callable[[Engine], None] = lambda engine: None
@@ -127,7 +129,8 @@ class RayEngines:
         return [actor.stop.remote() for index in indices for actor in self.crew(index)]
 
     def close(self) -> None:
-        """Nothing: an actor that has ended is looked at by nobody."""
+        """Ends what is left on hosts that came back; an actor that has ended is looked at by nobody."""
+        self._hosts.close()
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
         """None: the plan has all engines that the run starts."""
@@ -187,10 +190,7 @@ class RayEngines:
 
     def has_host(self, index: int) -> bool:
         hosts = {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
-        if any(host.node_id is None for host in hosts):  # a Ray of the run's own
-            return True
-        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        return alive >= {host.address for host in hosts}
+        return all([self._hosts.has(host) for host in hosts])
 
     def dismiss(self, engine: Engine) -> None:
         self.watch(engine.moved(State.DEAD))

@@ -54,6 +54,8 @@ class Supervisor:
         self._again_at: dict[int, float] = {}
         self._hostless: set[int] = set()
         """Dead ones that wait for their hosts."""
+        self._missed: set[int] = set()
+        """Those that were lost and do not serve again yet."""
 
     def tend(self) -> None:
         """Looks once. Raises `EngineError` if an engine cannot be kept alive."""
@@ -108,7 +110,9 @@ class Supervisor:
             now = self._membership[engine.index]
             if now.incarnation == engine.incarnation and now.state is State.SYNCING:
                 self._membership.change(engine.index, State.READY, version=version)
-                if self._failures.pop(engine.index, None):
+                self._failures.pop(engine.index, None)
+                if engine.index in self._missed:
+                    self._missed.remove(engine.index)
                     logger.info("engine %d serves again, at version %d", engine.index, version)
 
     def tainted(self, engines: Sequence[Engine], reason: str) -> None:
@@ -135,6 +139,7 @@ class Supervisor:
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
         self._failures[engine.index] += self._port.has_host(engine.index)
+        self._missed.add(engine.index)
         failures = self._failures[engine.index]
         if not self._restarts:
             raise EngineError(

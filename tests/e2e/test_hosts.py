@@ -21,6 +21,8 @@ import pytest
 from slime.serving.proctree import read_stat
 from tests.e2e.test_loops import LOUDNESS, MAX_MISMATCH
 from tests.support.e2e import Flags, latest_step
+from tests.support.fault_storm import require_exact, storm_flags
+from tests.support.host_storm import SIGNALS, SIZES, SYNC_LIMIT_S, host_storm
 from tests.support.hosted_run import HostedRun
 from tests.support.hosts import FakeCluster, ray_cluster, why_no_hosts
 from tests.support.ledger import require_balance
@@ -257,6 +259,25 @@ def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flag
             assert part in run.tail, (part, run.tail)
         require_balance(run.metrics("train"))
         assert run.left_now(cluster.hosts[0]) == []
+
+
+def test_a_run_outlives_hosts_that_die_or_freeze(shared: Path, flags: Flags) -> None:
+    """Law: while a host is away the run goes on with the other one; when it is back, its engine is verified and serves,
+    and a guardian watches again. Nothing is lost, nothing is trained twice."""
+    rollouts = shared / "storm-rollouts"
+    stormy = [*storm_flags(flags, rollouts), "--weight-sync-timeout-s", str(SYNC_LIMIT_S)]
+    with (
+        ray_cluster(shared, SIZES) as cluster,
+        HostedRun(cluster, shared / "storm", stormy, script="train_async.py") as run,
+    ):
+        mended = host_storm(run, cluster, SIGNALS, seed=20)
+        assert [one.signal for one in mended] == [signum.name for signum in SIGNALS]
+        assert all(host.pids_of("slime.cluster.guardian") for host in cluster.hosts), "every host has a guardian"
+        assert run.interrupt() == 130, run.tail
+        require_exact(run, rollouts)
+        require_agreement(run)
+        assert run.left_on_hosts() == []
+        print(*mended, sep="\n")
 
 
 def test_colocated_run_joins_a_cluster_of_one_host(shared: Path, flags: Flags) -> None:
