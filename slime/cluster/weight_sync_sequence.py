@@ -118,7 +118,10 @@ class WeightSyncSequence:
         `hand_back`: the Data Buffer gets the tokens of the requests that end.
         """
         if ends_requests:
-            self._actors.on_rollout("pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S)
+            tended = self._engines.tended  # one that is lost now does not end its requests
+            self._actors.on_rollout(
+                "pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S, on_poll=tended
+            )
         while not (metrics := self._try(None)):
             logger.warning("an engine was lost during the weight sync; it is repeated with the others")
         if ends_requests:

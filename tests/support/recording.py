@@ -75,7 +75,7 @@ class RecordingActors:
     def on_lenders(self, method: str, *arguments: Any) -> None:
         self._note("engines", method, arguments)
 
-    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> None:
+    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float, on_poll: Any = None) -> None:
         assert for_what and limit_s > 0, f"{method} waits without a name or a limit"
         self._note("rollout", method, arguments)
 

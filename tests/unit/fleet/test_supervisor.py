@@ -162,6 +162,23 @@ def test_an_engine_waits_for_its_host_and_the_others_serve_meanwhile() -> None:
         assert fleet.port.log[-2:] == [f"start 1.{failure}", f"dismiss 1.{failure}"], "the loss itself was no failure"
 
 
+def test_an_engine_whose_host_came_back_is_said_to_serve_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Law: the word comes after every loss, also one that counts as no failure, and once."""
+    fleet = Fleet()
+    fleet.port.hostless, fleet.port.wrong = {1}, {1: "gone"}
+    fleet.supervisor.tend()
+    fleet.port.hostless.clear()
+    fleet.now += 100.0
+    with caplog.at_level("INFO"):
+        fleet.replace(1)
+        for version in (2, 3):
+            fleet.supervisor.syncing([fleet.members[1]])
+            fleet.supervisor.synced([fleet.members[1]], version)
+    assert [r.getMessage() for r in caplog.records if "serves again" in r.message] == [
+        "engine 1 serves again, at version 2"
+    ]
+
+
 def test_an_engine_that_starts_on_a_host_that_is_lost_then_waits_for_it() -> None:
     """Law: Ray tells of a lost host late; until then a start there neither ends nor fails."""
     fleet = Fleet()
