@@ -132,7 +132,7 @@ class FakeHost:
 
     def empty_memory(self) -> None:
         """Removes the files in its /dev/shm: a host that was started anew has none."""
-        own = Path(f"/proc/{self.init}/root/dev/shm")
+        own = Path(f"/proc/{self.init}") / "root" / "dev" / "shm"
         assert own.stat().st_dev != Path("/dev/shm").stat().st_dev, f"{self.name} has no /dev/shm of its own"
         for file in own.iterdir():
             file.unlink()
