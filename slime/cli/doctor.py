@@ -145,6 +145,16 @@ def check_sandbox() -> Finding:
     )
 
 
+def check_pairs(device: str) -> Finding:
+    """What engines need that hand keys and values to each other."""
+    from slime.serving.transfer import DEFAULT, missing_here
+
+    missing = missing_here(DEFAULT, device)
+    if missing is None:
+        return Finding("pairs", OK, f"prefill and decode engines reach each other by {DEFAULT}")
+    return Finding("pairs", WARN, f"no prefill and decode engines (--prefill-num-servers): {missing}")
+
+
 def check_import(name: str, code: str) -> Finding:
     """Runs `code` in a fresh interpreter; what it prints is the detail."""
     try:
@@ -173,6 +183,7 @@ def find_all(device: str, *, engines: bool) -> list[Finding]:
         )
         out += _guarded("kernels", lambda: [check_import("kernels", KERNELS_CODE.format(device=chosen))])
         out += _guarded("sglang import", lambda: [check_import("sglang import", SGLANG_CODE.format(device=chosen))])
+        out += _guarded("pairs", lambda: [check_pairs(chosen)])
     return out
 
 

@@ -55,6 +55,14 @@ class Actors:
         """Calls a method of every engine that answers and lends its memory to trainers."""
         self.engines.call_lenders(method, *arguments)
 
-    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> Any:
+    def on_rollout(
+        self,
+        method: str,
+        *arguments: Any,
+        for_what: str,
+        limit_s: float,
+        on_poll: Callable[[], str] | None = None,
+    ) -> Any:
         """Calls a method of the rollout side; its answer."""
-        return wait_for([getattr(self.rollout, method).remote(*arguments)], for_what=for_what, limit_s=limit_s)[0]
+        answers = [getattr(self.rollout, method).remote(*arguments)]
+        return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll)[0]

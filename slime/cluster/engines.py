@@ -28,8 +28,9 @@ from slime.fleet.supervisor import Supervisor
 from slime.settings import Args
 
 LOOK_AGAIN_S = 0.2
-NOTICE_S = 5.0
-"""How long it may take until the end of an engine is noticed that a call to it failed of."""
+NOTICE_S = 15.0
+"""How long it may take until the end of an engine is noticed that a call to it failed of: more than its owner may be
+silent, because the host may be gone without a word."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
 """Those that answer."""
 
@@ -174,9 +175,10 @@ class Engines:
         return any(engine.role == POLICY for engine in self.members.engines)
 
     @property
-    def any_ready(self) -> bool:
-        """Whether one of the policy's serves."""
-        return any(engine.role == POLICY for engine in self.members.of(State.READY))
+    def can_answer(self) -> bool:
+        """Whether those of the policy's that serve can answer a request: of pairs one of each kind."""
+        kinds = {engine.worker for engine in self.members.engines if engine.role == POLICY}
+        return {engine.worker for engine in self.members.of(State.READY) if engine.role == POLICY} == kinds
 
     def infos(self, engines: Sequence[Engine]) -> list[EngineInfo]:
         """What the weight sync needs to know of these."""
@@ -213,7 +215,7 @@ class Engines:
             wait_for(answered, for_what="the rollout side to know the engines", limit_s=NOTICE_S)
         for engine in self.members.of(State.READY):
             if engine.url and engine.url not in self._admissions:
-                self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url])
+                self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
 
     def _dismiss(self, engine: Engine) -> None:
         """Nothing is sent there any more. The answer is not waited for: requests there fail by themselves meanwhile."""

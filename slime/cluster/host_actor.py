@@ -54,6 +54,13 @@ class HostActor:
         setup_logging(Path(log_dir) / f"host_{name}.log")
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
+    def take_up(self, contract: Contract, log_dir: str) -> list[str]:
+        """Of a host that came back: what it does not see; if it sees everything, it is guarded now."""
+        problems = not_seen(contract)
+        if not problems:
+            self.guard(log_dir)
+        return problems
+
     def close(self) -> None:
         """Ends what is left of the run here, this process spared."""
         if self._guardian is not None:

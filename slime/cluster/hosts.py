@@ -141,7 +141,7 @@ def require_reach(args: Args, plan: PlacementPlan) -> None:
     if not plan.train_slots or args.update_weight_transport != "tensor" or args.device == "cuda":
         return  # on cuda each engine is on a GPU of a training rank, which sends to it
     sender = plan.slot_hosts[plan.train_slots[0]]
-    apart = [engine.index for engine in plan.engines if plan.slot_hosts[engine.slots[0]] != sender]
+    apart = [e.index for e in plan.engines if any(plan.slot_hosts[slot] != sender for slot in e.slots)]
     if apart:
         raise ConfigError(
             f"got --update-weight-transport tensor with engines {apart} on other hosts than the training rank that "
@@ -163,7 +163,7 @@ def _tell(args: Args, plan: PlacementPlan) -> None:
     """Says who listens on a network, and what that means."""
     for h, host in enumerate(plan.hosts):
         ranks = [r for r, slot in enumerate(plan.train_slots) if plan.slot_hosts[slot] == h]
-        engines = [e.index for e in plan.engines if plan.slot_hosts[e.slots[0]] == h]
+        engines = [e.index for e in plan.engines if any(plan.slot_hosts[slot] == h for slot in e.slots)]
         has = [f"training ranks {ranks}"] * bool(ranks) + [f"engines {engines}"] * bool(engines)
         has += ["the rollout side"] * (h == 0)
         logger.info("host %s has %s", host, ", ".join(has) or "nothing")
@@ -184,12 +184,18 @@ def _on_all(actors: list[Any], method: str, for_what: str, *arguments: Any) -> l
 def _close(actors: dict[str, Any]) -> None:
     """Ends what is left on the other hosts. Never raises: an error that ends the run is the one to tell."""
     from slime.cluster.slots import give_back
-    from slime.cluster.waiting import wait_for
 
     if actors:
         give_back()
     for node_id, actor in actors.items():
-        try:
-            wait_for([actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
-        except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
-            logger.warning("host %s did not say that it is empty: %s", node_id, str(error).splitlines()[0])
+        end_host(node_id, actor)
+
+
+def end_host(node_id: str, actor: Any) -> None:
+    """Waits until nothing of the run is left on a host but its actor. Never raises."""
+    from slime.cluster.waiting import wait_for
+
+    try:
+        wait_for([actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
+    except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
+        logger.warning("host %s did not say that it is empty: %s", node_id, str(error).splitlines()[0])

@@ -85,7 +85,6 @@ def launch(args: Args) -> Iterator[Run]:
                 with _placed(args, startup, folder) as plan:
                     with _explained(memory, folder):
                         run = start(args, plan, folder, tracker, startup)
-                        run.tell_addresses()
                     yield from _used(run, memory, folder)
             except BaseException as error:  # after the end of a save in the background
                 if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt)):
@@ -131,6 +130,7 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
     """Gives the verbs to the loop, and ends the actors in order, whatever ends the loop."""
     try:
         with _explained(memory, folder), _blamed(run):
+            run.tell_addresses()
             yield run
     except BaseException as error:
         if isinstance(error, Exception):  # Ctrl-C ends a save, too

@@ -9,16 +9,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.core.topology import PAIRED
 from slime.rewards.preflight import code_problems
 from slime.rollout.preflight import data_problems
+from slime.serving.transfer import pair_problem
 from slime.settings import Args
+from slime.settings.engine_layout import settings_of_group
 from slime.settings.groups.cluster import gpus_here
 from slime.settings.problems import refuse
+from slime.settings.topology import topology_of
 
 
 def preflight(args: Args) -> None:
     """Raises one `ConfigError` with all that is found. Reads the first rows of the data; takes a second at most."""
-    refuse([*_of_machine(args), *_of_run_folder(args), *data_problems(args), *code_problems(args)])
+    found = [*_of_machine(args), *_of_pairs(args), *_of_run_folder(args)]
+    refuse([*found, *data_problems(args), *code_problems(args)])
 
 
 def _of_machine(args: Args) -> Iterator[str]:
@@ -40,6 +45,16 @@ def _of_machine(args: Args) -> Iterator[str]:
                 f"got {flag} {number} on a CPU, where each is a process that computes, and this machine has {cores} "
                 f"cores; give {flag} {cores} or fewer"
             )
+
+
+def _of_pairs(args: Args) -> Iterator[str]:
+    """What engines that read prompts for others need on this host. Another host finds out when one starts there."""
+    groups = [group for model in topology_of(args).models for group in model.groups if group.worker in PAIRED]
+    if args.ray_address is not None or not groups:
+        return
+    first = groups[0]  # all of a run travel one way, but for odd overrides
+    if problem := pair_problem(first.worker, settings_of_group(args, first), args.device):
+        yield problem
 
 
 def _too_few_gpus(args: Args, needed: int, here: int) -> str:

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 from slime.cluster.engine_actor import EngineActor, Node
 from slime.cluster.failures import translated
 from slime.cluster.placement import PlacementPlan
+from slime.cluster.returned_hosts import ReturnedHosts
 from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
 from slime.core.layout import EngineLayout
@@ -34,15 +35,18 @@ from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
-from slime.settings.engine_layout import layout_of
+from slime.settings.engine_layout import layout_of_group
 from slime.settings.topology import topology_of
 
 ENGINE_SHARE = 0.2
 """Of a slot's GPU (or CPU) that an engine reserves, beside a training rank on the same slot."""
 LOOK_EVERY_S = 1.0
 """Between two looks at an engine's processes."""
-OWNER_LIMIT_S = 30.0
-"""How long the actor that owns an engine may be silent."""
+OWNER_LIMIT_S = 7.0
+"""How long the actor that owns an engine may be silent: it does nothing but answer. A host that freezes is noticed so,
+long before Ray gives it up."""
+STARTING_OWNER_LIMIT_S = 30.0
+"""How long one may be silent that is starting itself."""
 END_LIMIT_S = 5.0
 """How long an actor that is given up may take to end its server in order."""
 
@@ -67,6 +71,7 @@ class RayEngines:
         self._args, self._plan, self._slots, self._log_dir, self._api_key = args, plan, slots, log_dir, api_key
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
         self._placed = list(zip(plan.engines, running, strict=True))
+        self._hosts = ReturnedHosts(args, plan, log_dir=log_dir)
         self.may_take_memory: Callable[[], bool] = lambda: True
         """Whether the trainer lends its memory now; set by who knows."""
         self.dismissed: Callable[[Engine], None] = lambda engine: None
@@ -89,6 +94,7 @@ class RayEngines:
                 self._layout(wanted),
                 model=wanted.model.name,
                 role=POLICY if wanted.model.trained else FROZEN,
+                worker=wanted.group.worker,
                 lends=placed.colocated and self._args.offload_rollout,
                 host=self._plan.address_of(placed.slots[0]),
             )
@@ -123,7 +129,8 @@ class RayEngines:
         return [actor.stop.remote() for index in indices for actor in self.crew(index)]
 
     def close(self) -> None:
-        """Nothing: an actor that has ended is looked at by nobody."""
+        """Ends what is left on hosts that came back; an actor that has ended is looked at by nobody."""
+        self._hosts.close()
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
         """None: the plan has all engines that the run starts."""
@@ -183,10 +190,7 @@ class RayEngines:
 
     def has_host(self, index: int) -> bool:
         hosts = {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
-        if any(host.node_id is None for host in hosts):  # a Ray of the run's own
-            return True
-        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        return alive >= {host.address for host in hosts}
+        return all([self._hosts.has(host) for host in hosts])
 
     def dismiss(self, engine: Engine) -> None:
         self.watch(engine.moved(State.DEAD))
@@ -207,8 +211,8 @@ class RayEngines:
             return None
         ref, since = asked
         if not ray.wait([ref], timeout=0)[0]:
-            silent_s = now - since
-            return f"its owner has not answered for {silent_s:.0f} s" if silent_s > OWNER_LIMIT_S else None
+            silent_s, limit_s = now - since, STARTING_OWNER_LIMIT_S if state is State.STARTING else OWNER_LIMIT_S
+            return f"its owner has not answered for {silent_s:.0f} s" if silent_s > limit_s else None
         del self._looks[key]
         self._seen_at[key] = now
         try:
@@ -257,6 +261,7 @@ class RayEngines:
             layout=self._layout(wanted),
             overrides=overrides,
             shares=placed.colocated,
+            worker=wanted.group.worker,
         )
 
     def _gpus(self, slots: Sequence[int]) -> tuple[int, ...] | None:
@@ -264,7 +269,7 @@ class RayEngines:
         return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
 
     def _layout(self, wanted: WantedEngine) -> EngineLayout:
-        return layout_of(wanted.num_gpus, {**self._args.sglang, **wanted.group.overrides})
+        return layout_of_group(self._args, wanted.model, wanted.group)
 
     def _replaced(self, index: int) -> bool:
         """Whether the old actors are gone, by force if need be, and the new ones are being made."""

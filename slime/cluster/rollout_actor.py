@@ -24,7 +24,7 @@ from pathlib import Path
 import ray
 
 from slime.core.batch import TrainBatch
-from slime.core.topology import ServedModel, Topology
+from slime.core.topology import ServedModel, Topology, Worker
 from slime.observability.logs import setup_logging
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
@@ -70,6 +70,7 @@ def _routers(args: Args, topology: Topology, logs: Path, api_key: str | None) ->
             log_path=logs / ("router.log" if alone else f"router_{model.name}.log"),
             extra_args={**args.router, "api_key": key},
             worker_api_key=api_key,
+            pairs=model.in_pairs,
         )
 
     return Routers({model.name: partial(made, model) for model in topology.models})
@@ -107,11 +108,11 @@ class RolloutActor:
         """Number of prompts in the training data; answers when the data is loaded."""
         return self._manager.num_prompts
 
-    async def admit(self, model: str, urls: list[str]) -> None:
+    async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
         """Lets traffic reach these engines, our own at once, others when the router follows. Known ones stay."""
-        self._manager.admit(model, urls)
+        self._manager.admit(model, urls, worker)
         if self._routers is not None:
-            self._routers.admit(model, urls)
+            self._routers.admit(model, urls, worker)
 
     async def dismiss(self, model: str, urls: list[str]) -> None:
         """These engines are dead, or go: no traffic reaches them, and requests that run there go on at another one.

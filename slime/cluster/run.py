@@ -81,17 +81,15 @@ class Run:
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     def tell_addresses(self) -> None:
-        """Logs where engines and routers listen, one line for each kind."""
-        engines = [str(engine.url) for engine in self._actors.engines.members.engines]
-        if not engines:
+        """Logs where engines and routers are reached, and with which key, one line for each kind."""
+        if not self._actors.engines:
             return
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
-        key = Path(self.args.run_dir) / KEY_FILE
-        logger.info("engines listen on %s, and answer whoever has the key of the run", ", ".join(engines))
-        ports = ", ".join(str(url).rpartition(":")[2] for url in urls.values())
-        logger.info(
-            "routers listen on %s, ports %s, and answer whoever has the key in %s", self.args.router_host, ports, key
-        )
+        engines = [engine.url for engine in self._actors.engines.members.engines if engine.url is not None]
+        key = "their own key, if they ask for one" if self.args.rollout_external_engine_addrs else "the key of the run"
+        logger.info("engines are at %s, and answer whoever has %s", ", ".join(engines) or "no address", key)
+        routers = ", ".join(f"{url} ({model})" for model, url in urls.items())
+        logger.info("routers are at %s, and answer whoever has the key in %s", routers, self._key_file)
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -154,11 +152,14 @@ class Run:
         An engine that ends is started again. Raises `EngineError` with exit status and log if the router has ended.
         """
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
-        key = Path(self.args.run_dir) / KEY_FILE
         where = (
             next(iter(urls.values())) if len(urls) == 1 else ", ".join(f"{name} at {url}" for name, url in urls.items())
         )
-        logger.info("serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C, with the key in %s", where, key)
+        logger.info(
+            "serving at %s (/generate, /v1/chat/completions, ...) until Ctrl-C, with the key in %s",
+            where,
+            self._key_file,
+        )
         while True:
             self._tend_and_join()
             self._actors.on_rollout("require_alive", for_what="a look at the router", limit_s=ROUTER_LIMIT_S)
@@ -297,6 +298,11 @@ class Run:
         progress = self._actors.engines.tended()
         self._weight_sync.join(fresh=not self._trained_since_sync)
         return progress
+
+    @property
+    def _key_file(self) -> Path:
+        """Holds the key of the routers."""
+        return Path(self.args.run_dir) / KEY_FILE
 
     # --- plumbing ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from slime.cluster.start_progress import StartProgress, Waiting
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.waiting import wait_for
 from slime.core.addresses import address_towards, host_of, is_loopback
+from slime.fleet.engine import POLICY, Engine
 from slime.fleet.external import ExternalEngines
 from slime.observability.run_folder import RunFolder
 from slime.observability.startup import StartUp
@@ -58,7 +59,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
         lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
         opened = [engine.open_gate.remote(*lent) for engine in port.actors] if lent else []
         ready = [engine.wait_ready.remote(args.engine_start_timeout_s) for engine in heads]
-        digests = _warm_digests(args, heads, trainers)
+        digests = _warm_digests(args, port.engines(), heads, trainers)
         data = [rollout.ready.remote()]
         progress = StartProgress(
             startup,
@@ -156,11 +157,15 @@ def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
     return [trainer.build.remote(host, port) for trainer in trainers]
 
 
-def _warm_digests(args: Args, engines: list[Any], trainers: list[Any]) -> list[Any]:
-    """On GPUs: whoever computes digests compiles its kernel as soon as it is up, while the others still start."""
-    if args.device != "cuda" or not trainers or not engines:
+def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], trainers: list[Any]) -> list[Any]:
+    """On GPUs: whoever computes digests compiles its kernel as soon as it is up, while the others still start.
+
+    `heads`: the actors of `engines`, none of those that run already. Frozen ones get no weights to compute any of.
+    """
+    if args.device != "cuda" or not trainers or not heads:
         return []
-    return [actor.warm_digests.remote() for actor in (trainers[0], *engines)]  # rank 0 sends
+    takers = [head for engine, head in zip(engines, heads, strict=True) if engine.role == POLICY]
+    return [actor.warm_digests.remote() for actor in (trainers[0], *takers)]  # rank 0 sends
 
 
 def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engines: int, api_key: str) -> Any:

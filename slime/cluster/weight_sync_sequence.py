@@ -95,14 +95,15 @@ class WeightSyncSequence:
         """Brings weights to engines that were started again, while the others serve; trainers must be idle.
 
         `fresh`: the trainer has what the others serve. If not, or if memory changes hands, they wait for the next
-        weight sync, unless there are no others.
+        weight sync, unless the others can answer nothing; then all get the weights, so that both engines of a pair
+        have the same.
         """
         joiners = self._engines.joiners()
-        if not joiners or (self._engines.any_ready and (self._memory.lends or not fresh)):
+        if not joiners or (self._engines.can_answer and (self._memory.lends or not fresh)):
             return
         with span("join"), self._engines.frozen_aside() if self._memory.lends else nullcontext():
             self._memory.room_for_weights()
-            self._try(joiners)
+            self._try(joiners if fresh else None)
             self._memory.room_for_the_rest()
         self._engines.end_sync(self._takers, self._version)
         logger.info("engines %s serve again, at version %d", [e.index for e in self._takers], self._version)
@@ -117,7 +118,10 @@ class WeightSyncSequence:
         `hand_back`: the Data Buffer gets the tokens of the requests that end.
         """
         if ends_requests:
-            self._actors.on_rollout("pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S)
+            tended = self._engines.tended  # one that is lost now does not end its requests
+            self._actors.on_rollout(
+                "pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S, on_poll=tended
+            )
         while not (metrics := self._try(None)):
             logger.warning("an engine was lost during the weight sync; it is repeated with the others")
         if ends_requests:

@@ -59,6 +59,11 @@ def server_url(text: str) -> str:
     more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
     if not host or not port or more or parts.scheme != "http":
         raise ConfigError(f"got {text!r}, which is not the address of a server; give HOST:PORT, over plain HTTP")
+    return http_url(host, port)
+
+
+def http_url(host: str, port: int) -> str:
+    """`http://host:port`; an IPv6 address stands in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -3,7 +3,8 @@
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
     group    engines of one kind and one width    with SGLang arguments of its own
 
-Without `--sglang-config` it is one model, the policy, and one group.
+The engines of a model either answer requests whole, or work in pairs: one reads the prompt and hands keys and values to
+another one, which samples. Without `--sglang-config` it is one model, the policy, and one group, or one of each kind.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import urlsplit
 
 DEFAULT_NAME = "default"
 """Of the only model of a run without `--sglang-config`."""
@@ -32,6 +34,19 @@ class Worker(str, Enum):
     """Nothing runs: its GPUs are kept free."""
 
 
+PAIRED = (Worker.PREFILL, Worker.DECODE)
+"""Those that answer a request together."""
+BOOTSTRAP_OFFSET = 1
+"""A prefill engine has a second port, on which decode engines ask it for what it has read: so far behind its first."""
+
+
+def bootstrap_of(url: str) -> tuple[str, int]:
+    """Host and port on which the prefill engine at `url` is asked for what it has read."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None, url
+    return parts.hostname, parts.port + BOOTSTRAP_OFFSET
+
+
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
     """Engines that are alike."""
@@ -42,11 +57,13 @@ class EngineGroup:
     worker: Worker = Worker.REGULAR
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """ServerArgs by field name, over those of the run."""
+    place: str = field(default="", compare=False)
+    """Where it is said, for messages: in the file of `--sglang-config`; empty for the flags."""
 
     @property
-    def num_engines(self) -> int:
-        """Engines that run; a placeholder has none."""
-        return 0 if self.worker is Worker.PLACEHOLDER else self.num_gpus // self.num_gpus_per_engine
+    def runs(self) -> bool:
+        """Whether servers are started for it; a placeholder has none."""
+        return self.worker is not Worker.PLACEHOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,11 @@ class ServedModel:
     """Whether it is the policy, whose engines get the weights of the trainer, if there is one; others serve what their
     checkpoint has."""
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether its prompts are read by other engines than those that sample."""
+        return any(group.worker in PAIRED for group in self.groups)
+
 
 @dataclass(frozen=True, slots=True)
 class WantedEngine:
@@ -68,12 +90,16 @@ class WantedEngine:
 
     model: ServedModel
     group: EngineGroup
-    num_gpus: int
+
+    @property
+    def num_gpus(self) -> int:
+        """Of it alone."""
+        return self.group.num_gpus_per_engine
 
     @property
     def runs(self) -> bool:
         """Whether a server is started for it."""
-        return self.group.worker is not Worker.PLACEHOLDER
+        return self.group.runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +127,5 @@ class Topology:
         """Every engine, in the order in which they get their places: as written."""
         for model in self.models:
             for group in model.groups:
-                whole = group.num_gpus // group.num_gpus_per_engine
-                for _ in range(whole):
-                    yield WantedEngine(model, group, group.num_gpus_per_engine)
+                for _ in range(group.num_gpus // group.num_gpus_per_engine):
+                    yield WantedEngine(model, group)

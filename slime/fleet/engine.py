@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.core.ports import WeightVersion
-from slime.core.topology import DEFAULT_NAME
+from slime.core.topology import DEFAULT_NAME, Worker
 
 POLICY, FROZEN = "policy", "frozen"
 """Roles of a model: it is trained, or it stays what its checkpoint has."""
@@ -67,6 +67,8 @@ class Engine:
     """Which model of the run it serves."""
     role: str = POLICY
     """What that model is for. Only a policy gets the trainer's weights."""
+    worker: Worker = Worker.REGULAR
+    """What it does of a request."""
     lends: bool = False
     """Whether its memory goes to a trainer and back: it shares the trainer's GPUs."""
     external: bool = False

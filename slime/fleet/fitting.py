@@ -22,7 +22,7 @@ from slime.models.common.table import FamilyTable
 from slime.serving.discovery import ServerFacts
 from slime.settings import Args
 from slime.settings.engine_layout import layout_of
-from slime.settings.groups.serving import UNVERIFIED
+from slime.settings.groups.engine_rules import UNVERIFIED
 
 SAME_IN_CONFIG = (
     "hidden_size",
@@ -160,7 +160,7 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     if worker != "null":
         yield f"it is a {worker} worker, which answers no request whole; start it without disaggregation"
     for name, plain in UNVERIFIED.items():
-        if name != "disaggregation_mode" and name in facts.info and facts.info[name] not in plain:
+        if name in facts.info and facts.info[name] not in plain:
             yield (
                 f"{_flag(name)} {facts.info[name]}: it holds other tensors than the trainer verifies after each weight "
                 "sync; leave that out"

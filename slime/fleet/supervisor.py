@@ -8,8 +8,8 @@ Invariants
 2. One that was started again gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
 3. An engine that ends `MAX_FAILURES` times without having been ready in between ends the run: it will not get better.
    One that somebody else starts does not: they may do it right the next time, and others may serve meanwhile.
-4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines are such,
-   the run ends.
+4. One whose host is lost is not started before it is there again, and its loss does not count. If all engines of a
+   model are such, the run ends: nobody would answer for it, however well other models are served.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Supervisor:
         self._again_at: dict[int, float] = {}
         self._hostless: set[int] = set()
         """Dead ones that wait for their hosts."""
+        self._missed: set[int] = set()
+        """Those that were lost and do not serve again yet."""
 
     def tend(self) -> None:
         """Looks once. Raises `EngineError` if an engine cannot be kept alive."""
@@ -73,10 +75,13 @@ class Supervisor:
                 self._welcome(engine)
 
     def _can_start(self, engine: Engine) -> bool:
-        """Whether its host is there. Raises `EngineError` if that holds for none, and none lives."""
+        """Whether its host is there. Raises `EngineError` if that holds for none of its model, and none lives."""
         lost = {e.index for e in self._membership.of(State.DEAD) if not self._port.has_host(e.index)}
-        if len(lost) == len(self._membership.engines):
-            raise EngineError(f"no engine is left: the hosts of all {len(lost)} are lost; {engine.reason}")
+        serving = {e.index for e in self._membership.engines if e.model == engine.model}
+        if serving <= lost:
+            raise EngineError(
+                f"no engine of model {engine.model} is left: the hosts of all {len(serving)} are lost; {engine.reason}"
+            )
         for index in lost - self._hostless:
             logger.warning("engine %d waits for its host, which is lost; the run goes on with the others", index)
             self._failures.pop(index, None)
@@ -105,7 +110,9 @@ class Supervisor:
             now = self._membership[engine.index]
             if now.incarnation == engine.incarnation and now.state is State.SYNCING:
                 self._membership.change(engine.index, State.READY, version=version)
-                if self._failures.pop(engine.index, None):
+                self._failures.pop(engine.index, None)
+                if engine.index in self._missed:
+                    self._missed.remove(engine.index)
                     logger.info("engine %d serves again, at version %d", engine.index, version)
 
     def tainted(self, engines: Sequence[Engine], reason: str) -> None:
@@ -132,6 +139,7 @@ class Supervisor:
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
         self._failures[engine.index] += self._port.has_host(engine.index)
+        self._missed.add(engine.index)
         failures = self._failures[engine.index]
         if not self._restarts:
             raise EngineError(

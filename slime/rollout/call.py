@@ -31,6 +31,8 @@ from slime.rollout.generation import NEVER_SENT, Generation, parse_experts, pars
 ENGINE_MAX_NEW_TOKENS = 128
 """What SGLang takes where none is asked for."""
 GRAMMARS = ("json_schema", "regex", "ebnf")
+NOT_HANDED_OVER = "KVTransferError"
+"""In what SGLang says of a request whose engines work in pairs, when one of them could not do its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Call:
 
         Raises `Refused` for a request that the engine turned down, `EngineError` for what cannot be trained on.
         """
-        _refuse(event)
+        refuse(event)
         part, ended = parse_part(self._new_of(event), self._token_versions)
         self._received += len(part.tokens)
         experts = self._new_experts(event) if ended and self._format is not None and self._received else None
@@ -260,14 +262,19 @@ class Call:
             self._experts = RoutedExperts(np.concatenate([known.ids, more.ids[known.end - more.start :]]), known.start)
 
 
-def _refuse(event: Mapping[str, Any]) -> None:
-    """Raises `Refused` for an error in a stream."""
+def refuse(event: Mapping[str, Any]) -> None:
+    """Raises `Refused` for an error in a stream.
+
+    Not for the end of one whose keys and values did not reach its engine: another engine failed, or the abort of a
+    request that still waits for them. SGLang 0.5.16 calls both an internal error.
+    """
     error = event.get("error")
     if error:
         raise Refused(int(error.get("code") or 500), str(error.get("message", error)))
     finish = (event.get("meta_info") or {}).get("finish_reason") or {}
-    if finish.get("type") == "abort" and finish.get("status_code"):
-        raise Refused(int(finish["status_code"]), str(finish.get("message", "")))
+    said = str(finish.get("message", ""))
+    if finish.get("type") == "abort" and finish.get("status_code") and NOT_HANDED_OVER not in said:
+        raise Refused(int(finish["status_code"]), said)
 
 
 def require_joinable(call: Call, handed_out: bool) -> None:

@@ -10,12 +10,11 @@ Invariants
 1. A call outlives its requests. One that is interrupted, by an abort, a weight sync, the end of its engine or a status
    that may pass, is sent again with the tokens that it has (`call`), and the answer is all of them. Finish reason
    `abort` is for those who ask for it: `returns_partial`, or a scope that the run ends.
-2. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
-   ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try: the call
-   waits until one can be, within `engine_wait_s`.
+2. Only what can succeed is tried again (`job`). While no engine can be reached the call waits, within `engine_wait_s`.
 3. Each request has an id of its own, because an engine refuses one that it is still working on, and is at one engine,
    which alone hears of its end. Many are ended by one abort for each engine, which ends no request of anybody else
-   (`wire`); `pause` alone ends those of others, too, because it is there to have engines idle.
+   (`wire`); `pause` alone ends those of others, too, because it is there to have engines idle. Engines that work in
+   pairs have a request each (`pairing`).
 4. What a thousand requests must do at once is done a little in each turn of the event loop.
 5. There is no limit on the length of an answer, and none on queueing.
 """
@@ -27,29 +26,25 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.core.errors import EngineError
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.call import Call, EndOfText, Refused, require_joinable
 from slime.rollout.engines import EnginePool
 from slime.rollout.generation import Generation, check_request
+from slime.rollout.job import MAY_RUN_STATUSES, Job
+from slime.rollout.pairing import PairPool
 from slime.rollout.scope import REQUEST_SCOPE, RequestScope
-from slime.rollout.upstream import DISMISSED, LATE, PAUSED, Interrupted, Try, Upstream
+from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
 
 __all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
 
 logger = logging.getLogger(__name__)
 
-RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
-"""Somebody gave up on an engine that may still work on the request."""
-MAX_TRIES = 5
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 TOGETHER = 8
 """So many requests at an engine are ended by one abort, fewer by one each."""
 ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
@@ -62,27 +57,6 @@ STREAM_INTERVAL = 32
 dies has not sent is sampled again."""
 STARTS_AT_ONCE = 32
 """Requests that are made in one turn of the event loop: those of an engine that is gone are a thousand."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """A call under way."""
-
-    call: Call
-    scope: RequestScope | None
-    session: str | None
-    partial: bool
-    interval: int
-    streams: bool
-    """Somebody reads the parts."""
-    tries: int = 0
-    """Requests in a row that brought no token."""
-    internal_errors: int = 0
-
-    def is_over(self) -> bool:
-        """Whether it is handed back as it is."""
-        scope = self.scope
-        return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
 
 class EngineClient:
@@ -100,6 +74,7 @@ class EngineClient:
         experts: ExpertFormat | None = None,
         end: EndOfText | None = None,
         shared: bool = False,
+        pairs: bool = False,
     ) -> None:
         """`urls`: engines that are admitted from the beginning.
 
@@ -107,14 +82,15 @@ class EngineClient:
         `max_concurrency`: requests in flight at most, per engine. `vocab_size`: ids beyond it kill an engine and are
         refused. `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each
         token. `experts`: engines are asked for the routed experts, which look like this. `end`: how answers end.
-        `shared`: the engines may have requests of others, which are left alone.
+        `shared`: the engines may have requests of others, which are left alone. `pairs`: those that are admitted read
+        prompts for others, or sample what others have read.
         """
-        self._request_timeout_s, self._vocab_size = request_timeout_s, vocab_size
+        self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
         self._wire, self._shared = Wire(api_key), shared
-        self._pool = EnginePool(
-            urls, most_per_engine=max_concurrency, silence_limit_s=request_timeout_s, wait_limit_s=engine_wait_s
-        )
+        limits: dict[str, Any] = {"silence_limit_s": request_timeout_s, "wait_limit_s": engine_wait_s}
+        limits |= {"most_per_engine": max_concurrency}
+        self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)
         self._handing_back: list[RequestScope] = []
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
 
@@ -178,9 +154,9 @@ class EngineClient:
         """Addresses of the engines that are admitted."""
         return [upstream.url for upstream in self._pool.upstreams]
 
-    def admit(self, urls: Iterable[str]) -> None:
-        """Requests may go to these engines, also those that wait for one."""
-        self._pool.admit(urls)
+    def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
+        """Requests may go to these engines, also those that wait for one. `prefill`: they read prompts for others."""
+        self._pool.admit(urls, prefill=prefill)
 
     def dismiss(self, urls: Iterable[str]) -> None:
         """Takes engines away: requests that run there go on at another one at once, or wait for one."""
@@ -270,7 +246,7 @@ class EngineClient:
         partial: bool,
         interval: int,
         streams: bool,
-    ) -> _Job:
+    ) -> Job:
         """Raises `RequestRejected` for what may not be sent."""
         check_request(input_ids, params, self._vocab_size)
         call = Call(
@@ -281,9 +257,9 @@ class EngineClient:
             experts_from=experts_from,
             end=self._end,
         )
-        return _Job(call, REQUEST_SCOPE.get(), session, partial, interval, streams)
+        return Job(call, REQUEST_SCOPE.get(), session, partial, interval, streams)
 
-    async def _parts(self, job: _Job) -> AsyncGenerator[Generation, None]:
+    async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
         """Request after request, until the answer has ended or the call is handed back."""
         call, handed_out = job.call, False
         ids = call.input_ids
@@ -299,11 +275,11 @@ class EngineClient:
                         handed_out = True
                         yield part
                 if call.finish is None:  # aborted
-                    delay_s = self._again(job, "aborted by its engine", before)
+                    delay_s = job.again("aborted by its engine", before, self._pool)
             except (Interrupted, aiohttp.ClientError, TimeoutError, Refused, EngineError) as problem:
                 call.settle()
                 if call.finish is None:
-                    delay_s = self._after(problem, one, job, before)
+                    delay_s = job.after(problem, one, before, self._pool)
             finally:
                 self._pool.release(one)
             if call.finish is None:
@@ -312,8 +288,8 @@ class EngineClient:
                 require_joinable(call, handed_out)
                 await asyncio.sleep(delay_s)
 
-    async def _listen(self, one: Try, job: _Job) -> AsyncGenerator[Generation, None]:
-        """One request; its parts, if they are read. Leaves nothing in the engine. Raises what `_after` takes."""
+    async def _listen(self, one: Try, job: Job) -> AsyncGenerator[Generation, None]:
+        """One request; its parts, if they are read. Leaves nothing in the engine. Raises what `Job.after` takes."""
         response, runs = None, False
         now, upstream = asyncio.get_running_loop().time, one.upstream
         try:
@@ -325,7 +301,8 @@ class EngineClient:
                     raise Interrupted(one.interrupted)
                 payload = job.call.payload(one.rid, job.interval)
             one.rid, runs = payload["rid"], True
-            response = await one.wait(lambda: self._wire.post(f"{upstream.url}/generate", payload))
+            body = self._pool.begin(one, payload)
+            response = await one.wait(lambda: self._wire.post(f"{upstream.url}/generate", body))
             self._pool.heard(upstream)
             if response.status != 200:
                 raise Refused(response.status, (await one.wait(response.read))[:300].decode(errors="replace"))
@@ -355,45 +332,3 @@ class EngineClient:
                 response.release()
             if runs and upstream.admitted:
                 self._wire.abort(upstream.url, one.rid)
-
-    def _after(self, problem: Exception, one: Try, job: _Job, before: int) -> float:
-        """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end."""
-        url = f"{one.upstream.url}/generate"
-        match problem:
-            case Interrupted(why=why) if why == LATE:
-                raise DeadlineExceeded.waiting(
-                    owner=f"request {one.rid}",
-                    for_what=f"a token of {url} (--request-timeout-s)",
-                    limit_s=self._request_timeout_s,
-                    last_progress=f"{len(job.call.tokens)} tokens",
-                ) from problem
-            case Interrupted(why=why):
-                assert why in (DISMISSED, PAUSED), why
-                return 0.0
-            case Refused(status=status, text=text):
-                said = f"{url}: HTTP {status}: {text}"
-                if status not in RETRY_STATUSES:
-                    num = len(job.call.input_ids) + before
-                    raise RequestRejected(f"{url} refused a request of {num} ids: HTTP {status}: {text}") from problem
-                job.internal_errors += status == 500
-                if job.internal_errors > 1 and len(job.call.tokens) == before:
-                    raise EngineError(f"a request failed after {job.tries + 1} tries; the last one: {said}")
-                return self._again(job, said, before)
-            case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
-                self._pool.failed(one.upstream)
-                return 0.0
-            case aiohttp.ClientError() | TimeoutError():
-                self._pool.failed(one.upstream)
-                return self._again(job, f"{url}: {type(problem).__name__}: {problem}", before)
-            case _:
-                raise problem
-
-    def _again(self, job: _Job, said: str, before: int) -> float:
-        """Counts a try; seconds to wait before the next one. Raises `EngineError` after `MAX_TRIES` without a token."""
-        if len(job.call.tokens) > before or not self._pool.is_open:
-            job.tries = 0
-            return 0.0
-        job.tries += 1
-        if job.tries >= MAX_TRIES:
-            raise EngineError(f"a request failed after {job.tries} tries; the last one: {said}")
-        return min(FIRST_RETRY_S * 2 ** (job.tries - 1), LONGEST_RETRY_S)

@@ -9,10 +9,12 @@ from typing import Any
 
 from slime.core.hf_config import num_experts_of, read_hf_config
 from slime.core.routed_experts import ExpertFormat
+from slime.core.topology import ServedModel
 from slime.models.common.hf_config import is_sparse
 from slime.rewards.pool import GraderPool
 from slime.rollout.call import EndOfText
 from slime.rollout.client import EngineClient
+from slime.rollout.context import Models
 from slime.rollout.sources import tokenizer_of
 from slime.rollout.teacher import TeacherClient
 from slime.settings import Args
@@ -20,21 +22,24 @@ from slime.settings.eval_config import eval_datasets
 from slime.settings.topology import topology_of
 
 
-def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> dict[str, EngineClient]:
+def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> Models:
     """By name the clients of all models that are served; their engines are admitted later.
 
     `tokenizer`: the policy's; `api_key`: the token that all engines ask for.
     """
-    return {
-        model.name: engine_client(args, (), tokenizer, api_key=api_key)
-        if model.trained or model.path == args.hf_checkpoint
-        else _frozen_client(args, model.path, api_key)
-        for model in topology_of(args).models
-    }
+    return Models(
+        {
+            model.name: engine_client(args, (), tokenizer, api_key=api_key, pairs=model.in_pairs)
+            if model.trained or model.path == args.hf_checkpoint
+            else _frozen_client(args, model, api_key)
+            for model in topology_of(args).models
+        }
+    )
 
 
-def _frozen_client(args: Args, path: str, api_key: str | None) -> EngineClient:
+def _frozen_client(args: Args, model: ServedModel, api_key: str | None) -> EngineClient:
     """Of a model that has another checkpoint than the policy: its answers are not trained."""
+    path = model.path
     return EngineClient(
         request_timeout_s=args.request_timeout_s,
         engine_wait_s=args.engine_wait_s,
@@ -42,13 +47,16 @@ def _frozen_client(args: Args, path: str, api_key: str | None) -> EngineClient:
         vocab_size=_vocab_size(path),
         api_key=api_key,
         end=end_of_text(path, tokenizer_of(path)),
+        pairs=model.in_pairs,
     )
 
 
-def engine_client(args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: str | None) -> EngineClient:
+def engine_client(
+    args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: str | None, pairs: bool = False
+) -> EngineClient:
     """The client of the policy's engines: those at `urls`, and the ones that are admitted later.
 
-    `api_key`: the token that they ask for.
+    `api_key`: the token that they ask for; `pairs`: they answer in pairs.
 
     `tokenizer`: the one that the engines decode with; None where there is none.
     """
@@ -63,6 +71,7 @@ def engine_client(args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: s
         experts=_expert_format(args),
         end=end_of_text(args.hf_checkpoint, tokenizer),
         shared=bool(args.rollout_external_engine_addrs),
+        pairs=pairs,
     )
 
 

@@ -23,6 +23,14 @@ from slime.rollout.types import Progress
 from slime.settings import Args
 
 
+class Models(dict[str, EngineClient]):
+    """Clients by the names of their models. Raises `HookError` for one that is not served."""
+
+    def __missing__(self, name: str) -> EngineClient:
+        known = ", ".join(self) or "none"
+        raise HookError(f"got a call to model {name!r}, which no engine serves; served are {known} (--sglang-config)")
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
     """Shared by all tasks of one manager."""
@@ -41,19 +49,10 @@ class RolloutContext:
     """The server of `--opd-teacher-url`."""
     rollout_id: int | None = None
     """The step that is generated or evaluated."""
-    models: Mapping[str, EngineClient] = field(default_factory=dict)
+    models: Mapping[str, EngineClient] = field(default_factory=Models)
     """Clients of all models by their names in `--sglang-config`, the policy's among them; without it, "default"."""
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
-
-    def model(self, name: str) -> EngineClient:
-        """The client of a model. Raises `HookError` for one that is not served."""
-        if name not in self.models:
-            known = ", ".join(self.models) or "none"
-            raise HookError(
-                f"got a call to model {name!r}, which no engine serves; served are {known} (--sglang-config)"
-            )
-        return self.models[name]
 
     def engine(self) -> EngineClient:
         """The client. Raises `HookError` where no engine runs."""

@@ -21,9 +21,10 @@ import asyncio
 import contextlib
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from slime.core.errors import DeadlineExceeded
 from slime.rollout.loads import Loads
@@ -45,10 +46,19 @@ class EnginePool:
     """See the module's text. `admit` and `dismiss` are for the event loop on which requests run."""
 
     def __init__(
-        self, urls: Iterable[str], *, most_per_engine: int, silence_limit_s: float, wait_limit_s: float
+        self,
+        urls: Iterable[str],
+        *,
+        most_per_engine: int,
+        silence_limit_s: float,
+        wait_limit_s: float,
+        wanted: str = "an engine",
     ) -> None:
-        """`silence_limit_s`: of a try; `wait_limit_s`: of the time in which no engine can be reached."""
-        self._most, self._silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
+        """`silence_limit_s`: of a try; `wait_limit_s`: of the time in which no engine can be reached; `wanted`: what
+        errors call one.
+        """
+        self._most, self.silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
+        self._wanted = wanted
         self._name, self._num_admitted = uuid.uuid4().hex, 0
         self._upstreams: dict[str, Upstream] = {}
         self._loads = Loads()
@@ -79,8 +89,12 @@ class EnginePool:
         """Whether requests get places."""
         return self._open
 
-    def admit(self, urls: Iterable[str]) -> None:
-        """Requests may go to these engines, also those that wait. Ones that are known stay as they are."""
+    def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
+        """Requests may go to these engines, also those that wait. Ones that are known stay as they are.
+
+        `prefill`: they read prompts for others, which only engines in pairs do (`pairing`).
+        """
+        assert not prefill, "engines that answer whole requests read their own prompts"
         self._begin()
         for url in map(_plain, urls):
             if url not in self._upstreams:
@@ -136,7 +150,10 @@ class EnginePool:
     async def acquire(
         self, *, session: str | None, prompt: Hashable, scope: RequestScope | None, is_over: Callable[[], bool]
     ) -> Try | None:
-        """A place for a request; None as soon as `is_over`. Raises `DeadlineExceeded` if no engine can be reached."""
+        """A place for a request; None as soon as `is_over`. Raises `DeadlineExceeded` if no engine can be reached.
+
+        `session`, `prompt`: None where it does not matter which engine had others of them.
+        """
         self._begin()
         if scope is not None:
             scope.pools.add(self)
@@ -144,8 +161,9 @@ class EnginePool:
             home = self._home(session) if session else None
             upstream = self._choose(home, prompt) if self._open else None
             if upstream is not None:
-                for key in (session, prompt) if session else (prompt,):
-                    self._remember(key, upstream)
+                for key in (session, prompt):
+                    if key:
+                        self._remember(key, upstream)
                 one = Try(upstream, scope, _now())
                 upstream.tries.add(one)
                 if not upstream.failures:
@@ -158,6 +176,10 @@ class EnginePool:
             await self._wait(self._waiting if home is None else home.waiting)
         self._pass_on()
         return None
+
+    def begin(self, one: Try, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A try is about to be sent; returns what its engine gets."""
+        return payload
 
     def release(self, one: Try) -> None:
         """A try has ended: its place is free."""
@@ -178,9 +200,9 @@ class EnginePool:
                 self._has_room(upstream)
 
     def failed(self, upstream: Upstream) -> None:
-        """It could not be reached, or broke off."""
+        """It could not be reached, or broke off. One that is not known any more stays so."""
         now = _now()
-        if now < upstream.down_until:
+        if self._upstreams.get(upstream.url) is not upstream or now < upstream.down_until:
             return  # tries that broke with it
         cooldown_s = min(FIRST_COOLDOWN_S * 2**upstream.failures, LONGEST_COOLDOWN_S)
         upstream.failures += 1
@@ -217,7 +239,7 @@ class EnginePool:
         least = self._loads.least()
         if least is None or len(least.tries) >= self._most:
             return self._to_find_out()
-        near = self._home(prompt)
+        near = self._home(prompt) if prompt else None
         most = min(self._most, len(least.tries) + NEAR)
         return near if near is not None and len(near.tries) < most else least
 
@@ -256,12 +278,12 @@ class EnginePool:
 
     async def _watching(self) -> None:
         """Interrupts tries without progress, and ends the wait for engines that do not come."""
-        limits = (self._silence_limit_s, self._wait_limit_s)
+        limits = (self.silence_limit_s, self._wait_limit_s)
         every_s = min(max(min(limits) / LOOKS, 0.02), 5.0)
         while self._waiting or any(upstream.tries or upstream.waiting for upstream in self._upstreams.values()):
             for upstream in list(self._upstreams.values()):
                 now = _now()
-                late = [one for one in upstream.tries if one.silent_s(now) > self._silence_limit_s]
+                late = [one for one in upstream.tries if one.silent_s(now) > self.silence_limit_s]
                 self.interrupt(late, LATE)
                 await asyncio.sleep(0)
             self._look_for_engines(_now())
@@ -283,7 +305,7 @@ class EnginePool:
                 waiter.set_exception(
                     DeadlineExceeded.waiting(
                         owner="a request",
-                        for_what="an engine that can be reached (--engine-wait-s)",
+                        for_what=f"{self._wanted} that can be reached (--engine-wait-s)",
                         limit_s=self._wait_limit_s,
                         last_progress=known,
                     )

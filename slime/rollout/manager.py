@@ -20,9 +20,10 @@ from pathlib import Path
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch
+from slime.core.topology import Worker
 from slime.rollout.batch_account import BatchAccount
 from slime.rollout.clients import grader_pool, model_clients, teacher_client
-from slime.rollout.context import RolloutContext, use
+from slime.rollout.context import Models, RolloutContext, use
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import evaluate
 from slime.rollout.held_out import HeldOut, held_out_batches
@@ -62,7 +63,7 @@ class RolloutManager:
         self._loss_datasets = tuple(one for one in datasets if measures_loss(args, one.config))
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
-        self._clients = {} if engines is None else model_clients(args, self._tokenizer, api_key=api_key)
+        self._clients = Models() if engines is None else model_clients(args, self._tokenizer, api_key=api_key)
         policy = topology_of(args).main
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
         if self._client is not None and engines:
@@ -128,9 +129,9 @@ class RolloutManager:
         """Fresh answers to compare log-probs on (`mismatch_probe`)."""
         return await self._probe.ask(self._client, self._args)
 
-    def admit(self, model: str, urls: Sequence[str]) -> None:
-        """Requests to this model may go to these engines."""
-        self._clients[model].admit(urls)
+    def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
+        """Requests to this model may go to these engines, which do that of a request."""
+        self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
 
     def dismiss(self, model: str, urls: Sequence[str]) -> None:
         """These engines are gone, or go: their requests go on at others, or wait for one."""

@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
-from slime.rollout.client import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
 from slime.rollout.generation import check_request
+from slime.rollout.job import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
 from slime.rollout.wire import Wire, decode
 
 

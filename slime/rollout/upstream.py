@@ -9,7 +9,8 @@ Invariants
    or all that the client has there, and none of anybody else.
 2. An engine that is admitted once more is another `Upstream`: the end of what it had ends nothing of what it gets.
 3. Time without progress counts from the last token of a try; while it is silent, from the last token of its engine, as
-   long as the try may be queueing there: no later request of its engine has been served since.
+   long as the try may be queueing there: no later request of its engine has been served since. While another engine
+   reads its prompt it counts there, and from the last token of the engine that is to get it, which must have room.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import TypeVar
 from slime.rollout.scope import RequestScope
 
 T = TypeVar("T")
-LATE, DISMISSED, PAUSED = "late", "dismissed", "paused"
-"""Why a try is interrupted."""
+LATE, DISMISSED, PAUSED, UNREAD, ABORTED = "late", "dismissed", "paused", "unread", "aborted"
+"""Why a try is interrupted. `UNREAD`: its `reader` has not read its prompt, and says why in `trouble`."""
 
 
 class Interrupted(Exception):
@@ -76,22 +77,36 @@ class Try:
         "_number",
         "_place",
         "_served",
+        "beside",
         "heard_at",
         "interrupted",
+        "reader",
         "rid",
         "scope",
+        "trouble",
         "upstream",
     )
 
     def __init__(self, upstream: Upstream, scope: RequestScope | None, now: float) -> None:
         self.upstream, self.scope = upstream, scope
         self.interrupted: str | None = None
+        self.reader: Try | None = None
+        """Of engines in pairs: the try at the one that reads the prompt, until it has."""
+        self.trouble: Exception | None = None
+        """Of a reader: why it has not read."""
+        self.beside: Upstream | None = None
+        """Of a reader: the engine that samples, for whose room it may wait."""
         self._guard: asyncio.Timeout | None = None
         self.heard_at = self._fresh_at = now
         self._number = self._place = upstream.asked
         self.rid = f"{upstream.prefix_of(scope)}{self._number}."
         self._served = False
         upstream.asked += 1
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether one has come."""
+        return self._served
 
     def got_tokens(self, now: float) -> None:
         """Tokens have come. If it falls silent now it may have been sent to the end of the queue."""
@@ -103,10 +118,12 @@ class Try:
 
     def silent_s(self, now: float) -> float:
         """Seconds without progress (invariant 3), as far as somebody waits for it."""
-        if self._guard is None:
+        if self._guard is None or self.reader is not None:
             self._fresh_at = now
         overtaken = self.upstream.served > self._place
-        self._fresh_at = max(self._fresh_at, self.heard_at, 0.0 if overtaken else self.upstream.progress_at)
+        waits_at = [] if overtaken else [self.upstream]
+        waits_at += [self.beside] if self.beside is not None else []
+        self._fresh_at = max(self._fresh_at, self.heard_at, *(upstream.progress_at for upstream in waits_at))
         return now - self._fresh_at
 
     def interrupt(self, why: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 import resource
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -40,6 +41,8 @@ MARKERS = 3
 """Sent at most: one ends by itself if its abort comes too late. Then, or if it is refused, each request is ended."""
 MARKER_TOKENS = 64
 """A marker is ended long before it has so many."""
+REFUSED = re.compile(rb'"status_code":\s*\d')
+"""In the abort of a request that its engine turned down, as one of a pair does with a request that names no other."""
 MARKER_REPEAT_S = 0.25
 """Its abort can overtake it on the way to the engine."""
 
@@ -201,10 +204,10 @@ class Wire:
                     if marker.status != 200:
                         return False
                     text = await self._end_marker(url, prefix, marker)
+                    if text is not None and (b'"error"' in text or REFUSED.search(text)):
+                        return False
                     if text is None or b'"abort"' in text:
                         return True
-                    if b'"error"' in text:
-                        return False
         except (aiohttp.ClientError, TimeoutError):
             return True
         return False

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable
 
 from slime.core.errors import DeadlineExceeded, SlimeError
+from slime.core.topology import Worker as Kind
 from slime.serving.plain_http import request
 from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter, Worker
@@ -55,7 +56,8 @@ class KeptRouter:
         self._name = f"the router of model {model} at {router.url}"
         self._notes = threading.Condition()
         """Guards the next five; is notified when one of them changes."""
-        self._wanted: dict[str, None] = {}
+        self._wanted: dict[str, Kind] = {}
+        """Server -> what it does of a request."""
         self._dismissed: set[str] = set()
         """Those to take off, even if they are wanted again: another engine may have come up at that address."""
         self._news, self._is_settled, self._closing = False, True, False
@@ -69,10 +71,10 @@ class KeptRouter:
         self._thread = threading.Thread(target=self._keep, name=f"router {model}", daemon=True)
         self._thread.start()
 
-    def admit(self, urls: Iterable[str]) -> None:
+    def admit(self, urls: Iterable[str], kind: Kind = Kind.REGULAR) -> None:
         """It is to send to these, too."""
         with self._notes:
-            self._wanted.update(dict.fromkeys(urls))
+            self._wanted.update(dict.fromkeys(urls, kind))
             self._wake()
 
     def dismiss(self, urls: Iterable[str]) -> None:
@@ -192,17 +194,17 @@ class KeptRouter:
         with self._notes:
             known = {worker.url for worker in listed}
             self._dismissed &= known  # the others are off already
-            wanted, dismissed = list(self._wanted), set(self._dismissed)
+            wanted, dismissed = dict(self._wanted), set(self._dismissed)
             here = {worker.url for worker in listed if worker.healthy} - dismissed
             off = [w for w in listed if w.url in dismissed or (w.url in self._asked and w.url not in self._wanted)]
             self._is_settled = not off and here.issuperset(wanted)
             self._notes.notify_all()
         for worker in off:
             self._take_off(worker)
-        self._missing &= set(wanted) - known
-        for url in wanted:
+        self._missing &= wanted.keys() - known
+        for url, kind in wanted.items():
             if url not in known:
-                self._ask_for(url)
+                self._ask_for(url, kind)
 
     def _take_off(self, worker: Worker) -> None:
         try:
@@ -210,7 +212,7 @@ class KeptRouter:
         except SlimeError as error:
             logger.warning("%s did not follow: %s", self._name, error)
 
-    def _ask_for(self, url: str) -> None:
+    def _ask_for(self, url: str, kind: Kind) -> None:
         """Not too often: it may be on its way."""
         asked, now = self._asked.get(url), time.monotonic()
         if asked is not None and now - asked < ASK_AGAIN_S:
@@ -220,7 +222,7 @@ class KeptRouter:
             self._missing.add(url)
         self._asked[url] = now
         try:
-            self.router.ask_to_add(url, CHANGE_LIMIT_S)
+            self.router.ask_to_add(url, CHANGE_LIMIT_S, kind)
         except SlimeError as error:
             logger.warning("%s did not follow: %s", self._name, error)
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.core.addresses import http_url
 from slime.core.errors import ConfigError, EngineError
 from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
 from slime.serving.leased import LeasedServer
@@ -58,9 +59,11 @@ class Router(LeasedServer, RouterWorkers):
         log_path: str | Path,
         extra_args: Mapping[str, Any] | None = None,
         worker_api_key: str | None = None,
+        pairs: bool = False,
     ) -> None:
         """`port`: None takes a free one. `extra_args`: router arguments by field name (`args.router`); its `api_key` is
-        what the router asks for, else `worker_api_key`, what the servers ask for, else one that is made here.
+        what the router asks for, else `worker_api_key`, what the servers ask for, else one that is made here. `pairs`:
+        it sends each request to a prefill and a decode server.
         """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
@@ -70,12 +73,12 @@ class Router(LeasedServer, RouterWorkers):
         self._extra = dict(extra_args or {})
         self.api_key = self._extra.pop("api_key", None) or worker_api_key or secrets.token_hex(32)
         self._worker_api_key = worker_api_key
+        self._pairs = pairs
 
     @property
     def url(self) -> str:
         """Where this host reaches the router. Raises `EngineError` before `start`."""
-        host = _EVERYWHERE.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return http_url(_EVERYWHERE.get(self.host, self.host), self.port)
 
     def start(self) -> None:
         """Starts the router process and returns at once. Raises `EngineError` if its fixed port is taken."""
@@ -83,6 +86,7 @@ class Router(LeasedServer, RouterWorkers):
         self._lease = lease_ports(1) if self._fixed_port is None else lease_port(self._fixed_port)
         self._metrics_lease = lease_ports(1)
         fields = {**DEFAULTS, **self._extra, "host": self.host, "port": self.port}
+        fields |= {"pd_disaggregation": True} if self._pairs else {}
         fields |= {"prometheus_host": "127.0.0.1", "prometheus_port": self._metrics_lease.port}
         self._process = ChildProcess(
             f"router {self.url}",

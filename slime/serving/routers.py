@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from slime.core.errors import EngineError, SlimeError
+from slime.core.topology import Worker
 from slime.serving.kept_router import START_LIMIT_S, AnyRouter, KeptRouter
 from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter
@@ -59,9 +60,9 @@ class Routers:
         """How often any of them was started again."""
         return sum(kept.restarts for kept in self._kept.values())
 
-    def admit(self, model: str, urls: Iterable[str]) -> None:
+    def admit(self, model: str, urls: Iterable[str], kind: Worker = Worker.REGULAR) -> None:
         """A model's router is to send to these servers, and does soon. Ones that it has stay."""
-        self._kept[model].admit(urls)
+        self._kept[model].admit(urls, kind)
 
     def dismiss(self, model: str, urls: Iterable[str]) -> None:
         """The router is to send nothing there any more. Ones that it does not have are not an error."""

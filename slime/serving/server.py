@@ -28,12 +28,14 @@ from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.core.addresses import interface_variables, is_loopback
 from slime.core.errors import ConfigError, EngineError
 from slime.core.layout import ONE_RANK, EngineLayout
+from slime.core.topology import BOOTSTRAP_OFFSET, Worker
 from slime.serving.launch import API_KEY_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased import LeasedServer
 from slime.serving.model_files import LEAVE_OUT_ENV, files_left_out
 from slime.serving.plain_http import request
 from slime.serving.ports import DERIVED_OFFSETS, lease_ports
 from slime.serving.process import ChildProcess, python_module
+from slime.serving.transfer import environment, require_transfer, server_arguments
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 from slime.settings.engine_layout import LAYOUT_SETTINGS, STAGES_ENV, contradictions, layout_of, server_settings
@@ -94,6 +96,8 @@ class ServerSpec:
     """True: it takes no device memory before `SGLangServer.open_gate`."""
     token_versions: bool = False
     """True: answers tell the weight version of each token."""
+    worker: Worker = Worker.REGULAR
+    """What it does of a request: all, or one of the two halves."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further ServerArgs by field name, as the user gave them (`args.sglang`)."""
 
@@ -154,6 +158,7 @@ class ServerSpec:
         layout: EngineLayout | None = None,
         overrides: Mapping[str, Any] | None = None,
         shares: bool = True,
+        worker: Worker = Worker.REGULAR,
         node_rank: int = 0,
         num_nodes: int = 1,
         dist_init_addr: str | None = None,
@@ -164,6 +169,7 @@ class ServerSpec:
         `--hf-checkpoint`; `overrides`: ServerArgs by field name that win over `--sglang-...`; `layout`: in place of
         what these say for an engine of `--rollout-num-gpus-per-engine`; `shares`: whether it is on GPUs of training
         ranks, if any engine is.
+        `worker`: what it does of a request.
         Without `gpu_ids` the server uses the first GPUs that its owner can see (Ray narrows them). Engines get
         different seeds: with one for all they would sample the same continuations of equal prompts.
         """
@@ -189,6 +195,7 @@ class ServerSpec:
             num_threads=num_threads,
             api_key=extra.pop("api_key", None) or api_key,
             token_versions=args.pause_generation_mode != "abort",
+            worker=worker,
             extra=extra,
         )
 
@@ -214,6 +221,7 @@ class ServerSpec:
             "device": self.device,
             "dtype": self.dtype,
             **server_settings(self.layout),
+            **server_arguments(self.worker, port + BOOTSTRAP_OFFSET),
         }
         if self.num_nodes > 1:
             args |= {"nnodes": self.num_nodes, "node_rank": self.node_rank, "dist_init_addr": self.dist_init_addr}
@@ -281,9 +289,14 @@ class SGLangServer(LeasedServer):
         return self.spec.model_path
 
     def start(self) -> None:
-        """Starts the server process and returns at once; `wait_ready` waits for it."""
+        """Starts the server process and returns at once; `wait_ready` waits for it.
+
+        Raises `ConfigError` if this host lacks what an engine of a pair needs.
+        """
         assert self._process is None, "the server was started twice; stop() it first"
+        require_transfer(self.spec.worker, self.spec.extra, self.spec.device)
         offsets = DERIVED_OFFSETS if self.spec.layout.dp_size > 1 and self.spec.num_nodes == 1 else ()
+        offsets += (BOOTSTRAP_OFFSET,) if self.spec.worker is Worker.PREFILL else ()
         self._lease = lease_ports(2, beside_first=offsets)
         port, nccl_port = self._lease.ports[:2]
         flags = command_line_flags(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
@@ -295,7 +308,8 @@ class SGLangServer(LeasedServer):
             f"SGLang server {self.url}",
             python_module("slime.serving.launch", [TOKEN_VERSIONS_FLAG] * self.spec.token_versions + flags),
             log_path=self.log_path,
-            env={**self.spec.environment(), **interface, **gate},
+            env={**self.spec.environment(), **environment(self.spec.worker, self.spec.device, self.host), **interface}
+            | gate,
         )
         self._process.start()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from slime.core.loading import load_object
 from slime.settings.fields import Need
+from slime.settings.topology import topology_of
 
 ESTIMATORS = "slime.algorithms.advantages:ESTIMATORS"
 """The registry of advantage estimators, which stands above the settings."""
@@ -58,10 +60,32 @@ def lends_at_start(s: Any) -> bool:
     return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
 
 
-def has_engines_beside(s: Any) -> bool:
-    """Whether some engines share GPUs with the trainer, and others have GPUs of their own."""
-    num_train = s.actor_num_nodes * s.actor_num_gpus_per_node
-    return bool(s.device == "cuda" and s.colocate and s.rollout_num_gpus > num_train)
+def policy_shares_gpus(s: Any) -> bool:
+    """Whether some engines of the policy share GPUs (on a CPU: slots) with the trainer, to which they then lend them.
+
+    With `--colocate` the first engines of the topology do, whatever they serve, until all GPUs of training are shared.
+    """
+    return any(begin < _num_shared(s) for begin, _ in _gpus_of_policy(s))
+
+
+def policy_has_own_gpus(s: Any) -> bool:
+    """Whether some engines of the policy have GPUs (on a CPU: slots) where no training rank is."""
+    return any(end > _num_shared(s) for _, end in _gpus_of_policy(s))
+
+
+def _num_shared(s: Any) -> int:
+    """GPUs that training shares."""
+    return int(s.actor_num_nodes * s.actor_num_gpus_per_node) if s.colocate else 0
+
+
+def _gpus_of_policy(s: Any) -> Iterator[tuple[int, int]]:
+    """For each group of the policy's that runs, its GPUs from where to where, in the order in which they are taken."""
+    end = 0
+    for model in topology_of(s).models:
+        for group in model.groups:
+            begin, end = end, end + group.num_gpus
+            if model.trained and group.runs:
+                yield begin, end
 
 
 _POLICY_TERM_TEXT = "the policy loss: loss_type policy_loss, without --disable-compute-advantages-and-returns"

@@ -12,29 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.core.layout import EngineLayout
+from slime.core.topology import EngineGroup, ServedModel
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
 STAGES_ENV = "SGLANG_PP_LAYER_PARTITION"
-"""Where SGLang reads how many layers each pipeline stage has."""
+"""Where SGLang reads how many layers each pipeline stage has. A run's environment says it of the policy."""
 
 
-def layout_of(num_gpus: int, sglang: Mapping[str, Any]) -> EngineLayout:
-    """The layout of an engine of `num_gpus`. `sglang`: ServerArgs by field name.
+def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True) -> EngineLayout:
+    """The layout of an engine of `num_gpus`. `sglang`: ServerArgs by field name; `trained`: whether of the policy.
 
     Raises `ConfigError` for sizes that do not divide each other.
     """
     pp_size, dp_size = int(sglang.get("pp_size") or 1), int(sglang.get("dp_size") or 1)
     if num_gpus < 1 or pp_size < 1 or num_gpus % pp_size:
         raise ConfigError(
-            f"got rollout_num_gpus_per_engine {num_gpus} with sglang_pp_size {pp_size}, which does not divide it; "
+            f"got an engine of {num_gpus} GPUs with sglang_pp_size {pp_size}, which does not divide it; "
             "stages are of one size: choose a divisor"
         )
     if dp_size > 1 and not sglang.get("enable_dp_attention"):
         raise ConfigError(
             f"got sglang_dp_size {dp_size} without --sglang-enable-dp-attention: copies of a model are engines of "
-            "their own; leave it out, and give --rollout-num-gpus for more engines"
+            "their own; leave it out, and give more GPUs for more engines"
         )
     tp_size, dense = num_gpus // pp_size, sglang.get("moe_dense_tp_size")
     if dense not in (None, 1, tp_size):
@@ -46,13 +47,18 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any]) -> EngineLayout:
         ep_size=int(sglang.get("ep_size") or 1),
         dp_lm_head=dp_size > 1 and bool(sglang.get("enable_dp_lm_head")),
         whole_dense_mlp=dense == 1 and tp_size > 1,
-        stage_layers=_stages(os.environ.get(STAGES_ENV)) if pp_size > 1 else (),
+        stage_layers=_stages(os.environ.get(STAGES_ENV)) if pp_size > 1 and trained else (),
     )
 
 
-def layout_of_run(args: Args) -> EngineLayout:
-    """The layout of the engines of a run. Raises `ConfigError` for sizes that do not divide each other."""
-    return layout_of(args.rollout_num_gpus_per_engine, args.sglang)
+def layout_of_group(args: Args, model: ServedModel, group: EngineGroup) -> EngineLayout:
+    """The layout of a group's engines. Raises `ConfigError` for sizes that do not divide each other."""
+    return layout_of(group.num_gpus_per_engine, settings_of_group(args, group), trained=model.trained)
+
+
+def settings_of_group(args: Args, group: EngineGroup) -> dict[str, Any]:
+    """ServerArgs by field name: those of the run, and over them the group's own."""
+    return {**args.sglang, **group.overrides}
 
 
 def server_settings(layout: EngineLayout) -> dict[str, Any]:

@@ -58,7 +58,6 @@ _TRAIN_RANKS = "use --actor-num-gpus-per-node (on a CPU: the number of ranks)"
 _ESTIMATOR = "use --advantage-estimator"
 
 _GENERAL: Mapping[str, str] = {
-    "prefill-num-servers": "drop it: engines read prompts and sample answers; none reads for others in this release",
     **dict.fromkeys(("model", "model-path", "model-name", "base-model", "checkpoint"), _MODEL),
     **dict.fromkeys(("data", "dataset", "data-path", "train-data", "train-file", "train-files"), _DATA),
     **dict.fromkeys(("eval-data", "eval-dataset", "val-data", "test-data", "val-files", "val-file"), _EVAL_DATA),

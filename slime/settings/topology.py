@@ -6,7 +6,7 @@
           - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2, overrides: {mem_fraction_static: 0.8}}
       - name: judge                       # frozen: other paths serve what their checkpoint has
         model_path: /models/judge
-        server_groups: [{num_gpus: 2}]
+        server_groups: [{worker_type: prefill, num_gpus: 2}, {worker_type: decode, num_gpus: 6}]
 
 Names and types are checked as strictly as flags are.
 """
@@ -14,11 +14,12 @@ Names and types are checked as strictly as flags are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.core.topology import DEFAULT_NAME, EngineGroup, ServedModel, Topology, Worker
+from slime.core.topology import DEFAULT_NAME, PAIRED, EngineGroup, ServedModel, Topology, Worker
 from slime.settings.flags import Flag, coerce
 
 if TYPE_CHECKING:
@@ -47,8 +48,19 @@ def topology_of(args: Args) -> Topology:
             num_gpus_per_engine=args.rollout_num_gpus_per_engine,
             trains=not args.debug_rollout_only,
         )
-    group = EngineGroup(args.rollout_num_gpus, args.rollout_num_gpus_per_engine)
-    return Topology((ServedModel(DEFAULT_NAME, path, (group,)),))
+    return Topology((ServedModel(DEFAULT_NAME, path, _groups_of_flags(args)),))
+
+
+def _groups_of_flags(args: Args) -> tuple[EngineGroup, ...]:
+    """Of the only model of a run without a file."""
+    width, num_prefill = args.rollout_num_gpus_per_engine, args.prefill_num_servers
+    if num_prefill is None:
+        return (EngineGroup(args.rollout_num_gpus, width),)
+    num_gpus = num_prefill * width
+    return (
+        EngineGroup(num_gpus, width, Worker.PREFILL),
+        EngineGroup(args.rollout_num_gpus - num_gpus, width, Worker.DECODE),
+    )
 
 
 def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
@@ -56,8 +68,15 @@ def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, tr
 
     Raises `ConfigError` with the place in the file.
     """
+    return _meant(_text(file), file, hf_checkpoint, num_gpus_per_engine, trains)
+
+
+@lru_cache(maxsize=16)
+def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
+    """`read_topology` of a file that holds `text`, which is parsed once however many ask."""
+    entries = _entries(text, file)
     models = tuple(
-        _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(_read(file))
+        _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries)
     )
     names = [model.name for model in models]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -73,7 +92,8 @@ def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, tr
 
 def first_path(file: str) -> str:
     """The first checkpoint that a file names. Raises `ConfigError` if it names none."""
-    paths = [entry["model_path"] for entry in _read(file) if isinstance(entry, Mapping) and entry.get("model_path")]
+    entries = _entries(_text(file), file)
+    paths = [entry["model_path"] for entry in entries if isinstance(entry, Mapping) and entry.get("model_path")]
     if not paths:
         raise ConfigError(
             f"{file}: got no model_path, so nothing says what is served; give one, or --hf-checkpoint DIR"
@@ -81,13 +101,20 @@ def first_path(file: str) -> str:
     return str(paths[0])
 
 
-def _read(file: str) -> list[Any]:
-    """The entries of a file."""
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"got --sglang-config {file}, which cannot be read: {error}") from error
+
+
+def _entries(text: str, file: str) -> list[Any]:
+    """The models of a file, as YAML has them."""
     import yaml
 
     try:
-        content = yaml.safe_load(Path(file).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise ConfigError(f"got --sglang-config {file}, which cannot be read as YAML: {error}") from error
     top = _known(content, {"sglang"}, f"{file}").get("sglang")
     if not isinstance(top, list) or not top:
@@ -133,18 +160,13 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
             f"{where}: got worker_type encoder, which serves the vision part of a model: this release has no engines "
             "that leave it to others; let regular engines encode"
         )
-    if worker in (Worker.PREFILL, Worker.DECODE):
-        raise ConfigError(
-            f"{where}: got worker_type {kind}: this release starts no engines that read prompts for others; let "
-            "regular engines do both"
-        )
     num_gpus = _positive(fields, "num_gpus", where)
     if num_gpus is None:
         raise ConfigError(f"{where}: got no num_gpus; give the number of all engines of the group together")
     each = _positive(fields, "num_gpus_per_engine", where) or (1 if worker is Worker.PLACEHOLDER else width)
     if num_gpus % each:
         raise ConfigError(f"{where}: got {num_gpus} GPUs for engines of {each}, which does not divide them")
-    return EngineGroup(num_gpus, each, worker, _overrides(fields.get("overrides") or {}, f"{where}.overrides"))
+    return EngineGroup(num_gpus, each, worker, _overrides(fields.get("overrides") or {}, f"{where}.overrides"), where)
 
 
 def _overrides(given: Any, where: str) -> dict[str, Any]:
@@ -168,8 +190,21 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
 
 
 def _require_engines(model: ServedModel, where: str) -> None:
-    if all(group.worker is Worker.PLACEHOLDER for group in model.groups):
+    workers = {group.worker for group in model.groups if group.runs}
+    if not workers:
         raise ConfigError(f"{where}: got placeholders alone, so nothing would serve it; add a group that runs")
+    if not model.in_pairs:
+        return
+    if Worker.REGULAR in workers:
+        raise ConfigError(
+            f"{where}: got regular groups beside prefill and decode ones: its router sends every request to one engine "
+            "or every request to two; give it one kind, or serve the others as a model of their own"
+        )
+    if absent := [worker.value for worker in PAIRED if worker not in workers]:
+        raise ConfigError(
+            f"{where}: got no {absent[0]} group: an engine that reads prompts and one that samples answer together; "
+            "add one, or make all groups regular"
+        )
 
 
 def _known(mapping: Any, known: set[str], where: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Rules, of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_
 `layers/moe/fused_moe_triton/layer.py`):
 - a pipeline stage holds its layers; the first one the embedding, the last one the final norm. The output layer stands
   on the last stage, or on every one (`Spread.stages`); a tied one is a tensor of its own there;
-- attention is shared by the ranks of a DP group, and so is the embedding; with `dp_lm_head` the output layer, too;
+- attention is shared by the ranks of a DP group, and so is the embedding, unless it is whole (`Spread`); with
+  `dp_lm_head` the output layer, too;
 - a rank holds the experts of its EP group, which lie next to each other, and of each what its place in the group says;
 - everything else is shared by all ranks of a stage, shared experts and dense MLPs among it.
 """
@@ -83,6 +84,8 @@ def _holding(table: FamilyTable, entry: Entry, layout: EngineLayout, tp_rank: in
     name = entry.row.megatron
     if name == HEAD:
         return Holding(_head(layout, tp_rank))
+    if name == EMBEDDING and layout.dp_size > 1 and table.spread.whole_embedding:
+        return Holding(Share(0, 1, padded))
     if name == EMBEDDING or ATTENTION in name:
         return Holding(Share(tp_rank % layout.attention_tp_size, layout.attention_tp_size, padded))
     if layout.whole_dense_mlp and ".mlp.linear_fc" in name:

@@ -18,10 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from slime.serving.proctree import read_stat
 from tests.e2e.test_loops import LOUDNESS, MAX_MISMATCH
 from tests.support.e2e import Flags, latest_step
+from tests.support.fault_storm import require_exact, storm_flags
+from tests.support.host_storm import SIGNALS, SIZES, SYNC_LIMIT_S, host_storm
 from tests.support.hosted_run import HostedRun
 from tests.support.hosts import FakeCluster, ray_cluster, why_no_hosts
+from tests.support.ledger import require_balance
 
 NO_HOSTS = why_no_hosts()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are hosts")]
@@ -55,6 +59,13 @@ def two(shared: Path) -> Iterator[FakeCluster]:
 
 
 @pytest.fixture(scope="module")
+def three(shared: Path) -> Iterator[FakeCluster]:
+    """Three hosts of one slot: whatever takes two slots is on two hosts."""
+    with ray_cluster(shared, [1, 1, 1]) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
 def flags(digits: Callable[[Path], Flags], shared: Path, tasks: Path) -> Flags:
     """GRPO on digits, two steps, with everything below the shared folder."""
     moved = [str(word).replace(str(tasks), str(shared / "tasks")) for word in digits(shared / "model")]
@@ -66,17 +77,28 @@ def finished(run: HostedRun) -> None:
     status = run.wait()
     assert status == 0, f"exit status {status}; {run.tail}"
     assert sorted(run.metrics("train")) == list(range(STEPS))
-    rows = [*run.metrics("train").values(), *run.metrics("perf").values()]
-    names = ("train/train_rollout_logprob_abs_diff_max", "probe/train_rollout_logprob_abs_diff_max")
-    gaps = [row[name] for row in rows for name in names if name in row]
-    assert len(gaps) >= STEPS and max(gaps) <= LOUDNESS * MAX_MISMATCH, gaps
+    require_agreement(run)
     assert run.left_on_hosts() == []
     assert "A worker died" not in run.tail, run.tail
 
 
-def command_of(run: HostedRun, engine: int) -> str:
-    """How an engine was started."""
+def require_agreement(run: HostedRun) -> None:
+    """Trainer and engines compute the same log-probs, in every step."""
+    rows = [*run.metrics("train").values(), *run.metrics("perf").values()]
+    names = ("train/train_rollout_logprob_abs_diff_max", "probe/train_rollout_logprob_abs_diff_max")
+    gaps = [row[name] for row in rows for name in names if name in row]
+    assert len(gaps) >= STEPS and max(gaps) <= LOUDNESS * MAX_MISMATCH, gaps
+
+
+def command_of(run: HostedRun, engine: int | str) -> str:
+    """How an engine was started. `engine`: its number, or the name of one of its servers."""
     return (run.run_dir / "logs" / f"engine_{engine}.log").read_text().splitlines()[0]
+
+
+def port_of(run: HostedRun, engine: int | str) -> str:
+    found = re.search(r"--port (\d+)", command_of(run, engine))
+    assert found is not None, command_of(run, engine)
+    return found[1]
 
 
 def test_trainer_and_engine_on_two_hosts(two: FakeCluster, shared: Path, flags: Flags) -> None:
@@ -107,6 +129,54 @@ def test_asynchronous_run_on_two_hosts(two: FakeCluster, shared: Path, flags: Fl
     """Law: the other loop, too; the cluster is found by RAY_ADDRESS."""
     with HostedRun(two, shared / "async", flags, script="train_async.py", by_variable=True) as run:
         finished(run)
+
+
+def test_an_engine_on_two_hosts_beside_a_trainer_on_a_third(three: FakeCluster, shared: Path, flags: Flags) -> None:
+    """Law: two servers on two hosts are one engine (TP 2): verified, it serves from both; when the server that nobody
+    asks is killed, it starts again as a whole, is verified, and the run goes on."""
+    wide = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--num-rollout", "1000"]
+    with HostedRun(three, shared / "wide", [*flags, *wide]) as run:
+        run.wait_until("the first step", lambda: 0 in run.metrics("train"))
+        log = run.run_dir / "logs" / "driver.log"
+        for rank, (host, name) in enumerate(zip(three.hosts[1:], ("0", "0_node1"), strict=True)):
+            assert f"({host.address}) has engines [0]" in log.read_text(), log.read_text()
+            for said in (f"--host {host.address} ", "--nnodes 2 ", f"--node-rank {rank} ", "--tp-size 2 "):
+                assert said in f"{command_of(run, name)} ", (said, command_of(run, name))
+        last = three.hosts[2]
+        servers = last.pids_of(f"--port {port_of(run, '0_node1')}")
+        (server,) = [pid for pid in servers if (stat := read_stat(pid)) is not None and stat.parent not in servers]
+        os.kill(server, signal.SIGKILL)
+        run.wait_until("word of it", lambda: "engine 0 was lost" in log.read_text())
+        run.wait_until("the engine", lambda: "engine 0 serves again" in log.read_text())
+        assert "--node-rank 1 " in command_of(run, "0_1_node1") + " ", "the other server was started again, too"
+        after = max(run.metrics("train"))
+        run.wait_until("two steps more", lambda: max(run.metrics("train")) >= after + 2)
+        assert run.interrupt() == 130, run.tail
+        require_agreement(run)
+        require_balance(run.metrics("train"))
+        assert run.left_on_hosts() == []
+
+
+def test_asynchronous_data_parallel_ranks_on_two_of_three_hosts(three: FakeCluster, shared: Path, flags: Flags) -> None:
+    """Law: two hosts train one model while the third one serves them, requests in flight all the time."""
+    where = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--fully-async"]
+    with HostedRun(three, shared / "three", [*flags, *where], script="train_async.py") as run:
+        finished(run)
+    log = (run.run_dir / "logs" / "driver.log").read_text()
+    for host, has in zip(three.hosts, ("training ranks [0], the", "training ranks [1]", "engines [0]"), strict=True):
+        assert f"({host.address}) has {has}" in log, log
+
+
+def test_colocated_ranks_of_two_hosts_share_their_slots_with_one_engine(
+    three: FakeCluster, shared: Path, flags: Flags
+) -> None:
+    """Law: data-parallel ranks and the ranks of a tensor-parallel engine take turns on the slots of two hosts."""
+    where = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--colocate"]
+    with HostedRun(three, shared / "colocated-two", [*flags, *where, "--rollout-num-gpus-per-engine", "2"]) as run:
+        finished(run)
+    assert json.loads((run.run_dir / "args.json").read_text())["update_weight_transport"] == "distributed"
+    log = (run.run_dir / "logs" / "driver.log").read_text()
+    assert f"({three.hosts[1].address}) has training ranks [1], engines [0]" in log, log
 
 
 def test_what_hosts_cannot_give_is_refused_before_engines_start(two: FakeCluster, shared: Path, flags: Flags) -> None:
@@ -144,9 +214,7 @@ def test_nothing_is_left_on_any_host(killed: str, two: FakeCluster, shared: Path
         run.wait_until("the first step", lambda: 0 in run.metrics("train"))
         assert all(run.left_now(host) for host in cluster.hosts), "the watcher sees the run on both hosts"
         if killed == "driver":
-            url = re.search(r"--port (\d+)", command_of(run, 0))
-            assert url is not None, command_of(run, 0)
-            asked = [sys.executable, "-c", ASK, f"http://{other.address}:{url[1]}/server_info"]
+            asked = [sys.executable, "-c", ASK, f"http://{other.address}:{port_of(run, 0)}/server_info"]
             assert cluster.hosts[0].run(asked).strip() == "401"
         if killed == "raylet":
             other.kill("raylet/raylet")
@@ -182,12 +250,34 @@ def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flag
         run.wait_until("two steps more", lambda: max(run.metrics("train")) >= after + 2)
         os.kill(cluster.hosts[1].init, signal.SIGKILL)
         assert run.wait() == 2, run.tail
-        for part in ("no engine is left", "restart 1 of 1: on with step", "free are", "is not started again"):
+        for part in (
+            "no engine of model default is left",
+            "restart 1 of 1: on with step",
+            "free are",
+            "is not started again",
+        ):
             assert part in run.tail, (part, run.tail)
-        for row in run.metrics("train").values():
-            settled = row["data/trained"] + row["data/filtered"] + row["data/failed"]
-            assert row["data/issued"] == settled + row["data/buffered"] + row["data/in_flight"], row
+        require_balance(run.metrics("train"))
         assert run.left_now(cluster.hosts[0]) == []
+
+
+def test_a_run_outlives_hosts_that_die_or_freeze(shared: Path, flags: Flags) -> None:
+    """Law: while a host is away the run goes on with the other one; when it is back, its engine is verified and serves,
+    and a guardian watches again. Nothing is lost, nothing is trained twice."""
+    rollouts = shared / "storm-rollouts"
+    stormy = [*storm_flags(flags, rollouts), "--weight-sync-timeout-s", str(SYNC_LIMIT_S)]
+    with (
+        ray_cluster(shared, SIZES) as cluster,
+        HostedRun(cluster, shared / "storm", stormy, script="train_async.py") as run,
+    ):
+        mended = host_storm(run, cluster, SIGNALS, seed=20)
+        assert [one.signal for one in mended] == [signum.name for signum in SIGNALS]
+        assert all(host.pids_of("slime.cluster.guardian") for host in cluster.hosts), "every host has a guardian"
+        assert run.interrupt() == 130, run.tail
+        require_exact(run, rollouts)
+        require_agreement(run)
+        assert run.left_on_hosts() == []
+        print(*mended, sep="\n")
 
 
 def test_colocated_run_joins_a_cluster_of_one_host(shared: Path, flags: Flags) -> None:

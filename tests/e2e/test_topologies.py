@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from slime.rollout.debug_data import load_rollout
 from tests.support.e2e import ROOT, Flags, RealRun, started_and_finished
+from tests.support.engines import needs_pairs
+from tests.support.faults import SERVER, hit, victim_of
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +77,40 @@ def test_the_file_alone_is_served(runs: Path, tiny_qwen3: Path, judge: Path) -> 
         assert answers[0]["output_ids"] == answers[1]["output_ids"], "the same checkpoint answers the same"
         assert run.interrupt() == 130, run.tail
         assert run.left() == []
+
+
+@needs_pairs
+def test_pairs_train_and_go_on_when_the_reader_is_killed(
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+) -> None:
+    """Law: a run whose prompts are read by one engine and sampled by another trains as any does: requests go on through
+    weight syncs and through the end of the reader, every token is trained once, and both have the trainer's weights.
+    """
+    flags: Flags = [
+        *digits(tiny_qwen3),
+        *("--sglang-config", documented(1, runs, runs), "--fully-async", "--max-weight-staleness", "2"),
+        *("--num-rollout", "100000", "--lr", "1e-3", "--lr-decay-style", "constant"),
+    ]
+    run_dir = runs / "pairs"
+    with RealRun(run_dir, flags, script="train_async.py") as run:
+
+        def steps() -> int:
+            return max(run.metrics("train"), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
+
+        run.wait_until("step 1", lambda: steps() >= 1)
+        hit(victim_of(run, SERVER, 0), signal.SIGKILL)
+        run.wait_until("word of the loss", lambda: "engine 0 was lost" in run.output)
+        run.wait_until("the reader to serve again", lambda: "engine 0 serves again" in run.output)
+        after = steps()
+        run.wait_until("two steps more", lambda: steps() >= after + 2)
+        assert run.interrupt() == 130, run.tail
+        assert run.left() == []
+    for step, row in run.metrics("train").items():
+        assert row["data/failed"] == 0, (step, row)
+        assert row.get("train/train_rollout_logprob_abs_diff_current", 0.0) < 1e-4, (step, row)
+    logs = run_dir / "logs"
+    assert "--disaggregation-mode prefill" in (logs / "engine_0_1.log").read_text()
+    assert "--disaggregation-mode decode" in (logs / "engine_1.log").read_text()
 
 
 def ask(url: str, key: str) -> dict[str, list[int]]:

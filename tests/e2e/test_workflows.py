@@ -15,8 +15,9 @@ from slime.rollout.debug_data import load_rollout
 from tests.support.e2e import ROOT, Flags, RealRun, started_and_finished
 
 RECIPES = ROOT / "recipes" / "tiny"
-MIN_RISE = 0.15
-"""Of 64 answers of a random model, a tenth of whose characters are digits: many standard errors."""
+MIN_RISE = 0.07
+"""Of 64 answers of a random model, a tenth of whose characters are digits: three standard errors of the difference. How
+far twelve steps lead differs between processors; 0.11 and more was seen."""
 STEPS = 12
 SERVING = re.compile(r"serving at (http://\S+)")
 

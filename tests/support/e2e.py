@@ -63,6 +63,12 @@ def environment() -> dict[str, str]:
     return {**own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
 
 
+def heed_interrupts() -> None:
+    """Shells start what they put in the background with SIGINT ignored, and its children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def sockets_of(pid: int) -> set[str]:
     """Inodes of the sockets that `pid` has open; empty if it is gone."""
     inodes: set[str] = set()
@@ -166,6 +172,7 @@ class RealRun:
     ) -> None:
         """`more_env`: variables beside those of `environment`."""
         self.run_dir = run_dir
+        heed_interrupts()
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._output = run_dir.with_name(f"{run_dir.name}.{time.time_ns()}.out")
         self._started_s = time.monotonic()

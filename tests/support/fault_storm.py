@@ -17,6 +17,8 @@ from pathlib import Path
 from slime.rollout.debug_data import load_rollout
 from tests.support.e2e import Flags, RealRun
 from tests.support.faults import ROUTER, SCHEDULER, SERVER, engine_log, hit, requests_at, victim_of
+from tests.support.hosted_run import HostedRun
+from tests.support.ledger import require_balance
 
 LEAST_IN_FLIGHT = 4
 SETTLE_S = 600.0
@@ -57,7 +59,7 @@ def storm(run: RealRun, kinds: Sequence[tuple[str, signal.Signals]], seed: int) 
     return [_one(run, who, signum, chance) for who, signum in kinds]
 
 
-def last_step(run: RealRun) -> int:
+def last_step(run: RealRun | HostedRun) -> int:
     """The last one that was trained; -1 before."""
     return max(run.metrics("train"), default=-1) if (run.run_dir / "metrics.jsonl").is_file() else -1
 
@@ -81,29 +83,28 @@ def _one(run: RealRun, who: str, signum: signal.Signals, chance: random.Random) 
         if who == ROUTER
         else (f"engine {index} was lost", f"engine {index} serves again")
     )
-    before = [_count(log, word) for word in said]
+    before = [times_said(log, word) for word in said]
     began = hit(victim_of(run, who, index), signum)
-    run.wait_until(f"word of {who} {signum.name}", lambda: _count(log, said[0]) > before[0], SETTLE_S)
+    run.wait_until(f"word of {who} {signum.name}", lambda: times_said(log, said[0]) > before[0], SETTLE_S)
     noticed = time.time() - began
-    run.wait_until(f"{said[1]}", lambda: _count(log, said[1]) > before[1], SETTLE_S)
+    run.wait_until(f"{said[1]}", lambda: times_said(log, said[1]) > before[1], SETTLE_S)
     serving = time.time() - began
     if who != ROUTER:
-        later = engine_log(run, index)
+        later = engine_log(run.run_dir, index)
         run.wait_until("requests at it", lambda: "POST /generate" in later.read_text(errors="replace"), SETTLE_S)
     return Mended(who, signum.name, in_flight, round(noticed, 2), round(serving, 2))
 
 
-def _count(log: Path, words: str) -> int:
+def times_said(log: Path, words: str) -> int:
+    """How often a log says something; never, while there is none."""
     return log.read_text(errors="replace").count(words) if log.is_file() else 0
 
 
-def require_exact(run: RealRun, rollouts: Path) -> int:
+def require_exact(run: RealRun | HostedRun, rollouts: Path) -> int:
     """Nothing was lost and nothing trained twice, in any step; how many groups were trained."""
     steps = run.metrics("train")
-    for step, row in steps.items():
-        settled = row["data/trained"] + row["data/filtered"] + row["data/failed"]
-        assert row["data/issued"] == settled + row["data/buffered"] + row["data/in_flight"], (step, row)
-        assert row["data/failed"] == 0, (step, row)
+    require_balance(steps)
+    assert not any(row["data/failed"] for row in steps.values()), "a prompt failed"
     trained: Counter[int] = Counter()
     for step in steps:
         _, groups = load_rollout(rollouts / str(step))

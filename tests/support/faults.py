@@ -30,9 +30,9 @@ class Victim:
     """Of the engine that it belongs to."""
 
 
-def engine_log(run: RealRun, index: int) -> Path:
+def engine_log(run_dir: Path, index: int) -> Path:
     """The log of the latest incarnation of an engine."""
-    logs = run.run_dir / "logs"
+    logs = run_dir / "logs"
     later = [
         int(match[1]) for path in logs.glob(f"engine_{index}_*.log") if (match := re.search(r"_(\d+)\.log$", path.name))
     ]
@@ -42,7 +42,7 @@ def engine_log(run: RealRun, index: int) -> Path:
 def processes_of_engine(run: RealRun, index: int) -> dict[str, int]:
     """Name -> pid of the server of an engine and of what SGLang calls its own below it."""
     everyone = all_processes()
-    words = f"\0--port\0{_port_of(engine_log(run, index))}\0".encode()
+    words = f"\0--port\0{_port_of(engine_log(run.run_dir, index))}\0".encode()
     servers = [pid for pid in everyone if words in _command_of(pid)]
     assert servers, f"no process of engine {index}"
     server = next(pid for pid in servers if everyone[pid].parent not in servers)
@@ -56,7 +56,7 @@ def victim_of(run: RealRun, who: str, index: int) -> Victim:
         found = [pid for pid, stat in all_processes().items() if stat.name == "sglang::router" and _is_of(run, pid)]
         assert len(found) == 1, f"{len(found)} routers of the run"
         return Victim(found[0], None)
-    url = f"http://127.0.0.1:{_port_of(engine_log(run, index))}"
+    url = f"http://127.0.0.1:{_port_of(engine_log(run.run_dir, index))}"
     return Victim(processes_of_engine(run, index)[who], url)
 
 

@@ -62,6 +62,11 @@ class HostedRun:
         """Returns when `condition` holds. Fails if the run ends before, or after `limit_s`."""
         wait_until(self._enter, what, condition, limit_s, tail=lambda: self.tail)
 
+    def interrupt(self) -> int:
+        """Ctrl-C at the driver, which ends in order; its exit status."""
+        os.kill(child_of(self._enter.pid), signal.SIGINT)
+        return self.wait()
+
     def kill(self) -> None:
         """SIGKILL of the driver alone."""
         os.kill(child_of(self._enter.pid), signal.SIGKILL)  # `nsenter` waits for it

@@ -130,6 +130,13 @@ class FakeHost:
                     found.append(pid)
         return found
 
+    def empty_memory(self) -> None:
+        """Removes the files in its /dev/shm: a host that was started anew has none."""
+        own = Path(f"/proc/{self.init}") / "root" / "dev" / "shm"
+        assert own.stat().st_dev != Path("/dev/shm").stat().st_dev, f"{self.name} has no /dev/shm of its own"
+        for file in own.iterdir():
+            file.unlink()
+
     def detached(self, words: str) -> set[int]:
         """Those of `pids_of` whose parent is the init of the host."""
         stats = {pid: read_stat(pid) for pid in self.pids_of(words)}

@@ -13,7 +13,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """The policy answers; the judge goes on from its first tokens, greedily, and that goes into the metadata."""
     sample = await one_turn(args, sample, sampling_params)
     greedily = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    verdict = await current().model("judge").generate(sample.tokens[:3], greedily)
+    verdict = await current().models["judge"].generate(sample.tokens[:3], greedily)
     sample.metadata = {
         **(sample.metadata or {}),
         "verdict": list(verdict.tokens),

@@ -14,9 +14,11 @@ class RecordingEngines:
     """`cluster.engines.Engines` of which none is ever lost, unless `lose` says how many weight syncs lose one."""
 
     def __init__(self, log: list[str], num_engines: int) -> None:
-        self.log, self.lose, self.any_ready = log, 0, False
+        self.log, self.lose, self.can_answer = log, 0, False
         self._engines = tuple(SimpleNamespace(index=i, url=f"http://{i}") for i in range(num_engines))
         self.waiting: tuple[Any, ...] = ()
+        self.asked: list[Any] = []
+        """For whom each weight sync was begun."""
         self._admitted = False
         self.on_settle: Callable[[], None] = lambda: None
 
@@ -28,12 +30,13 @@ class RecordingEngines:
         return bool(self._engines)
 
     def begin_sync(self, engines: Any = None) -> tuple[Any, ...]:
+        self.asked.append(engines)
         return self._engines if engines is None else tuple(engines)
 
     def end_sync(self, engines: Any, version: int) -> None:
         if not self._admitted:
             self.log.append(f"rollout admit {[engine.url for engine in engines]}")
-        self._admitted = self.any_ready = True
+        self._admitted = self.can_answer = True
         self.waiting = ()
 
     def failed_sync(self, engines: Any, reason: str) -> bool:
@@ -72,7 +75,7 @@ class RecordingActors:
     def on_lenders(self, method: str, *arguments: Any) -> None:
         self._note("engines", method, arguments)
 
-    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float) -> None:
+    def on_rollout(self, method: str, *arguments: Any, for_what: str, limit_s: float, on_poll: Any = None) -> None:
         assert for_what and limit_s > 0, f"{method} waits without a name or a limit"
         self._note("rollout", method, arguments)
 

@@ -25,6 +25,8 @@ class Spread:
 
     dp_attention: bool = False
     """Attention, embedding and output layer may be shared by the ranks of a DP group alone."""
+    whole_embedding: bool = False
+    """With DP attention the embedding is whole on each rank instead."""
     stages: Head | None = None
     """It may run in pipeline stages, and which of them hold the output layer; None: it may not."""
     tied_stages: bool = False

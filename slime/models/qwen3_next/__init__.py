@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.core.hf_config import HfConfig
+from slime.core.hf_config import HfConfig, num_experts_of
 from slime.models import FAMILIES
 from slime.models.common.experts import softmax_experts
 from slime.models.common.flops import AttentionCost
@@ -87,8 +87,12 @@ class Qwen3Next(Family):
         return qwen_next_table(hf_config, self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Qwen3.5 and 3.6 come inside multimodal models, which spread in a way of their own."""
-        return Spread(dp_attention=hf_config["model_type"] == "qwen3_next")
+        """Qwen3.5 and 3.6 come inside multimodal models, whose embedding spreads in a way of its own.
+
+        With experts every layer of these has some, so no dense one is left that `moe_dense_tp_size` could mean.
+        """
+        wrapped, sparse = hf_config["model_type"] != "qwen3_next", num_experts_of(hf_config) > 0
+        return Spread(dp_attention=True, whole_embedding=wrapped, whole_dense_mlp=wrapped and sparse)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """A gated delta net, or attention with a gate."""

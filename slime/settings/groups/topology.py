@@ -27,6 +27,8 @@ class TopologySettings:
     sglang_config: str | None = opt(None, needs=_ENGINES)
     """YAML file with models (the policy, and others that stay as they are) and the groups of engines that serve each.
     Hooks ask one by its name: `current().models["judge"]`."""
+    prefill_num_servers: int | None = opt(None, ge=1, needs=_ENGINES)
+    """So many of the engines read prompts, and hand keys and values to the others, which sample."""
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
     """HOST:PORT of SGLang servers that run already and serve the policy; the run starts none of its own. Or @FILE, with
     one address in each line, which is read again whenever it changes: engines join and leave. Their key is

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.core.loading import load_object
-from slime.settings.conditions import has_engines_beside
+from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.settings.fields import UNSET, derived, opt
 
 TRANSPORTS = "slime.weights.transports:TRANSPORTS"
@@ -17,19 +17,25 @@ def _separate(s: Any) -> bool:
     """Whether an engine may be where it cannot see the trainer's memory."""
     if s.rollout_external_engine_addrs:
         return True
+    if s.device == "cuda":
+        return policy_has_own_gpus(s)
     if s.colocate:
-        return s.device == "cpu" and s.actor_num_nodes > 1
-    return s.device == "cuda" or s.ray_address is not None
+        return s.actor_num_nodes > 1 or (s.ray_address is not None and policy_has_own_gpus(s))
+    return s.ray_address is not None
+
+
+def _of_both_kinds(s: Any) -> bool:
+    return bool(s.device == "cuda" and policy_shares_gpus(s) and policy_has_own_gpus(s))
 
 
 def _transport(s: Any) -> str:
-    if has_engines_beside(s):
+    if _of_both_kinds(s):
         return "mixed"
     return "distributed" if _separate(s) else "tensor"
 
 
 def _why(s: Any) -> str:
-    if has_engines_beside(s):
+    if _of_both_kinds(s):
         return "some engines share GPUs with the trainer, others have their own"
     if not _separate(s):
         return "trainer and engines share memory"
@@ -62,8 +68,9 @@ class WeightSyncSettings:
     )
     """tensor: shared memory, on cuda only under --colocate; distributed (alias nccl): a process group, gloo or NCCL;
     disk: a shared folder; mixed: tensor for the engines on GPUs of training ranks, distributed for the others; or the
-    import path of a transport of your own. auto: mixed where there are engines of both kinds, distributed on cuda
-    without --colocate and where an engine may be on another host, else tensor."""
+    import path of a transport of your own. auto, by where the engines of the policy are: mixed on cuda where
+    there are both kinds, distributed on cuda where all have GPUs of their own and where one may be on another host,
+    else tensor."""
     update_weight_buffer_size: int = derived(
         lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
         "little else is on the GPU during a weight sync, and each bucket costs time",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.ports import EngineControl
+from slime.settings.conditions import policy_shares_gpus
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
@@ -41,7 +42,7 @@ class DistributedTransport(Transport):
 
     def check(self, args: Args) -> str | None:
         """NCCL refuses two ranks of one group on one GPU."""
-        if args.device != "cuda" or not args.colocate:
+        if args.device != "cuda" or not policy_shares_gpus(args):
             return None
         return (
             "got --update-weight-transport distributed with --colocate on cuda: NCCL cannot have two ranks on one GPU; "
@@ -66,7 +67,10 @@ class DistributedChannel(Channel):
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         if self._group is not None and tuple(receivers) == self._members:
             return
-        self.close()
+        if all(member in receivers for member in self._members):
+            self.close()
+        else:  # one is gone, and may never answer that it has left
+            self.abandon()
         self._connect(tuple(receivers))
 
     def _connect(self, receivers: tuple[Receiver, ...]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.settings.conditions import has_engines_beside
+from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.weights.receivers import Receiver
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 from slime.weights.transports.distributed import DistributedChannel
@@ -28,11 +28,12 @@ class MixedTransport(Transport):
 
     def check(self, args: Args) -> str | None:
         """It is for GPUs of both kinds."""
-        if has_engines_beside(args):
+        alone = args.debug_train_only or args.debug_rollout_only
+        if alone or (args.device == "cuda" and policy_shares_gpus(args) and policy_has_own_gpus(args)):
             return None
         return (
-            "got --update-weight-transport mixed, without engines on GPUs of training ranks and others beside (cuda, "
-            "--colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
+            "got --update-weight-transport mixed, without engines of the policy on GPUs of training ranks and others "
+            "beside (cuda, --colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
         )
 
     def open(self, context: TransportContext) -> MixedChannel:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
 from slime.core.ports import EngineControl
-from slime.settings.conditions import has_engines_beside
+from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.weights.expert_runs import LOADER, named_runs, places_of
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
@@ -38,14 +38,14 @@ class TensorTransport(Transport):
     def check(self, args: Args) -> str | None:
         """CUDA IPC hands a tensor over on the GPU that holds it."""
         alone = args.debug_train_only or args.debug_rollout_only
-        if has_engines_beside(args) and not alone:
-            num_train = args.actor_num_nodes * args.actor_num_gpus_per_node
-            return (
-                f"got --update-weight-transport tensor with {args.rollout_num_gpus} rollout GPUs and {num_train} that "
-                "train: engines beside these cannot see the trainer's memory; use mixed or disk"
-            )
-        if args.device != "cuda" or args.colocate or alone:
+        if alone or args.device != "cuda" or not policy_has_own_gpus(args):
             return None
+        if args.colocate:
+            others = "mixed" if policy_shares_gpus(args) else "distributed"
+            return (
+                "got --update-weight-transport tensor with engines of the policy on other GPUs than those that train, "
+                f"which cannot see the trainer's memory; use {others} or disk"
+            )
         return (
             "got --update-weight-transport tensor on cuda without --colocate: a tensor is handed over on its own GPU, "
             "where no engine is; use distributed or disk"

@@ -7,8 +7,6 @@ with these weights; ids and log-probs of an answer are exactly as many as were a
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +17,12 @@ from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import num_running, relabel
-from tests.support.engines import serving, spec_of
+from tests.support.engines import kill, serving, spec_of
 from tests.support.rollout import rollout_args
 
 KEY = "a-token-that-nobody-else-has"
 HOOKS = str(Path(__file__).parents[2] / "unit" / "rollout" / "rollout_hooks.py")
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True, "max_new_tokens": 300}
-
-
-def kill(server: SGLangServer) -> None:
-    """SIGKILL to everything of the server, as the end of its host."""
-    for pid in [server.pid, *descendants(server.pid)]:
-        os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes below `pid`."""
-    out = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            out += [child, *descendants(child)]
-    return out
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from slime.serving.router import Router
 from slime.serving.router_workers import ExistingRouter
 from slime.serving.routers import Routers
 from slime.serving.server import SGLangServer
-from tests.support.engines import fronting
+from tests.support.engines import fronting, send_nothing
 
 LIMIT_S = 120.0
 KEY = "a key"
@@ -66,7 +66,7 @@ def test_nobody_is_not_a_server(tmp_path: Path) -> None:
 def theirs(engine_server: SGLangServer, tmp_path: Path) -> Iterator[Router]:
     """A router that somebody else started, with a key, before its first server is taken off it."""
     with fronting(engine_server.url, tmp_path, extra_args={"api_key": KEY}) as router:
-        router.remove_worker(engine_server.url)
+        send_nothing(router)
         yield router
 
 

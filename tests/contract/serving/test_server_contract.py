@@ -9,7 +9,7 @@ from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
 from slime.serving.router import Router
 from slime.serving.server import SGLangServer
-from tests.support.engines import fronting
+from tests.support.engines import fronting, send_nothing, send_to
 
 PROMPT = [2, 40, 41, 42]
 
@@ -34,9 +34,8 @@ def test_the_checksum_of_every_resident_tensor_works_on_a_cpu(engine_server: SGL
 
 
 def test_a_worker_can_leave_and_come_back(router: Router, engine_server: SGLangServer) -> None:
-    router.remove_worker(engine_server.url)
-    assert router.workers() == []
-    router.add_worker(engine_server.url)
+    send_nothing(router)
+    send_to(router, engine_server.url)
     assert [w.url for w in router.workers()] == [engine_server.url]
 
 

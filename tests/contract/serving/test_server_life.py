@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,8 +146,8 @@ def test_a_port_that_was_taken_meanwhile_is_answered_with_another(
     squatter = socket.socket()
     leases: list[PortLease] = []
 
-    def lease_and_squat(count: int = 1) -> PortLease:
-        lease = lease_ports(count)
+    def lease_and_squat(count: int = 1, **how: Any) -> PortLease:
+        lease = lease_ports(count, **how)
         if not leases:
             squatter.bind(("127.0.0.1", lease.port))
             squatter.listen()

@@ -12,6 +12,7 @@ from slime.cluster.preflight import preflight
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
 from slime.settings.groups import cluster
+from tests.support.fake_mooncake import write_mooncake
 
 Words = Callable[..., list[str]]
 
@@ -42,6 +43,19 @@ def told(words: list[str]) -> str:
 def test_what_may_work_passes(words: Words) -> None:
     assert told(words()) == ""
     assert told(words("--actor-num-gpus-per-node", "2")) == ""
+
+
+def test_what_engines_in_pairs_lack_is_found_before_they_start(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "libnuma.so.1: cannot open shared object file"
+    write_mooncake(tmp_path, f"raise ImportError({said!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert told(words()) == ""
+    pairs = ["--rollout-num-gpus", "2", "--prefill-num-servers", "1"]
+    assert said in told(words(*pairs)) and "apt-get install" in told(words(*pairs))
+    write_mooncake(tmp_path, "")
+    assert told(words(*pairs)) == ""
 
 
 def test_all_is_told_at_once(words: Words, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_weight_sync_that_loses_an_engine_is_repeated_with_the_others() -> Non
 
 
 @pytest.mark.parametrize(
-    "lends, fresh, any_ready, joins",
+    "lends, fresh, can_answer, joins",
     [
         (False, True, True, True),
         (False, False, True, False),
@@ -174,7 +174,7 @@ def test_a_weight_sync_that_loses_an_engine_is_repeated_with_the_others() -> Non
     ],
 )
 def test_an_engine_that_was_started_again_joins_unless_others_serve_what_it_could_not_have(
-    lends: bool, fresh: bool, any_ready: bool, joins: bool
+    lends: bool, fresh: bool, can_answer: bool, joins: bool
 ) -> None:
     actors = RecordingActors()
     weight_sync, _, _ = sequence(actors, offload_train=lends, offload_rollout=lends)
@@ -182,9 +182,20 @@ def test_an_engine_that_was_started_again_joins_unless_others_serve_what_it_coul
     assert actors.log == [], "nobody waits for weights"
     weight_sync.run(for_save=False)
     actors.log.clear()
-    actors.engines.any_ready, actors.engines.waiting = any_ready, actors.engines.begin_sync()
+    actors.engines.can_answer, actors.engines.waiting = can_answer, actors.engines.begin_sync()
     weight_sync.join(fresh=fresh)
     assert (SYNC in actors.log) is joins
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_both_engines_of_a_pair_get_the_weights_if_the_one_that_is_left_has_older_ones(fresh: bool) -> None:
+    actors = RecordingActors(num_engines=2)
+    weight_sync, _, _ = sequence(actors)
+    weight_sync.run(for_save=False)
+    alone = actors.engines.begin_sync()[:1]
+    actors.engines.can_answer, actors.engines.waiting = False, alone
+    weight_sync.join(fresh=fresh)
+    assert actors.engines.asked[-1] == (alone if fresh else None)
 
 
 def test_without_engines_nothing_happens_and_without_trainers_there_are_no_metrics() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slime.core.errors import EngineError
+from slime.core.topology import DEFAULT_NAME
 from slime.fleet.engine import NEXT, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.supervisor import MAX_FAILURES, PAUSE_S, Supervisor
@@ -50,9 +51,11 @@ class FakePort:
 class Fleet:
     """Engines that serve version 1, their supervisor, and a clock that a test moves."""
 
-    def __init__(self, num: int = 2, *, restarts: bool = True) -> None:
+    def __init__(self, num: int = 2, *, restarts: bool = True, models: tuple[str, ...] = ()) -> None:
         self.port, self.now = FakePort(), 0.0
-        self.members = Membership(Engine(i, (i,)) for i in range(num))
+        self.members = Membership(
+            Engine(i, (i,), model=model) for i, model in enumerate(models or (DEFAULT_NAME,) * num)
+        )
         self.supervisor = Supervisor(self.members, self.port, restarts=restarts, clock=lambda: self.now)
         for i in range(num):
             self.supervisor.up(i, f"http://{i}")
@@ -159,6 +162,23 @@ def test_an_engine_waits_for_its_host_and_the_others_serve_meanwhile() -> None:
         assert fleet.port.log[-2:] == [f"start 1.{failure}", f"dismiss 1.{failure}"], "the loss itself was no failure"
 
 
+def test_an_engine_whose_host_came_back_is_said_to_serve_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Law: the word comes after every loss, also one that counts as no failure, and once."""
+    fleet = Fleet()
+    fleet.port.hostless, fleet.port.wrong = {1}, {1: "gone"}
+    fleet.supervisor.tend()
+    fleet.port.hostless.clear()
+    fleet.now += 100.0
+    with caplog.at_level("INFO"):
+        fleet.replace(1)
+        for version in (2, 3):
+            fleet.supervisor.syncing([fleet.members[1]])
+            fleet.supervisor.synced([fleet.members[1]], version)
+    assert [r.getMessage() for r in caplog.records if "serves again" in r.message] == [
+        "engine 1 serves again, at version 2"
+    ]
+
+
 def test_an_engine_that_starts_on_a_host_that_is_lost_then_waits_for_it() -> None:
     """Law: Ray tells of a lost host late; until then a start there neither ends nor fails."""
     fleet = Fleet()
@@ -179,7 +199,21 @@ def test_a_fleet_without_a_host_ends_the_run() -> None:
     fleet.port.hostless, fleet.port.wrong = {0, 1}, {0: "gone", 1: "gone"}
     fleet.supervisor.tend()
     fleet.now += PAUSE_S
-    with pytest.raises(EngineError, match=r"no engine is left: the hosts of all 2 are lost; gone"):
+    with pytest.raises(EngineError, match=r"no engine of model default is left: the hosts of all 2 are lost; gone"):
+        fleet.supervisor.tend()
+
+
+@pytest.mark.parametrize("lost", ["actor", "judge"])
+def test_a_model_without_a_host_ends_the_run_however_well_another_one_is_served(lost: str) -> None:
+    fleet = Fleet(4, models=("actor", "actor", "judge", "judge"))
+    gone = {engine.index for engine in fleet.members.engines if engine.model == lost}
+    fleet.port.hostless, fleet.port.wrong = {min(gone)}, {min(gone): "gone"}
+    fleet.supervisor.tend()
+    fleet.now += PAUSE_S
+    fleet.supervisor.tend()
+    assert fleet.states().count(State.READY) == 3, "another engine of the model serves on"
+    fleet.port.hostless, fleet.port.wrong = gone, {max(gone): "gone"}
+    with pytest.raises(EngineError, match=f"no engine of model {lost} is left: the hosts of all 2 are lost; gone"):
         fleet.supervisor.tend()
 
 

@@ -69,6 +69,24 @@ async def test_work_that_raises_costs_nobody_else_his_turn() -> None:
     assert done == [0, 1, 2], "nothing is left to do, so it is done at once"
 
 
+async def test_a_prompt_may_wait_for_room_at_an_engine_that_makes_progress() -> None:
+    """Law: a reader is silent from the last token of its own engine, or of the one that is to get what it reads."""
+    reading, sampling = Upstream("http://reads", "p.", 0.0), Upstream("http://samples", "q.", 0.0)
+    one, reader, others = Try(sampling, None, 0.0), Try(reading, None, 0.0), Try(sampling, None, 0.0)
+    one.reader, reader.beside = reader, sampling
+    waiting = [asyncio.create_task(each.wait(lambda: asyncio.sleep(3600))) for each in (one, reader)]
+    while one._guard is None or reader._guard is None:
+        await asyncio.sleep(0)
+    assert (one.silent_s(10.0), reader.silent_s(10.0)) == (0.0, 10.0)
+    others.got_tokens(12.0)
+    assert (one.silent_s(20.0), reader.silent_s(20.0)) == (0.0, 8.0)
+    one.reader = None
+    assert one.silent_s(25.0) == 5.0, "from here on it counts for itself"
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_a_request_that_is_interrupted_twice_ends_once() -> None:
     one, slices = Try(Upstream("http://engine", "p.", 0.0), None, 0.0), Slices()
     waiting = asyncio.create_task(one.wait(lambda: asyncio.sleep(3600)))

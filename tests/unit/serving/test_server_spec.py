@@ -9,6 +9,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.core.layout import EngineLayout
+from slime.core.topology import Worker, bootstrap_of
 from slime.serving.launch import value_of
 from slime.serving.server import ServerSpec, command_line_flags
 from slime.settings.engine_layout import STAGES_ENV, server_settings
@@ -127,3 +128,14 @@ def test_overrides_win_over_what_was_given_for_all_engines() -> None:
     assert (own.model_path, own.dtype, own.extra["log_level"]) == ("other", "bfloat16", "y")
     assert "ep_size" not in args_of(own) and args_of(own)["pp_size"] == 2
     assert ServerSpec.from_args(args, overrides={"ep_size": 1}).layout == TP2
+
+
+def test_an_engine_of_a_pair_is_told_which_half_it_does() -> None:
+    half = {
+        worker: {k: v for k, v in args_of(ServerSpec("m", "float32", worker=worker)).items() if "disagg" in k}
+        for worker in (Worker.REGULAR, Worker.PREFILL, Worker.DECODE)
+    }
+    assert half[Worker.REGULAR] == {}
+    assert half[Worker.PREFILL] == {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 2}
+    assert half[Worker.DECODE] == {"disaggregation_mode": "decode"}
+    assert bootstrap_of("http://127.0.0.1:1") == ("127.0.0.1", 2)

@@ -44,7 +44,7 @@ REFUSALS = [
     ),
     (
         "--rollout-num-gpus-per-engine 2 --sglang-pp-size 2 --pause-generation-mode retract --fully-async",
-        "with --sglang-pp-size 2",
+        "with sglang_pp_size 2",
     ),
     ("--sglang-moe-a2a-backend deepep", "other tensors than the trainer verifies"),
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient is zero"),

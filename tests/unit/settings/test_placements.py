@@ -30,6 +30,16 @@ def test_a_pair_is_accepted_or_refused_as_written(placement: str, transport: str
             accepted(command)
 
 
+def test_an_engine_that_reaches_to_another_host_has_no_shared_memory_there(base: list[str]) -> None:
+    """Law: all ranks of an engine count, not the first one."""
+    settings = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--update-weight-transport", "tensor"]
+    args = parse_args([*base, "--ray-address", "10.0.0.1:1", "--colocate", "--actor-num-nodes", "2", *settings])
+    hosts = [Host(name, f"10.0.0.{i}", num_slots=1, num_cores=1) for i, name in enumerate("ab", start=1)]
+    plan = plan_placement(num_nodes=2, num_per_node=1, engines=[EngineDemand(2)], colocate=True, hosts=hosts)
+    with pytest.raises(ConfigError, match=r"engines \[0\] on other hosts"):
+        require_reach(args, plan)
+
+
 def accepted(command: list[str]) -> Args:
     """What comes of a command line, and of a plan over hosts of one slot where it asks for several."""
     args = parse_args(command)

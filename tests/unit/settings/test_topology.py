@@ -44,7 +44,7 @@ def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path
     actor, judge, ref = found.models
     assert found.policy == actor and [m.trained for m in found.models] == [True, False, False]
     assert (judge.path, ref.path) == ("/m/judge", "/m/policy")
-    assert [g.num_engines for m in found.models for g in m.groups] == [2, 1, 3, 1, 1, 0]
+    assert [g.place.partition(": ")[2] for g in ref.groups][2] == "sglang[2] (ref).server_groups[2]"
     assert ref.groups[0].overrides == {"chunked_prefill_size": 4096}
     assert [w.num_gpus for w in found.wanted()] == [2, 2, 1, 1, 1, 1, 2, 2, 1, 1, 1]
     assert [w.runs for w in found.wanted()] == [True] * 8 + [False] * 3
@@ -72,7 +72,16 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an unknown worker": ([{"name": "a", "server_groups": [group(worker_type="worker")]}], "known are regular"),
     "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "let regular engines encode"),
-    "prompts alone": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], "let regular engines do both"),
+    "prompts alone": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], r"\(a\): got no decode group"),
+    "nobody who reads": ([{"name": "a", "server_groups": [group(worker_type="decode")]}], "got no prefill group"),
+    "pairs beside whole ones": (
+        [{"name": "a", "server_groups": [group(), group(worker_type="prefill"), group(worker_type="decode")]}],
+        "got regular groups beside prefill and decode ones",
+    ),
+    "a mode of its own": (
+        [{"name": "a", "server_groups": [group(overrides={"disaggregation_mode": "decode"})]}],
+        "use --prefill-num-servers, or worker_type",
+    ),
     "nothing that runs": ([{"name": "a", "server_groups": [group(worker_type="placeholder")]}], "placeholders alone"),
     "an uneven group": ([{"name": "a", "server_groups": [group(3)]}], "does not divide"),
     "a number as text": ([{"name": "a", "server_groups": [{"num_gpus": "2"}]}], "want a number of at least 1"),
@@ -106,7 +115,9 @@ def test_the_command_line_alone_is_one_model(base: list[str]) -> None:
     args = parse_args([*base, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2"])
     (model,) = topology_of(args).models
     assert (model.name, model.path, model.trained) == ("default", args.hf_checkpoint, True)
-    assert [(g.num_engines, g.worker) for g in model.groups] == [(2, Worker.REGULAR)]
+    assert [(g.num_gpus, g.num_gpus_per_engine, g.worker, g.place) for g in model.groups] == [
+        (4, 2, Worker.REGULAR, "")
+    ]
     assert topology_of(args.replace(debug_train_only=True)).models == ()
 
 
@@ -119,7 +130,7 @@ def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> N
     assert args.rollout_num_gpus == 5 and args.origins["rollout_num_gpus"] == "derived: the groups of --sglang-config"
     with pytest.raises(ConfigError, match="rollout_num_gpus 4, and groups of 5 GPUs"):
         parse_args([*flags, "--rollout-num-gpus", "4"])
-    with pytest.raises(ConfigError, match="none reads for others in this release"):
+    with pytest.raises(ConfigError, match="with --sglang-config, which says by worker_type"):
         parse_args([*flags, "--prefill-num-servers", "1"])
 
 
@@ -140,19 +151,56 @@ def test_a_trailing_slash_makes_no_other_model(tmp_path: Path) -> None:
     assert (model.path, model.trained) == ("/m/policy", True)
 
 
+def in_pairs(tmp_path: Path, **more: Any) -> list[str]:
+    """Flags of a policy whose prompts are read by one engine, and sampled by two."""
+    file = tmp_path / "pairs.yaml"
+    kinds = {"prefill": 1, "decode": 2}
+    groups = [group(num, num_gpus_per_engine=1, worker_type=kind, **more) for kind, num in kinds.items()]
+    file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": groups}]}))
+    return ["--sglang-config", str(file)]
+
+
+def test_engines_work_in_pairs_by_file_or_flag(base: list[str], tmp_path: Path) -> None:
+    """Law: the flag takes so many engines from all to read prompts, as a file says it with two groups."""
+    flags = ["--rollout-num-gpus", "3", "--prefill-num-servers", "1"]
+    for given in (in_pairs(tmp_path), flags):
+        (model,) = topology_of(parse_args([*base, *given])).models
+        assert model.in_pairs and [(g.worker, g.num_gpus) for g in model.groups] == [
+            (Worker.PREFILL, 1),
+            (Worker.DECODE, 2),
+        ]
+    assert not topology_of(parse_args(base)).models[0].in_pairs
+
+
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("flags", "said"),
     [
-        ({"quantization": "fp8"}, "quantization fp8 for a group"),
-        ({"disable_radix_cache": False}, "disable_radix_cache False"),
-        ({"pp_size": 2}, "with pp_size 2"),
+        (["--prefill-num-servers", "1"], "1 of 1 engine, which leaves none that samples"),
+        (["--rollout-num-gpus", "2", "--prefill-num-servers", "2"], "2 of 2 engines"),
+        (["--prefill-num-servers", "1", "--rollout-external-engine-addrs", "127.0.0.1:1"], "starts no engine"),
+        (["--sglang-disaggregation-mode", "prefill"], "use --prefill-num-servers, or worker_type"),
+        (["--router-pd-disaggregation"], "use --prefill-num-servers, or worker_type"),
     ],
 )
-def test_rules_look_at_the_groups_of_the_policy(
-    base: list[str], tmp_path: Path, overrides: dict[str, Any], said: str
-) -> None:
-    file = tmp_path / "fleet.yaml"
-    groups = [group(2, num_gpus_per_engine=2, overrides=overrides)]
-    file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": groups}]}))
+def test_pairs_that_cannot_be_meant_are_refused(base: list[str], flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        parse_args([*base, "--sglang-config", str(file), "--fully-async", "--pause-generation-mode", "retract"])
+        parse_args([*base, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "overrides", "said"),
+    [
+        (["--fully-async", "--pause-generation-mode", "retract"], {}, "read under old weights"),
+        (["--fully-async", "--pause-generation-mode", "in_place"], {}, "read under old weights"),
+        (["--colocate", "--device", "cuda", "--actor-num-gpus-per-node", "3"], {}, "registered with the network"),
+        (["--sglang-router-ip", "h", "--sglang-router-port", "1", "--router-api-key", "k"], {}, "to one engine"),
+        ([], {"dp_size": 2}, "not verified"),
+        ([], {"enable_return_routed_experts": True}, "experts of the prompt"),
+        ([], {"disaggregation_transfer_backend": "fake"}, "nothing would be handed over"),
+    ],
+)
+def test_what_pairs_cannot_do_is_refused_before_they_start(
+    base: list[str], tmp_path: Path, flags: list[str], overrides: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_args([*base, *in_pairs(tmp_path, overrides=overrides), *flags])

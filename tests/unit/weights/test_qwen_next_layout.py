@@ -123,3 +123,14 @@ def test_every_resident_tensor_gets_a_digest_while_tensors_stream(config: dict[s
         assert all(digests.keys() == table.resident.keys() | derived for digests in ranks.values())
     assert table.carries("mtp.layers.0.mlp.gate.weight") and table.carries("model.visual.pos_embed.weight")
     assert table.carries("visual.pos_embed.weight"), "SGLang's name of the vision tower"
+
+
+@pytest.mark.parametrize(("config", "parts"), [(NEXT, 2), (MOE, 1)])
+def test_with_dp_attention_the_embedding_is_that_of_a_group_or_whole(config: dict[str, Any], parts: int) -> None:
+    table = table_for(config)
+    state, layout = _state(table), EngineLayout(tp_size=4, dp_size=2)
+    name = next(name for name in table.hf_names if name.endswith("embed_tokens.weight"))
+    for rank in layout.ranks():
+        held = dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False))
+        want = _part(state[name], rank.tp_rank % parts, parts)
+        assert torch.equal(next(x for n, x in held.items() if n.endswith("embed_tokens.weight")), want), rank

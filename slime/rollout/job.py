@@ -1,0 +1,99 @@
+"""`Job`: a call of the client under way, and what becomes of it when one of its requests was interrupted or refused.
+
+Consumes: why a request ended without an answer. Produces: how long to wait before the next one, or the error that ends
+the call. Waits for nothing.
+
+Invariants
+1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
+   ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import aiohttp
+
+from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.rollout.call import Call, Refused
+from slime.rollout.engines import EnginePool
+from slime.rollout.scope import RequestScope
+from slime.rollout.upstream import ABORTED, DISMISSED, LATE, PAUSED, UNREAD, Interrupted, Try
+
+RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
+"""Somebody gave up on an engine that may still work on the request."""
+MAX_TRIES = 5
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
+
+
+@dataclass(slots=True)
+class Job:
+    """A call under way."""
+
+    call: Call
+    scope: RequestScope | None
+    session: str | None
+    partial: bool
+    interval: int
+    streams: bool
+    """Somebody reads the parts."""
+    tries: int = 0
+    """Requests in a row that brought no token."""
+    internal_errors: int = 0
+
+    def is_over(self) -> bool:
+        """Whether it is handed back as it is."""
+        scope = self.scope
+        return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
+
+    def after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
+        """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end.
+
+        `one`: where it was; `before`: tokens that the call had when it was sent.
+        """
+        url = f"{one.upstream.url}/generate"
+        match problem:
+            case Interrupted(why=why) if why == UNREAD:
+                reader = one.reader
+                assert reader is not None and reader.trouble is not None, "it was said why the prompt was not read"
+                return self.after(reader.trouble, reader, before, pool)
+            case Interrupted(why=why) if why == LATE:
+                raise DeadlineExceeded.waiting(
+                    owner=f"request {one.rid}",
+                    for_what=f"a token of {url} (--request-timeout-s)",
+                    limit_s=pool.silence_limit_s,
+                    last_progress=f"{len(self.call.tokens)} tokens",
+                ) from problem
+            case Interrupted(why=why) if why == ABORTED:
+                return self.again("aborted by its engine", before, pool)
+            case Interrupted(why=why):
+                assert why in (DISMISSED, PAUSED), why
+                return 0.0
+            case Refused(status=status, text=text):
+                said = f"{url}: HTTP {status}: {text}"
+                if status not in RETRY_STATUSES:
+                    num = len(self.call.input_ids) + before
+                    raise RequestRejected(f"{url} refused a request of {num} ids: HTTP {status}: {text}") from problem
+                self.internal_errors += status == 500
+                if self.internal_errors > 1 and len(self.call.tokens) == before:
+                    raise EngineError(f"a request failed after {self.tries + 1} tries; the last one: {said}")
+                return self.again(said, before, pool)
+            case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
+                pool.failed(one.upstream)
+                return 0.0
+            case aiohttp.ClientError() | TimeoutError():
+                pool.failed(one.upstream)
+                return self.again(f"{url}: {type(problem).__name__}: {problem}", before, pool)
+            case _:
+                raise problem
+
+    def again(self, said: str, before: int, pool: EnginePool) -> float:
+        """Counts a try; seconds to wait before the next one. Raises `EngineError` after `MAX_TRIES` without a token."""
+        if len(self.call.tokens) > before or not pool.is_open:
+            self.tries = 0
+            return 0.0
+        self.tries += 1
+        if self.tries >= MAX_TRIES:
+            raise EngineError(f"a request failed after {self.tries} tries; the last one: {said}")
+        return min(FIRST_RETRY_S * 2 ** (self.tries - 1), LONGEST_RETRY_S)
