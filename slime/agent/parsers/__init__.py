@@ -1,4 +1,4 @@
-"""What a model wrote, back into thinking, text and calls. One file per format of calls, named `--agent-tool-format`.
+"""What a model wrote, back into thinking, text and calls. One file per format of calls.
 
     parsed = Reader(format, tools, prompt_end).all(text)
 
@@ -55,7 +55,7 @@ class ToolFormat(ABC):
 
 
 FORMATS: Registry[ToolFormat] = Registry(
-    "tool format", flag="--agent-tool-format", package="slime.agent.parsers", contract=ToolFormat
+    "tool format", flag="tool_format", package="slime.agent.parsers", contract=ToolFormat
 )
 
 

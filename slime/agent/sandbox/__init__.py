@@ -72,9 +72,7 @@ class Sandbox(ABC):
         """Reads a file of the sandbox; raises `OSError`."""
 
 
-SANDBOXES: Registry[Sandbox] = Registry(
-    "sandbox", flag="--agent-sandbox", package="slime.agent.sandbox", contract=Sandbox
-)
+SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slime.agent.sandbox", contract=Sandbox)
 
 
 def checked(result: ExecResult, command: str, *, check: bool) -> ExecResult:

@@ -93,8 +93,7 @@ class LocalSandbox(Sandbox):
         if missing is not None:
             raise Unconfined(
                 f"got a machine that cannot hold what an agent runs (it lacks {missing}); allow user namespaces "
-                "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer, or choose "
-                "another sandbox"
+                "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer"
             )
         self._control.setblocking(False)
         loop.add_reader(self._control, self._hear)
