@@ -116,7 +116,7 @@ def main() -> None:
                 killer.join()
             steps = last_step(run)
             assert run.interrupt() == 130, run.tail
-            assert run.left() == [], run.left()
+            left = run.left()
     result = {
         "command": " ".join(["python", "-m", "benchmarks.fleet_soak", *sys.argv[1:]]),
         "cpus": os.cpu_count(),
@@ -131,6 +131,7 @@ def main() -> None:
     print(text)
     if options.output:
         options.output.write_text(text + "\n")
+    assert left == [], left
     grown = grown_in(compared(looks))
     assert not grown, "; ".join(grown)
     assert len(mended) == options.restarts, f"{len(mended)} of {options.restarts} restarts"
