@@ -42,6 +42,8 @@ CLEAN_LIMIT_S = 15.0
 """What the promise allows between the end of the driver and the last trace of the run."""
 WATCH_EVERY_S = 1.0
 """A look takes some ten milliseconds of the cores that the run needs."""
+NUMBERS = re.compile(r"(?<![0-9a-z])\d+(?![0-9a-z])")
+"""In names of files: pids, and not the digits of random hexadecimals."""
 LISTEN = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -156,7 +158,7 @@ class Traces:
         if new:  # what a living process of somebody else uses is not ours
             others = set().union(*(shm_inodes_of(pid) for pid in processes.keys() - {s.id.pid for s in alive}))
             pids = {member.pid for member in self.members}
-            own = {n for n, inode in new.items() if inode in self.shm or pids & {int(d) for d in re.findall(r"\d+", n)}}
+            own = {n for n, inode in new.items() if inode in self.shm or pids & set(map(int, NUMBERS.findall(n)))}
             found += [f"/dev/shm/{name}" for name in sorted(own) if new[name] not in others]
         temporary = Path(tempfile.gettempdir())
         for pattern in (f"slime-ray-{self.run_id}", f"slime-{self.run_id}-*"):
