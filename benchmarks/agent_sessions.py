@@ -32,7 +32,6 @@ from slime.rollout.generation import Generation
 
 END = "<|im_end|>"
 ANSWER = "Let me see what the file says about that, and then decide what to change in it. " * 3
-TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Instant:
@@ -56,7 +55,7 @@ async def talk(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> l
     ]
     took = []
     for turn in range(turns):
-        body = {"model": "m", "messages": history, "tools": [TOOL]}
+        body = {"model": "m", "messages": history}
         began = time.perf_counter()
         async with http.post(
             f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
