@@ -99,7 +99,7 @@ class ConversationTemplate:
         assert before and before[-1].role == "assistant", "a suffix follows a sampled turn"
         assert all(m.role != "assistant" for m in new), "an assistant's message would be encoded"
         everything = self._behind(before, new, tools)
-        end = self._first_end(everything)
+        end = self.first_end(everything.marked)
         if end is None:
             raise NotAppended(
                 f"the chat template writes no end token ({', '.join(self._ends)}) behind an assistant's turn, so "
@@ -112,6 +112,11 @@ class ConversationTemplate:
         if tokens.ids[0] != own:
             raise NotAppended(f"the tokenizer does not split at {token!r}, which ends a turn")
         return Tokens(tokens.ids[1:], tokens.origins[1:]) if last_id in self.end_ids else tokens
+
+    def first_end(self, text: str, start: int = 0) -> tuple[int, str] | None:
+        """(place, token) of the first end token in a text from there on."""
+        found = [(text.find(token, start), token) for token in self._ends]
+        return min(((at, token) for at, token in found if at >= 0), default=None)
 
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
         """What the template writes behind the word that stands for the last answer."""
@@ -140,10 +145,6 @@ class ConversationTemplate:
         """A message of the past: only its place matters, and a template that counts or pairs calls must find them."""
         kept = message.calls if with_calls else ()
         return replace(message, text=word, reasoning=None, calls=kept)
-
-    def _first_end(self, rendered: Rendered) -> tuple[int, str] | None:
-        found = [(rendered.marked.find(token), token) for token in self._ends]
-        return min(((at, token) for at, token in found if at >= 0), default=None)
 
     def _id(self, token: str) -> int:
         (own,) = (i for i in self.end_ids if self.chat.decode([i]) == token)

@@ -198,10 +198,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """What to check for."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what to check for")
     parser.add_argument("--no-engines", action="store_true", help="skip the imports of SGLang and Megatron (30 s)")
+    parser.add_argument(
+        "--template",
+        metavar="DIR",
+        help="look at the chat template of this checkpoint instead: which things that agents do it appends to the "
+        "tokens that there are",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints every finding; returns 1 if one failed."""
+    if options.template is not None:
+        from slime.cli.template_report import report
+
+        return report(options.template)
     findings = find_all(options.device, engines=not options.no_engines)
     for finding in findings:
         print(f"{finding.state:>4}  {finding.name:<16} {finding.detail}")

@@ -48,6 +48,8 @@ class ToolFormat(ABC):
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
     """Each begins a call; text from the first one on is read by `read`."""
+    signs: ClassVar[tuple[str, ...]] = ()
+    """All of them stand in the chat templates of the models that write it."""
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
@@ -155,6 +157,6 @@ def _begins(text: str, marks: Sequence[str]) -> int:
 
 
 def format_of(template: str) -> str | None:
-    """The format whose marks a chat template writes; None if it writes those of none."""
-    known = {name: FORMATS.get(name).marks for name in FORMATS.names()}
-    return next((name for name, marks in known.items() if marks and all(mark in template for mark in marks)), None)
+    """The format whose signs a chat template has, the most of them; None if it has those of none."""
+    fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
+    return max(fits, key=lambda entry: len(entry.signs)).name if fits else None

@@ -5,15 +5,15 @@ Source: the chat templates of Qwen2.5 and Qwen3.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from slime.agent.messages import canonical_arguments
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
+from slime.agent.parsers.scan import Found, call_of, followed, json_at, scan
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
+_HEAD = re.compile(r"<tool_call>")
+_END = "</tool_call>"
 
 
 @FORMATS.register("hermes", "qwen25")
@@ -21,33 +21,14 @@ class Hermes(ToolFormat):
     """JSON between marks."""
 
     marks = ("<tool_call>",)
+    signs = marks
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
-        found: list[tuple[str, str]] = []
-        rest: list[str] = []
-        at, odd = 0, False
-        for match in _CALL.finditer(text):
-            rest.append(text[at : match.start()])
-            at = match.end()
-            call = _call(match[1])
-            if call is None:
-                odd = True
-                rest.append(match[0])
-            else:
-                found.append(call)
-        tail = text[at:]
-        odd = odd or self.marks[0] in tail
-        rest.append(tail)
-        left = "".join(rest)
-        return Calls(tuple(found), left if odd else left.strip(), odd)
+        return scan(text, _HEAD, _call, end=_END)
 
 
-def _call(text: str) -> tuple[str, str] | None:
-    try:
-        value = json.loads(text)
-        name, arguments = value["name"], value.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return name, canonical_arguments(arguments)
+def _call(head: re.Match[str]) -> Found | None:
+    got = json_at(head.string, head.end())
+    call = call_of(got[0]) if got else None
+    end = followed(head.string, got[1], _END) if got else None
+    return None if call is None or end is None else ([call], end)

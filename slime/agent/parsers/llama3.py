@@ -1,0 +1,49 @@
+"""Llama 3's format: `{"name": ..., "parameters": {...}}`, behind `<|python_tag|>` or bare, several with `;` between.
+
+Without the tag, JSON with a name is a call only if it names one of the tools: an answer may be JSON too.
+Source: the chat templates of Llama 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from slime.agent.parsers import FORMATS, Calls, ToolFormat
+from slime.agent.parsers.scan import Found, call_of, followed, functions, json_at, scan
+
+_TAG = "<|python_tag|>"
+_TAGGED = re.compile(re.escape(_TAG))
+_BARE = re.compile(r'(?=\{"name":)')
+
+
+@FORMATS.register("llama3")
+class Llama3(ToolFormat):
+    """JSON that names a tool."""
+
+    marks = (_TAG, '{"name":')
+    signs = ("<|eot_id|>", '"parameters"')
+
+    def read(self, text: str, tools: Sequence[Any]) -> Calls:
+        if _TAG in text:
+            return scan(text, _TAGGED, _calls)
+        known = functions(tools)
+        got = json_at(text, 0)
+        meant = got is None or (isinstance(got[0], dict) and got[0].get("name") in known)
+        return scan(text, _BARE, _calls) if meant else Calls((), text)
+
+
+def _calls(head: re.Match[str]) -> Found | None:
+    """All that stand in a row."""
+    text, found = head.string, list[tuple[str, str]]()
+    at: int | None = head.end()
+    end = head.end()
+    while at is not None and (got := json_at(text, at)) is not None:
+        call = call_of(got[0])
+        if call is None:
+            return None
+        found.append(call)
+        end = got[1]
+        at = followed(text, end, ";")
+    return (found, end) if found and at is None else None

@@ -1,0 +1,157 @@
+"""What the probe says of real chat templates, and of small ones that each break one law."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from slime.agent.probe import PLAIN, Outcome, ProbeReport, State, probe
+from slime.cli.main import main
+from slime.core.errors import DataError
+from slime.data.chat import ChatRenderer
+from tests.support.chat_hooks import FAMILIES, tokenizer_folder
+
+END = {"deepseek-v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}  # of the others: <|im_end|>
+WITHOUT_TOOLS = ("deepseek-v3", "smollm2")
+"""Their templates write no tools into a prompt."""
+WITH_TOOLS = {
+    "tools in the prompt",
+    "call with its result",
+    "two calls at once",
+    "rounds of calls",
+    "text beside a call",
+    "thinking before a call",
+}
+
+
+def report(family: str, template: str | None = None, ends: tuple[str, ...] = (), **kwargs: Any) -> ProbeReport:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(family))
+    if template is not None:
+        tokenizer.chat_template = template
+    words = ends or (END.get(family, "<|im_end|>"),)
+    return probe(ChatRenderer(tokenizer, kwargs=kwargs), [tokenizer.convert_tokens_to_ids(word) for word in words])
+
+
+def by_feature(found: ProbeReport) -> dict[str, Outcome]:
+    return {outcome.feature: outcome for outcome in found.outcomes}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_templates(family: str) -> None:
+    found = report(family)
+    found.require_plain_turns()
+    failing = set(WITH_TOOLS) if family in WITHOUT_TOOLS else set()
+    # DeepSeek's puts every system message first.
+    failing |= {"system message in the middle"} if family == "deepseek-v3" else set()
+    assert set(found.failing) == failing
+    appended = {o.state for o in found.outcomes if o.works}
+    assert appended == {State.THINKING if family == "qwen3" else State.EXACT}
+
+
+def test_thinking_that_the_prompt_has_done_is_in_the_past_no_more() -> None:
+    found = report("qwen3", enable_thinking=False)
+    assert not found.failing
+    assert by_feature(found)[PLAIN].state is State.THINKING
+
+
+def test_wrong_end_ids_are_named_with_what_the_template_writes() -> None:
+    """SmolLM2's tokenizer says that `<|im_start|>` ends a text."""
+    found = report("smollm2", ends=("<|im_start|>",))
+    assert found.wrong_ends == (
+        "it ends a turn with '<|im_end|>' (id 2), and the end ids given are '<|im_start|>' (id 1)"
+    )
+    with pytest.raises(DataError, match=r"ends a turn with '<\|im_end\|>'.*generation_config.json"):
+        found.require_plain_turns()
+    assert not report("smollm2", ends=("<|im_start|>", "<|im_end|>")).wrong_ends
+
+
+HEADER = "{% if tools %}{{ tools | tojson }}{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}{{ '[' ~ c.function.name ~ c.function.arguments | tojson ~ ']' }}{% endfor %}"
+TURN = "{{ '<|im_start|>' ~ m.role ~ '\\n' ~ m.content }}" + CALLS + "{{ '<|im_end|>\\n' }}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+LOOP, DONE = "{% for m in messages %}", "{% endfor %}"
+
+
+def test_a_simple_template_is_exact() -> None:
+    found = report("qwen2.5", HEADER + LOOP + TURN + DONE + PROMPT)
+    assert {outcome.state for outcome in found.outcomes} == {State.EXACT}
+
+
+def test_one_that_numbers_rounds_backwards_is_refused() -> None:
+    numbered = TURN.replace("m.role", "(messages | length - loop.index0) ~ m.role")
+    found = report("qwen2.5", HEADER + LOOP + numbered + DONE + PROMPT)
+    plain = by_feature(found)[PLAIN]
+    assert plain.state is State.NOT_APPENDED and "where the template writes" in plain.detail
+    with pytest.raises(DataError, match="does not append turns"):
+        found.require_plain_turns()
+
+
+def test_one_that_drops_results() -> None:
+    found = report("qwen2.5", HEADER + LOOP + "{% if m.role != 'tool' %}" + TURN + "{% endif %}" + DONE + PROMPT)
+    found.require_plain_turns()
+    assert set(found.failing) == WITH_TOOLS - {"tools in the prompt"}
+    assert "does not write a tool's message" in by_feature(found)["call with its result"].detail
+
+
+def test_one_that_drops_calls() -> None:
+    found = report("qwen2.5", HEADER + LOOP + TURN.replace(CALLS, "") + DONE + PROMPT)
+    assert set(found.failing) == WITH_TOOLS - {"tools in the prompt"}
+    assert "leaves 'look_up' of an answer out" in by_feature(found)["call with its result"].detail
+
+
+def test_one_that_puts_system_messages_first() -> None:
+    first = "{% for m in messages if m.role == 'system' %}" + TURN + DONE
+    found = report(
+        "qwen2.5", HEADER + first + LOOP + "{% if m.role != 'system' %}" + TURN + "{% endif %}" + DONE + PROMPT
+    )
+    assert found.failing == ("system message in the middle",)
+
+
+def test_one_without_an_end_token() -> None:
+    found = report("qwen2.5", HEADER + LOOP + TURN.replace("<|im_end|>", "") + DONE + PROMPT)
+    assert "behind an answer it writes '\\n<|im_start|>" in found.wrong_ends
+    with pytest.raises(DataError, match="behind an answer it writes"):
+        found.require_plain_turns()
+
+
+def test_one_that_refuses_two_calls() -> None:
+    refuse = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"
+    found = report("qwen2.5", HEADER + LOOP + refuse + TURN + DONE + PROMPT)
+    assert found.failing == ("two calls at once",)
+    outcome = by_feature(found)["two calls at once"]
+    assert outcome.state is State.REFUSED and "one call only" in outcome.detail
+
+
+def test_the_next_header_may_end_a_turn() -> None:
+    """As in GLM's templates: nothing is written behind an answer but the header of who speaks next."""
+    glm = (
+        HEADER
+        + LOOP
+        + "{% if m.role == 'assistant' %}{{ '<|im_start|>' }}{% elif m.role == 'tool' %}{{ '<|im_end|>' }}"
+        + "{% else %}{{ '<|endoftext|>' }}{% endif %}{{ '\\n' ~ m.content }}"
+        + CALLS
+        + DONE
+        + "{% if add_generation_prompt %}{{ '<|im_start|>\\n' }}{% endif %}"
+    )
+    found = report("qwen2.5", glm, ends=("<|im_end|>", "<|endoftext|>"))
+    assert (found.wrong_ends, found.failing) == ("", ())
+
+
+def test_a_prompt_may_begin_the_thinking() -> None:
+    """As in DeepSeek-R1's template, which leaves the thinking of the past out."""
+    thinks = PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
+    found = report("qwen2.5", HEADER + LOOP + TURN + DONE + thinks)
+    assert {outcome.state for outcome in found.outcomes} == {State.THINKING}
+
+
+def test_doctor_prints_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--template", str(tokenizer_folder("qwen2.5"))]) == 0
+    out = capsys.readouterr().out
+    assert "call with its result" in out and "hermes" in out and "'<|im_end|>' (id 151645)" in out
+    assert main(["doctor", "--template", str(tokenizer_folder("smollm2"))]) == 1
+    assert "ends a turn with '<|im_end|>' (id 2)" in capsys.readouterr().out
+    assert main(["doctor", "--template", str(tmp_path / "none")]) == 2
+    assert main(["doctor", "--template", str(tmp_path)]) == 2
