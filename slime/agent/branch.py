@@ -31,6 +31,8 @@ class Turn:
     """stop | length | abort"""
     ill_formed: bool = False
     """It tried a call that cannot be read."""
+    trained: bool = True
+    """It was sampled as the run samples."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,15 @@ class Branch:
         self.log_probs += [0.0] * num
         self.versions += [NOT_SAMPLED] * num
 
-    def add_turn(self, new: Sequence[Message], answer: Message, generation: Generation, *, ill_formed: bool) -> None:
+    def add_turn(
+        self,
+        new: Sequence[Message],
+        answer: Message,
+        generation: Generation,
+        *,
+        ill_formed: bool = False,
+        trained: bool = True,
+    ) -> None:
         """What was sampled behind the tokens that there are. `new`: the messages that the turn answers."""
         start, num = len(self.tokens), len(generation.tokens)
         version = generation.weight_version
@@ -77,7 +87,15 @@ class Branch:
         self.experts = join(self.experts, generation.routed_experts, len(self.tokens))
         self.messages += [*new, answer]
         finish = generation.finish_reason
-        self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed))
+        self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
+
+    def loss_mask(self) -> list[int]:
+        """[T] 1 for what was sampled here, as the run samples."""
+        mask = [0] * len(self.tokens)
+        for turn in self.turns:
+            if turn.trained and turn.start >= self.num_shared:
+                mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        return mask
 
     @property
     def last_sampled(self) -> int | None:

@@ -5,32 +5,38 @@
             ...                                                        # talk to agent.url with agent.key
             return agent.samples(sample)
 
-Consumes: the context of the rollout. Produces: an adapter that listens on loopback, once. Waits for nothing. Is ended
-with the process that has it.
+Consumes: the context of the rollout, and `--agent-*`. Produces: an adapter that listens, from the first execution on.
+Waits for nothing. Ends with the client of the engines that it stands in front of.
 
-Invariant: an execution that ends without `samples`, by whatever, leaves no session and no request.
+Invariants
+1. An execution that ends without `samples`, by whatever, leaves no session and no request.
+2. A chat template that does not append turns is refused before the first request.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from slime.agent.adapters import AgentAdapter
 from slime.agent.parsers import format_of
+from slime.agent.probe import probe
 from slime.agent.template import ConversationTemplate
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
 from slime.data.chat import ChatRenderer
 from slime.rollout.client import EngineClient
 from slime.rollout.clients import end_of_text
 from slime.rollout.context import current
 
-_ADAPTERS: WeakKeyDictionary[EngineClient, tuple[AgentAdapter, str]] = WeakKeyDictionary()
-"""Of each client its adapter, and where it listens."""
+logger = logging.getLogger(__name__)
+
+_ADAPTERS: dict[EngineClient, asyncio.Task[tuple[AgentAdapter, str]]] = {}
+"""Of each open client its adapter, and where agents find it."""
 
 
 @dataclass(slots=True)
@@ -57,13 +63,27 @@ class Execution:
 
 @asynccontextmanager
 async def execution(
-    sampling_params: Mapping[str, Any], *, max_context_tokens: int | None = None
+    sampling_params: Mapping[str, Any],
+    *,
+    max_context_tokens: int | None = None,
+    max_turns: int | None = None,
+    time_limit_s: float | None = None,
 ) -> AsyncIterator[Execution]:
-    """A session of the run's adapter, for the block. `sampling_params`: those that the generate function was given."""
+    """A session of the run's adapter, for the block. `sampling_params`: those that the generate function was given.
+
+    Limits of this execution: tokens of a conversation (`--rollout-max-context-len`), answers (`--agent-max-turns`) and
+    seconds (`--agent-time-limit-s`). Raises `ConfigError` and `DataError` where the run's checkpoint has no tokenizer,
+    or a chat template that does not append turns.
+    """
     args = current().args
     adapter, url = await _adapter()
-    most = max_context_tokens or args.rollout_max_context_len
-    found = Execution(url, adapter.open_session(sampling=sampling_params, max_context_tokens=most), adapter)
+    key = adapter.open_session(
+        sampling=sampling_params,
+        max_context_tokens=max_context_tokens or args.rollout_max_context_len,
+        max_turns=max_turns or args.agent_max_turns,
+        time_limit_s=time_limit_s or args.agent_time_limit_s,
+    )
+    found = Execution(url, key, adapter)
     try:
         yield found
     finally:
@@ -72,21 +92,46 @@ async def execution(
 
 
 async def _adapter() -> tuple[AgentAdapter, str]:
-    """Started with the first execution."""
+    """Started with the first execution; those that come meanwhile wait for it."""
+    client = current().engine()
+    if client not in _ADAPTERS:
+        _ADAPTERS[client] = asyncio.create_task(_started(client))
+    try:
+        return await asyncio.shield(_ADAPTERS[client])
+    except SlimeError:  # the next execution may try again
+        _ADAPTERS.pop(client, None)
+        raise
+
+
+async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     context = current()
-    client, tokenizer = context.engine(), context.tokenizer
-    if client in _ADAPTERS:
-        return _ADAPTERS[client]
+    args, tokenizer = context.args, context.tokenizer
     if tokenizer is None:
         raise ConfigError("got an agent without a tokenizer, which its conversations need; give --hf-checkpoint")
-    chat = ChatRenderer(tokenizer, kwargs=context.args.apply_chat_template_kwargs)
-    ends = end_of_text(context.args.hf_checkpoint, tokenizer).token_ids
+    chat = ChatRenderer(tokenizer, kwargs=args.apply_chat_template_kwargs)
+    ends = sorted(end_of_text(args.hf_checkpoint, tokenizer).token_ids)
+    report = probe(chat, ends)
+    report.require_plain_turns()
+    if report.failing:
+        logger.warning("with this chat template a conversation forks at: %s", ", ".join(report.failing))
     adapter = AgentAdapter(
         client,
-        ConversationTemplate(chat, sorted(ends)),
+        ConversationTemplate(chat, ends),
         decode=chat.decode,
-        tool_format=format_of(str(tokenizer.chat_template)) or "none",
+        tool_format=args.agent_tool_format or format_of(str(tokenizer.chat_template)) or "none",
         sampling={},
+        agent_sampling=args.agent_sampling,
     )
-    _ADAPTERS[client] = found = (adapter, await adapter.start())
-    return found
+    try:
+        listens = await adapter.start(args.agent_host, args.agent_port)
+    except OSError as error:
+        raise ConfigError(
+            f"got --agent-host {args.agent_host} --agent-port {args.agent_port}, where no server can listen: {error}"
+        ) from error
+    client.at_close(lambda: _ended(client, adapter))
+    return adapter, args.agent_url or listens
+
+
+async def _ended(client: EngineClient, adapter: AgentAdapter) -> None:
+    _ADAPTERS.pop(client, None)
+    await adapter.close()

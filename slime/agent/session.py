@@ -29,7 +29,7 @@ from typing import Any
 
 from slime.agent.branch import Branch, Turn
 from slime.agent.messages import Message
-from slime.agent.template import ConversationTemplate, NotAppended, Origin
+from slime.agent.template import ConversationTemplate, NotAppended
 from slime.core.sample import Sample, Status
 from slime.rollout.generation import Generation
 
@@ -54,6 +54,10 @@ class Session:
         """Branches by reason, the first one left out."""
         self.aborted = False
         """The run ended a turn: what there is of the execution is not its end."""
+        self.cut_short = False
+        """A limit ended the execution, not the agent: the branch that spoke last is truncated."""
+        self._last: Branch | None = None
+        """The branch that spoke last."""
         self._template = template
 
     # ---- turns -----------------------------------------------------------------------------------------------------
@@ -75,10 +79,19 @@ class Session:
         opened.branch.busy = True
         return opened
 
-    def end_turn(self, opened: Opened, answer: Message, generation: Generation, *, ill_formed: bool = False) -> None:
-        """What the model said."""
-        opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed)
+    def end_turn(
+        self,
+        opened: Opened,
+        answer: Message,
+        generation: Generation,
+        *,
+        ill_formed: bool = False,
+        trained: bool = True,
+    ) -> None:
+        """What the model said. `trained`: it was sampled as the run samples."""
+        opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
         opened.branch.busy = False
+        self._last = opened.branch
 
     def drop_turn(self, opened: Opened) -> None:
         """Nobody heard the answer: the branch ends with the turn before."""
@@ -194,7 +207,10 @@ class Session:
             stopped = base.copy()
             stopped.status = Status.ABORTED
             return [stopped]
-        made = [self._sample(base, branch, decode) for branch in self.branches if _num_trained(branch)]
+        kept = [branch for branch in self.branches if any(branch.loss_mask())]
+        made = [self._sample(base, branch, decode) for branch in kept]
+        if self.cut_short and self._last in kept:
+            made[kept.index(self._last)].status = Status.TRUNCATED
         for sample in made:
             sample.reward = dict(reward) if isinstance(reward, Mapping) else reward
         return made
@@ -203,8 +219,7 @@ class Session:
         start, end = branch.turns[0].start, branch.turns[-1].end
         sample = base.copy()
         sample.tokens, sample.response_length = branch.tokens[:end], end - start
-        sampled = [origin is Origin.SAMPLED for origin in branch.origins[start:end]]
-        sample.loss_mask = [int(s and i >= branch.num_shared) for i, s in enumerate(sampled, start)]
+        sample.loss_mask = branch.loss_mask()[start:end]
         sample.rollout_log_probs, sample.token_versions = branch.log_probs[start:end], branch.versions[start:end]
         sample.rollout_routed_experts = None if branch.experts is None else branch.experts.upto(end - 1)
         sample.response = decode(sample.tokens[start:]) if decode is not None else ""
@@ -213,14 +228,11 @@ class Session:
             "branch": branch.why,
             "turns": len(branch.turns),
             "ill_formed_calls": sum(turn.ill_formed for turn in branch.turns),
+            "otherwise_sampled": sum(not turn.trained for turn in branch.turns),
             "origins": branch.spans(),
         }
         sample.validate()
         return sample
-
-
-def _num_trained(branch: Branch) -> int:
-    return sum(o is Origin.SAMPLED for o in branch.origins[branch.num_shared :])
 
 
 def _agreement(known: Sequence[Message], given: Sequence[Message], thinks: bool) -> tuple[int, bool]:

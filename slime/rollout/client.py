@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -93,6 +93,7 @@ class EngineClient:
         self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)
         self._handing_back: list[RequestScope] = []
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._in_front: list[Callable[[], Awaitable[None]]] = []
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -230,8 +231,14 @@ class EngineClient:
         """Waits until every abort that was started in the background has been delivered (or given up)."""
         await self._wire.drain()
 
+    def at_close(self, call: Callable[[], Awaitable[None]]) -> None:
+        """What stands in front of these engines ends before they are let go; the last one registered is first."""
+        self._in_front.append(call)
+
     async def close(self) -> None:
-        """Delivers pending aborts, then closes the connections."""
+        """Ends what stands in front, delivers pending aborts, then closes the connections."""
+        while self._in_front:
+            await self._in_front.pop()()
         await self._pool.close()
         await self._wire.close()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.core.hidden import HIDDEN
+from slime.settings.groups.agent import AgentSettings
 from slime.settings.groups.algorithm import AlgorithmSettings
 from slime.settings.groups.checkpoint import CheckpointSettings
 from slime.settings.groups.cluster import ClusterSettings
@@ -53,6 +54,7 @@ class Args(
     DataSettings,
     EvalSettings,
     RewardSettings,
+    AgentSettings,
     AlgorithmSettings,
     OffPolicySettings,
     RoutingSettings,

@@ -12,7 +12,8 @@ requests, parts of answers, and clients that hang up, which ends their request i
 Invariants
 1. A key names one session, and is not guessed: 256 random bits. Who has none is refused.
 2. The run's sampling parameters hold, whatever an agent asks for, unless `agent_sampling` lets it: training computes
-   log-probs under them. An agent's limit of tokens may only lower the run's.
+   log-probs under them. What an agent had sampled otherwise is not trained. Its limit of tokens may only lower the
+   run's.
 3. A session that is finished or dropped is forgotten at once; its requests that still run are ended.
 """
 
@@ -35,6 +36,7 @@ from slime.agent.adapters.wire import BadRequest, Frame, Wire
 from slime.agent.parsers import FORMATS, Reader
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
+from slime.core.addresses import http_url
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError
 from slime.core.sample import Sample
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
@@ -44,6 +46,16 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 MODEL = "slime"
 """The model that the list of models names; an agent may ask for any name and gets this one."""
+SAMPLES_ALL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What SGLang takes for a parameter that is not given."""
 
 
 @dataclass(slots=True)
@@ -53,10 +65,25 @@ class OpenSession:
     session: Session
     params: dict[str, Any]
     max_context: int | None
+    max_turns: int | None
     num_turns: int = 0
+    limit: asyncio.TimerHandle | None = None
+    """Ends it; None without a limit of time."""
+    refuses: str = ""
+    """Why it takes no more requests; empty while it does."""
     scope: RequestScope | None = None
     """Of the execution that opened it: what ends its requests ends those of the agent."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def end_requests(self) -> None:
+        """Those that run now; what they sampled counts for nothing."""
+        for task in self.running:
+            task.cancel()
+
+    def cut_short(self, why: str) -> None:
+        """From now on it takes no request."""
+        self.refuses, self.session.cut_short = why, True
+        self.end_requests()
 
 
 class Adapter:
@@ -78,7 +105,7 @@ class Adapter:
         model: str = MODEL,
     ) -> None:
         """`decode`: ids to text, control tokens included. `sampling`: of the run, for all sessions. `max_turns`: of a
-        session; more are refused with HTTP 429.
+        session; more are refused with HTTP 400, which clients do not repeat.
         """
         self._engine, self._template, self._decode = engine, template, decode
         self._format = FORMATS.build(tool_format, None)
@@ -96,15 +123,27 @@ class Adapter:
         *,
         sampling: Mapping[str, Any] | None = None,
         max_context_tokens: int | None = None,
+        max_turns: int | None = None,
+        time_limit_s: float | None = None,
     ) -> str:
-        """A new session; returns its API key. `sampling`: of this session alone, over the adapter's."""
+        """A new session; returns its API key. `sampling`: of this session alone, over the adapter's, like the limits.
+
+        After `time_limit_s` its requests end, and more are refused with HTTP 400; its samples say TRUNCATED.
+        """
         key = session_id or secrets.token_urlsafe(32)
         if key in self._sessions:
             raise DataError(f"got a second session with the key {key[:4]}…; a key is of one session")
-        most = max_context_tokens or self._max_context
-        self._sessions[key] = OpenSession(
-            Session(self._template), {**self._sampling, **(sampling or {})}, most, scope=REQUEST_SCOPE.get()
+        found = OpenSession(
+            Session(self._template),
+            {**self._sampling, **(sampling or {})},
+            max_context_tokens or self._max_context,
+            max_turns or self._max_turns,
+            scope=REQUEST_SCOPE.get(),
         )
+        if time_limit_s is not None:
+            why = f"the execution had its {time_limit_s:g} seconds"
+            found.limit = asyncio.get_running_loop().call_later(time_limit_s, found.cut_short, why)
+        self._sessions[key] = found
         return key
 
     def session(self, key: str) -> Session:
@@ -131,8 +170,9 @@ class Adapter:
 
     def _take(self, key: str) -> OpenSession:
         found = self._sessions.pop(key)
-        for task in found.running:
-            task.cancel()
+        if found.limit is not None:
+            found.limit.cancel()
+        found.end_requests()
         return found
 
     # ---- the server --------------------------------------------------------------------------------------------------
@@ -144,7 +184,7 @@ class Adapter:
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         bound = self._runner.addresses[0]
-        return f"http://{host}:{bound[1]}"
+        return http_url(host, bound[1])
 
     async def close(self) -> None:
         """Refuses new requests with HTTP 503, ends those that run, and stops to listen."""
@@ -210,8 +250,10 @@ class Adapter:
         return self._sessions[key]
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
-        if self._max_turns is not None and found.num_turns >= self._max_turns:
-            raise BadRequest(f"the session had its {self._max_turns} turns", 429)
+        if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
+            found.refuses, found.session.cut_short = f"the execution had its {found.max_turns} turns", True
+        if found.refuses:
+            raise BadRequest(found.refuses)
         if found.session.aborted:
             raise RunEnds("the run takes no more requests of this session")
         found.num_turns += 1
@@ -230,11 +272,13 @@ class Adapter:
 
     def _turn(self, found: OpenSession, request: Request, http: web.Request) -> Turn:
         params = {**found.params, **(request.sampling if self._agent_sampling else {})}
+        trained = all(value == found.params.get(name, SAMPLES_ALL.get(name)) for name, value in params.items())
         return Turn(
             session=found.session,
             session_id=f"{id(found):x}",
             request=request,
             params=params,
+            trained=trained,
             max_context=found.max_context,
             decode=self._decode,
             reader=lambda tools, prompt_end: Reader(self._format, tools, prompt_end),

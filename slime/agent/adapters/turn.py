@@ -97,6 +97,8 @@ class Turn:
     request: Request
     params: dict[str, Any]
     """Of the engine; `max_new_tokens` is the run's limit."""
+    trained: bool
+    """They are the run's."""
     max_context: int | None
     """Tokens of prompt and answer together."""
     decode: Callable[[Sequence[int]], str]
@@ -142,7 +144,7 @@ class Turn:
         except BaseException:
             self.session.drop_turn(opened)
             raise
-        self.session.end_turn(opened, answer.message, whole, ill_formed=parsed.ill_formed)
+        self.session.end_turn(opened, answer.message, whole, ill_formed=parsed.ill_formed, trained=self.trained)
         yield answer
 
     def _params(self, num_prompt: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime.settings.group import Group
 from slime.settings.groups import (
+    agent,
     algorithm,
     algorithm_rules,
     checkpoint,
@@ -37,6 +38,7 @@ GROUPS: tuple[Group, ...] = (
     Group(data.DataSettings, "Data", data.RULES, data.PASSED),
     Group(evaluation.EvalSettings, "Evaluation", evaluation.RULES),
     Group(reward.RewardSettings, "Reward", reward.RULES),
+    Group(agent.AgentSettings, "Agents", agent.RULES),
     Group(algorithm.AlgorithmSettings, "Algorithm", algorithm_rules.RULES),
     Group(off_policy.OffPolicySettings, "Off-policy corrections", off_policy.RULES),
     Group(routing.RoutingSettings, "Routing of experts", routing.RULES, routing.PASSED),
