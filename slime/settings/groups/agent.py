@@ -36,7 +36,7 @@ _AGENTS = Need(_may_run_agents, "a function of yours that runs agents, --custom-
 class AgentSettings:
     """An agent talks to the adapter as to OpenAI or Anthropic: slime.agent.running.execution in your function."""
 
-    agent_tool_format: str | None = opt(None, needs=_AGENTS, chosen_from=FORMATS)
+    agent_tool_format: str | None = opt(None, needs=_AGENTS)
     """How the model writes calls: a built-in format, or the import path of your own class. Default: the one whose marks
     the chat template has."""
     agent_sampling: bool = opt(False, needs=_AGENTS)
