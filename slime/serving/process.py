@@ -45,6 +45,7 @@ OWN_NAMES = "sglang::"
 """How SGLang calls its schedulers and its detokenizer. Other children (compilers) come and go."""
 STOPPED = "tT"
 """States of a process in /proc that somebody stopped."""
+LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
 _jobs: queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]] = (
@@ -94,6 +95,7 @@ class ChildProcess:
         self._log_start = 0
         self._scratch: Path | None = None
         self._named: dict[int, str] = {}
+        self._shared = SharedMemoryFiles()
 
     @property
     def pid(self) -> int:
@@ -191,6 +193,7 @@ class ChildProcess:
                     f"the end of {self.log_path}:\n{self.log_tail()}"
                 )
             if ready():
+                self._look()
                 return
             if time.monotonic() > deadline:
                 last = self.log_tail(2000).splitlines()
@@ -200,10 +203,15 @@ class ChildProcess:
                     limit_s=timeout_s,
                     last_progress=last[-1] if last else "none",
                 )
-            if self._family is not None and time.monotonic() > next_look:
-                self._family.refresh()  # remembers children that would be hard to recognise later
-                next_look = time.monotonic() + 1.0
+            if time.monotonic() > next_look:
+                self._look()
+                next_look = time.monotonic() + LOOK_EVERY_S
             time.sleep(_POLL_S)
+
+    def _look(self) -> None:
+        """Remembers children, and their shared memory: once they are killed, neither is easy to recognise."""
+        if self._family is not None:
+            self._shared.observe(self._family.refresh())
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """SIGTERM, after `timeout_s` SIGKILL; returns when nothing of the family is left. May be called again.
@@ -212,11 +220,10 @@ class ChildProcess:
         """
         if self._popen is None or self._family is None:
             return
-        files = SharedMemoryFiles()
-        left = self._family.end(grace_s=timeout_s, before_kill=files.observe)
+        left = self._family.end(grace_s=timeout_s, before_kill=self._shared.observe)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=5)
-        files.remove_orphans()
+        self._shared.remove_orphans()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if left:

@@ -11,11 +11,14 @@ Nothing here imports SGLang on a CPU (its import takes 10 s); on CUDA only its h
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +86,7 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) 
     elif device.type == "cpu":  # born in shared memory: sharing an ordinary tensor would copy it once more
         storage = torch.UntypedStorage._new_using_filename_cpu(start)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        weakref.finalize(flat, _remove_shared, storage._share_filename_cpu_()[1].decode())
     else:
         flat = torch.empty(start, dtype=torch.uint8, device=device)
     filled = 0
@@ -92,6 +96,12 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) 
     if flat.is_cuda:  # the receiver reads on a stream of its own
         torch.cuda.current_stream(device).synchronize()
     return flat, metadata
+
+
+def _remove_shared(name: str) -> None:
+    """Torch counts the receivers in the file, and one that was killed is never counted out."""
+    with contextlib.suppress(FileNotFoundError):
+        Path("/dev/shm", name.lstrip("/")).unlink()
 
 
 def _shared(tensor: Tensor) -> Any:

@@ -250,12 +250,26 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
         self.fleet, self.version, self.synced = Fleet(3), 1, {(i, 0): 1 for i in range(3)}
+        self.failed = [0, 0, 0]
+        """Of each engine how often since it served."""
+
+    def tend(self) -> None:
+        """The run may end, if an engine failed as often as it may; then another one begins."""
+        try:
+            self.fleet.supervisor.tend()
+        except EngineError:
+            assert max(self.failed) >= MAX_FAILURES, "the run ended without need"
+            self.begin()
 
     @rule(index=st.integers(0, 2))
     def fails(self, index: int) -> None:
-        if self.fleet.members[index].answers:
+        if self.fleet.members[index].answers and index not in self.fleet.port.wrong:
             self.fleet.port.wrong[index] = "killed"
+            self.failed[index] += 1
 
     @rule(index=st.integers(0, 2))
     def answers(self, index: int) -> None:
@@ -265,7 +279,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.1, 10.0))
     def tends(self, seconds: float) -> None:
         self.fleet.now += seconds
-        self.fleet.supervisor.tend()
+        self.tend()
 
     @precondition(lambda self: self.fleet.members.of(State.SYNCING, State.READY, State.TAINTED))
     @rule(succeeds=st.booleans(), tends=st.booleans(), joiners=st.booleans())
@@ -275,7 +289,9 @@ class AnyOrder(RuleBasedStateMachine):
         supervisor.syncing(takers)
         self.version += 1
         if tends:
-            supervisor.tend()
+            self.tend()
+            if self.fleet.supervisor is not supervisor:
+                return
         if succeeds:
             supervisor.synced(takers, self.version)
             self.synced |= {(e.index, e.incarnation): self.version for e in takers}
@@ -286,6 +302,8 @@ class AnyOrder(RuleBasedStateMachine):
     def only_verified_engines_serve(self) -> None:
         for engine in self.fleet.members.engines:
             if engine.state is State.READY:
+                if engine.index not in self.fleet.port.wrong:
+                    self.failed[engine.index] = 0
                 assert engine.version == self.synced[engine.index, engine.incarnation]
             else:
                 assert engine.version is None

@@ -1,0 +1,47 @@
+"""Laws of shared memory of processes that are killed: whoever reads or writes it, nothing of it stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from slime.serving.process import ChildProcess
+from slime.serving.wire import serialize_bucket
+
+HOLDS = """
+import mmap, sys, time
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(4096)
+    held = mmap.mmap(file.fileno(), 4096)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_child_that_is_killed_as_soon_as_it_is_ready_leaves_no_file(tmp_path: Path) -> None:
+    file = Path(f"/dev/shm/psm_{os.getpid():x}_killed")
+    child = ChildProcess("engine x", [sys.executable, "-c", HOLDS, str(file)], log_path=tmp_path / "log")
+    child.start()
+    try:
+        child.wait_until(lambda: "ready\n" in f"{child.log_tail()}\n", what="it holds its file", timeout_s=60)
+        os.kill(child.pid, signal.SIGKILL)
+    finally:
+        child.stop()
+    assert not file.exists()
+
+
+def test_a_bucket_whose_receiver_never_read_it_leaves_no_file() -> None:
+    before = set(os.listdir("/dev/shm"))
+    payloads, owner = serialize_bucket([("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))], 2)
+    made = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"torch_{os.getpid()}_")}
+    assert len(payloads) == 2 and len(made) == 1
+    _, again = serialize_bucket([("a", torch.zeros(3))], 1, owner)
+    assert again is owner and made <= set(os.listdir("/dev/shm")), "its memory is filled again"
+    del owner, again
+    gc.collect()
+    assert not made & set(os.listdir("/dev/shm"))
