@@ -14,7 +14,6 @@ import base64
 import contextlib
 import hashlib
 import io
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
@@ -32,6 +31,8 @@ _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
 _TILE_WORDS = 8192
 """32-bit words that one program of SGLang's hash kernel takes."""
+_born: dict[str, reductions.StorageWeakRef] = {}
+"""Files in /dev/shm of buffers made here."""
 WARM_WORDS = (1, 16, 17, 16 * _TILE_WORDS, 2 * _TILE_WORDS + 1)
 """Lengths that need each form of the hash kernels."""
 
@@ -86,7 +87,8 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) 
     elif device.type == "cpu":  # born in shared memory: sharing an ordinary tensor would copy it once more
         storage = torch.UntypedStorage._new_using_filename_cpu(start)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        weakref.finalize(flat, _remove_shared, storage._share_filename_cpu_()[1].decode())
+        _remove_abandoned()
+        _born[storage._share_filename_cpu_()[1].decode().lstrip("/")] = reductions.StorageWeakRef(storage)
     else:
         flat = torch.empty(start, dtype=torch.uint8, device=device)
     filled = 0
@@ -98,10 +100,15 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) 
     return flat, metadata
 
 
-def _remove_shared(name: str) -> None:
-    """Torch counts the receivers in the file, and one that was killed is never counted out."""
-    with contextlib.suppress(FileNotFoundError):
-        Path("/dev/shm", name.lstrip("/")).unlink()
+def _remove_abandoned() -> None:
+    """Files of buffers that are gone here: torch counts receivers in the file, and a killed one is never counted out.
+
+    Never before torch has let go of a buffer: it ends a process whose file is missing then.
+    """
+    for name in [name for name, storage in _born.items() if storage.expired()]:
+        del _born[name]
+        with contextlib.suppress(FileNotFoundError):
+            Path("/dev/shm", name).unlink()
 
 
 def _shared(tensor: Tensor) -> Any:
