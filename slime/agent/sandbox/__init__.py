@@ -40,6 +40,8 @@ class Sandbox(ABC):
     """A place for commands, from `async with` on until its end."""
 
     name: ClassVar[str]
+    folder: str = "/work"
+    """Where commands begin, and what relative paths of files are below."""
     sandbox_id: str
     """Names it in logs; set once it has begun."""
 

@@ -1,8 +1,8 @@
 """The inside of a local sandbox: `held.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
 
 The supervisor gives up its user, leaves all namespaces and forks the first process of a PID namespace. That one builds
-a root of its own (the system's libraries to read; `/work` and `/tmp` to write, in memory and bounded), says on the
-control socket that it is ready, and starts commands as it is asked. With it everything ends.
+a root of its own (the system's libraries to read; `WRITABLE` to write, in memory and bounded), says on the control
+socket that it is ready, and starts commands as it is asked. With it everything ends.
 
 Consumes: requests on the control socket (JSON, with the descriptors 0, 1, 2 of a command). Produces: ends of commands,
 and for `reach` one listening socket on the sandbox's loopback, which the outside accepts on and forwards.
@@ -39,6 +39,7 @@ NEW = 0x00020000 | 0x08000000 | 0x20000000 | 0x04000000
 """Mount, IPC, PID and UTS namespaces; user and network come with `leave_network`."""
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/certs")
+WRITABLE = ("work", "tmp", "dev/shm")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 MESSAGE = 1 << 17
 libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -71,6 +72,7 @@ def show(source: str, target: str) -> None:
 def build_root(settings: dict[str, Any]) -> None:
     """The root view, entered."""
     root, uid = "/tmp", os.getuid()
+    readable = {path: os.open(path, os.O_PATH) for path in settings["readable"]}  # the root may cover some of them
     mount("mount namespace", "none", "/", None, MS_REC | MS_PRIVATE)
     new = f"{root}/.slime-root"
     mount("tmpfs", "tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -93,10 +95,13 @@ def build_root(settings: dict[str, Any]) -> None:
         ("hosts", "127.0.0.1 localhost\n"),
     ):
         Path(new, "etc", name).write_text(text)
-    for name, size in (("work", settings["disk_bytes"]), ("tmp", settings["disk_bytes"])):
+    for name in WRITABLE:
         os.mkdir(f"{new}/{name}")
-        options = f"size={size},nr_inodes={settings['files']},mode=700"
+        options = f"size={settings['disk_bytes']},nr_inodes={settings['files']},mode=700"
         mount("tmpfs", "tmpfs", f"{new}/{name}", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for path, descriptor in readable.items():
+        show(f"/proc/self/fd/{descriptor}", new + path)
+        os.close(descriptor)
     os.mkdir(f"{new}/proc")
     mount("a /proc of its own", "proc", f"{new}/proc", "proc", MS_NOSUID | MS_NODEV)
     Path(new, "proc/sys/user/max_user_namespaces").write_text("0")

@@ -1,8 +1,8 @@
 """A sandbox on this machine: a process tree in namespaces of its own, with a root of its own (`held.py`).
 
 Bounds: processes by `RLIMIT_NPROC` of a user that no one else is; memory by `RLIMIT_AS` of each process, and by a sum
-over all, ten times a second, above which every command is killed; files by the size of the memory file systems `/work`
-and `/tmp`. Control groups are not used: containers seldom lend them.
+over all, ten times a second, above which every command is killed; files by the size of the memory file systems `/work`,
+`/tmp` and `/dev/shm`. Control groups are not used: containers seldom lend them.
 
 Concurrency: one event loop. Consumes the ends of commands from the control socket, whose other end is `held.py`;
 `_ended` wakes the command that waits. Connections of `reach` are accepted here, on a socket that `held.py` made.
@@ -45,16 +45,21 @@ class LocalSandbox(Sandbox):
     reach: tuple[str, int] | None = None
     """The one (host, port) that commands reach, as 127.0.0.1 at the same port."""
     memory_bytes: int = 1 << 30
+    readable: tuple[Path, ...] = ()
+    """Further files and folders of this machine, to be read at the same path; everybody may read them here."""
     disk_bytes: int = 256 << 20
-    """Of each of /work and /tmp."""
+    """Of each of /work, /tmp and /dev/shm."""
     processes: int = 128
     files: int = 100_000
-    """Of each of /work and /tmp."""
+    """Of each of /work, /tmp and /dev/shm."""
     lifetime_s: float = 3600.0
     """After that everything in it is killed."""
     sandbox_id: str = field(default_factory=lambda: f"local-{secrets.token_hex(6)}", init=False)
 
     async def __aenter__(self) -> Self:
+        for path in self.readable:
+            if not path.exists():
+                raise ConfigError(f"got {path}, which nobody may read in a sandbox, for it is not there; do: make it")
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
@@ -66,6 +71,7 @@ class LocalSandbox(Sandbox):
             "disk_bytes": self.disk_bytes,
             "processes": self.processes,
             "files": self.files,
+            "readable": [str(path.absolute()) for path in self.readable],
         }
         script = [sys.executable, "-I", "-S", "-X", "utf8", str(Path(__file__).with_name("held.py"))]
         with theirs:
@@ -151,7 +157,7 @@ class LocalSandbox(Sandbox):
             except OSError:
                 return
             with contextlib.closing(far_writer):
-                await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+                await asyncio.gather(copy_stream(reader, far_writer), copy_stream(far_reader, writer))
 
     async def exec(
         self,
@@ -251,7 +257,8 @@ class _Pipe:
                 return
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the end of one or the other."""
     with contextlib.suppress(OSError):
         while taken := await reader.read(1 << 16):
             writer.write(taken)

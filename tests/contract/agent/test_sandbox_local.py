@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -17,7 +18,7 @@ import pytest
 
 from slime.agent.sandbox import exec_and_wait
 from slime.agent.sandbox.local import LocalSandbox
-from slime.core.errors import Unconfined
+from slime.core.errors import ConfigError, Unconfined
 
 
 def inside(body: Callable[[LocalSandbox], Awaitable[None]], **settings: object) -> None:
@@ -101,6 +102,33 @@ def test_no_secret_of_the_run_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
     finally:
         other.kill()
         other.wait()
+
+
+def test_what_may_be_read_is_read_and_not_written() -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        assert await sandbox.read_file(f"{folder}/program") == b"a program"
+        with pytest.raises(OSError, match="got status"):
+            await sandbox.write_file(f"{folder}/program", "changed")
+        assert folder.name in (await sandbox.exec(f"ls {folder.parent}")).stdout.split()
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        os.chmod(folder, 0o755)
+        (folder / "program").write_text("a program")
+        inside(body, readable=(folder,))
+        with pytest.raises(ConfigError, match="nobody may read"):
+            inside(body, readable=(folder / "missing",))
+
+
+def test_programs_of_several_processes_share_memory() -> None:
+    """Law: /dev/shm is there, and bounded as files are."""
+    pool = "from multiprocessing import Pool; print(Pool(2).map(abs, [-1, -2]))"
+
+    async def body(sandbox: LocalSandbox) -> None:
+        assert (await sandbox.exec(f"python3 -c '{pool}'")).stdout == "[1, 2]\n"
+        assert (await sandbox.exec("head -c 30m /dev/zero >/dev/shm/full")).code != 0
+
+    inside(body, disk_bytes=20 << 20)
 
 
 def test_another_session_is_neither_read_nor_met() -> None:
