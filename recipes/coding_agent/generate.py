@@ -104,7 +104,8 @@ def failed(sample: Sample, why: str) -> Sample:
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
     """One execution."""
-    async with places(args), execution(sampling_params) as agent:
+    most = int(args.coding_max_context_tokens)
+    async with places(args), execution(sampling_params, max_context_tokens=most) as agent:
         try:
             ended, files = await work(args, sample, agent)
             if agent.adapter.session(agent.key).aborted:

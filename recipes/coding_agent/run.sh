@@ -25,7 +25,7 @@ RUN_DIR=${RUN_DIR:-runs/coding_agent-$(date +%Y%m%d-%H%M%S)}
   --custom-generate-function-path slime.cli.recipes.coding_agent.generate:generate \
   --custom-config-path "${CONFIG:-$here/settings.yaml}" \
   --num-rollout 4 --rollout-batch-size 4 --n-samples-per-prompt 4 \
-  --rollout-max-response-len 200 --rollout-max-context-len 4096 --rollout-temperature 0.8 \
+  --rollout-max-response-len 200 --rollout-temperature 0.8 \
   \
   --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
   --advantage-estimator grpo --eps-clip 0.2 \

@@ -186,6 +186,7 @@ class ContainerSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         check: bool = False,
+        idempotent: bool = False,
     ) -> ExecResult:
         """Runs a line of shell in /work, as the container's user unless `user` names another one."""
         lines = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]

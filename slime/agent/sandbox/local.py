@@ -167,6 +167,7 @@ class LocalSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         check: bool = False,
+        idempotent: bool = False,
     ) -> ExecResult:
         """Runs a line of shell in /work. There is one user, `agent`."""
         if user not in (None, "agent"):

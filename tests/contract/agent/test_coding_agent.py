@@ -69,6 +69,7 @@ def played(tmp_path: Path, says: Callable[[str], str], task: Task, **custom: Any
         "coding_sandbox": "tests.support.watched_sandbox:Watched",
         "coding_sandbox_settings": {},
         "coding_programs": str(tmp_path),
+        "coding_max_context_tokens": 4096,
         "coding_time_limit_s": 60,
         "coding_max_sandboxes": 2,
         **custom,
