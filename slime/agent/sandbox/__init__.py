@@ -99,7 +99,7 @@ async def exec_and_wait(
 
     `key`: names this run; the same key again waits for the same run instead of starting a second one.
     """
-    folder = f"/tmp/slime-run-{key}"
+    folder = f"{sandbox.folder}/.slime-run-{key}"
     at = shlex.quote(folder)
     inner = f"echo $$ >{at}/pid; sh -c {shlex.quote(command)} >{at}/out 2>{at}/err </dev/null; "
     inner += f"echo $? >{at}/code; mv {at}/code {at}/done"
