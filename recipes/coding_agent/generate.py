@@ -34,6 +34,8 @@ from . import grading
 
 SMALL_AGENT = "small_agent"
 PROGRAMS: dict[str, Harness] = {h.name: h for h in (ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness())}
+NEEDS = {"memory_bytes": 8 << 30, "processes": 512}
+"""Of those in a sandbox, unless the settings say otherwise: their runtimes reserve more addresses than they use."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 SAID = 2000
 """Characters of what the program printed that are kept."""
@@ -46,10 +48,10 @@ def places(args: Any) -> asyncio.Semaphore:
 
 
 def sandbox_of(args: Any, **more: Any) -> Sandbox:
-    """A sandbox of the kind and with the settings of the run; not begun."""
+    """A sandbox of the kind and with the settings of the run, which come before `more`; not begun."""
     kind: Any = SANDBOXES.get(args.coding_sandbox)
     try:
-        made: Sandbox = kind(**{**args.coding_sandbox_settings, **more})
+        made: Sandbox = kind(**{**more, **args.coding_sandbox_settings})
     except TypeError as error:
         raise ConfigError(f"got coding_sandbox_settings that {args.coding_sandbox} does not take: {error}") from error
     return made
@@ -71,7 +73,7 @@ async def work(args: Any, sample: Sample, agent: Execution) -> tuple[HarnessResu
     path = PATH
     if name != SMALL_AGENT:
         folder = program_folder(args, name)
-        more["readable"] = (folder,)
+        more = {**more, **NEEDS, "readable": (folder,)}
         path = f"{folder}/node_modules/.bin:{PATH}"
     async with sandbox_of(args, **more) as sandbox:
         repository, home = await grading.lay_out(sandbox, sample.metadata["files"]), f"{sandbox.folder}/home"
