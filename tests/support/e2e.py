@@ -172,7 +172,7 @@ class RealRun:
     def __init__(
         self, run_dir: Path, flags: Flags, *, script: str = "train.py", more_env: dict[str, str] | None = None
     ) -> None:
-        """`more_env`: variables beside those of `environment`."""
+        """`script`: a loop, or bash that starts one. `more_env`: variables beside those of `environment`."""
         self.run_dir = run_dir
         heed_interrupts()
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,8 @@ class RealRun:
         """From the start to the end of the driver."""
         self.clean_s = 0.0
         """From the first question whether anything is left to the answer."""
-        command = [sys.executable, script, "--device", "cpu", *map(str, flags), "--run-dir", str(run_dir)]
+        interpreter = "bash" if script.endswith(".sh") else sys.executable
+        command = [interpreter, script, "--device", "cpu", *map(str, flags), "--run-dir", str(run_dir)]
         with self._output.open("wb") as output:
             self._driver = subprocess.Popen(
                 command,

@@ -23,9 +23,7 @@ MODEL = "slime"
 class Shell(Protocol):
     """What a harness needs of a sandbox."""
 
-    async def exec(
-        self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
-    ) -> Any: ...
+    async def exec(self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float = ...) -> Any: ...
 
     async def write_file(self, path: str, content: str | bytes) -> None: ...
 

@@ -16,9 +16,14 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slime.core.registry import Registry
+
+if TYPE_CHECKING:
+    from slime.agent.sandbox.e2b import E2BSandbox
+
+__all__ = ["SANDBOXES", "CommandFailed", "E2BSandbox", "ExecResult", "Sandbox", "checked", "exec_and_wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Sandbox(ABC):
     """A place for commands, from `async with` on until its end."""
 
     name: ClassVar[str]
+    folder: str = "/work"
+    """Where commands begin, and what relative paths of files are below."""
     sandbox_id: str
     """Names it in logs; set once it has begun."""
 
@@ -60,8 +67,10 @@ class Sandbox(ABC):
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         check: bool = False,
+        idempotent: bool = False,
     ) -> ExecResult:
-        """Runs a line of shell. `check`: raises `CommandFailed` for another status than 0."""
+        """Runs a line of shell. `check`: raises `CommandFailed` for another status than 0. `idempotent`: a sandbox that
+        is far away may send it again when the answer got lost."""
 
     @abstractmethod
     async def write_file(self, path: str, content: bytes | str) -> None:
@@ -90,22 +99,31 @@ async def exec_and_wait(
 
     `key`: names this run; the same key again waits for the same run instead of starting a second one.
     """
-    folder = f"/tmp/slime-run-{key}"
+    folder = f"{sandbox.folder}/.slime-run-{key}"
     at = shlex.quote(folder)
     inner = f"echo $$ >{at}/pid; sh -c {shlex.quote(command)} >{at}/out 2>{at}/err </dev/null; "
     inner += f"echo $? >{at}/code; mv {at}/code {at}/done"
     start = f"mkdir {at} 2>/dev/null || exit 0; setsid sh -c {shlex.quote(inner)} >/dev/null 2>&1 </dev/null &"
-    await sandbox.exec(start, check=True)
+    await sandbox.exec(start, check=True, idempotent=True)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while True:
-        if (await sandbox.exec(f"test -e {at}/done")).code == 0:
+        if (await sandbox.exec(f"test -e {at}/done", idempotent=True)).code == 0:
             code, timed_out = int(await sandbox.read_file(f"{folder}/done")), False
             break
         if loop.time() >= deadline:
-            await sandbox.exec(f"kill -s KILL -- -$(cat {at}/pid)")
+            await sandbox.exec(f"kill -s KILL -- -$(cat {at}/pid)", idempotent=True)
             code, timed_out = 137, True
             break
         await asyncio.sleep(min(poll_s, max(0.0, deadline - loop.time())))
     out, err = [(await sandbox.read_file(f"{folder}/{name}")).decode(errors="replace") for name in ("out", "err")]
     return ExecResult(code, out, err, timed_out)
+
+
+def __getattr__(name: str) -> Any:
+    """`E2BSandbox` is a public name of this package; its module imports this one."""
+    if name == "E2BSandbox":
+        from slime.agent.sandbox.e2b import E2BSandbox
+
+        return E2BSandbox
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

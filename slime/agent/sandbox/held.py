@@ -1,8 +1,10 @@
 """The inside of a local sandbox: `held.py PARENT_PID CONTROL_FD SETTINGS_JSON`, started by `local.py`.
 
 The supervisor gives up its user, leaves all namespaces and forks the first process of a PID namespace. That one builds
-a root of its own (the system's libraries to read; `/work` and `/tmp` to write, in memory and bounded), says on the
-control socket that it is ready, and starts commands as it is asked. With it everything ends.
+a root of its own (the system's libraries to read; `WRITABLE` to write, in memory and bounded), says on the control
+socket that it is ready, and starts commands as it is asked. With it everything ends.
+
+Where nothing holds a command and that was allowed (`unheld`), the supervisor itself starts commands, in a folder.
 
 Consumes: requests on the control socket (JSON, with the descriptors 0, 1, 2 of a command). Produces: ends of commands,
 and for `reach` one listening socket on the sandbox's loopback, which the outside accepts on and forwards.
@@ -11,6 +13,7 @@ Woken by: the control socket, and a tick of `TICK_S` that reaps and measures mem
 Invariants
 1. Nothing runs before all of the confinement holds: the first step that fails ends the process with its name.
 2. The end of the outside closes the control socket, and the kernel kills the supervisor; either ends every process.
+   Without namespaces the first alone does, and not for processes of a command that ended the supervisor.
 3. A command has no capability, no descriptor but its three, and no variable that it was not given.
 """
 
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 TICK_S = 0.1
+KILL_PASSES = 100
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x1000, 0x4000, 0x40000, 2, 4
 MNT_DETACH, AT_FDCWD, AT_RECURSIVE, MOUNT_SETATTR = 2, -100, 0x8000, 442
 RDONLY, NOSUID = 1, 2
@@ -39,6 +43,7 @@ NEW = 0x00020000 | 0x08000000 | 0x20000000 | 0x04000000
 """Mount, IPC, PID and UTS namespaces; user and network come with `leave_network`."""
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/certs")
+WRITABLE = ("work", "tmp", "dev/shm")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 MESSAGE = 1 << 17
 libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -71,6 +76,7 @@ def show(source: str, target: str) -> None:
 def build_root(settings: dict[str, Any]) -> None:
     """The root view, entered."""
     root, uid = "/tmp", os.getuid()
+    readable = {path: os.open(path, os.O_PATH) for path in settings["readable"]}  # the root may cover some of them
     mount("mount namespace", "none", "/", None, MS_REC | MS_PRIVATE)
     new = f"{root}/.slime-root"
     mount("tmpfs", "tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -93,10 +99,13 @@ def build_root(settings: dict[str, Any]) -> None:
         ("hosts", "127.0.0.1 localhost\n"),
     ):
         Path(new, "etc", name).write_text(text)
-    for name, size in (("work", settings["disk_bytes"]), ("tmp", settings["disk_bytes"])):
+    for name in WRITABLE:
         os.mkdir(f"{new}/{name}")
-        options = f"size={size},nr_inodes={settings['files']},mode=700"
+        options = f"size={settings['disk_bytes']},nr_inodes={settings['files']},mode=700"
         mount("tmpfs", "tmpfs", f"{new}/{name}", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for path, descriptor in readable.items():
+        show(f"/proc/self/fd/{descriptor}", new + path)
+        os.close(descriptor)
     os.mkdir(f"{new}/proc")
     mount("a /proc of its own", "proc", f"{new}/proc", "proc", MS_NOSUID | MS_NODEV)
     Path(new, "proc/sys/user/max_user_namespaces").write_text("0")
@@ -129,29 +138,67 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
         for limit, value in (
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_AS, settings["memory_bytes"]),
-            (resource.RLIMIT_NPROC, settings["processes"]),
             (resource.RLIMIT_NOFILE, 1024),
+            *bounds_of(settings),
         ):
             hard = resource.getrlimit(limit)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(limit, (value, value))
         must("no_new_privs", libc.prctl(38, 1, 0, 0, 0))
-        os.chdir("/work")
+        os.chdir(settings["folder"])
         os.execve("/bin/sh", ["sh", "-c", *request["run"]], request["env"])
     finally:
         os._exit(127)
 
 
-def memory_used() -> int:
+def bounds_of(settings: dict[str, Any]) -> list[tuple[int, int]]:
+    """Of processes, where their user is no one else's; of a file, where no file system bounds all of them."""
+    bounds = [(resource.RLIMIT_FSIZE, settings["disk_bytes"])] if settings["unheld"] else []
+    alone = not settings["unheld"] or os.getuid() == settings["uid"]
+    return [*bounds, *([(resource.RLIMIT_NPROC, settings["processes"])] if alone else [])]
+
+
+def fields_of(pid: int) -> dict[str, str]:
+    """What the kernel says of a process; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def processes(settings: dict[str, Any]) -> dict[int, dict[str, str]]:
+    """Those of the sandbox but this one, with what the kernel says of them."""
+    me = os.getpid()
+    known = {int(pid): fields_of(int(pid)) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != me}
+    if not settings["unheld"]:
+        return known
+    mine, grown = {me}, True
+    while grown:
+        children = {pid for pid, fields in known.items() if int(fields.get("PPid", "0")) in mine} - mine
+        mine |= children
+        grown = bool(children)
+    return {pid: known[pid] for pid in mine - {me} if not known[pid]["State"].startswith("Z")}
+
+
+def memory_used(settings: dict[str, Any]) -> int:
     """Bytes of memory of all processes but this one, shared ones counted for each."""
-    total = 0
-    for pid in os.listdir("/proc"):
-        if pid.isdigit() and pid != "1":
-            with contextlib.suppress(OSError):
-                for line in Path("/proc", pid, "status").read_text().splitlines():
-                    if line.startswith(("RssAnon:", "RssShmem:")):
-                        total += 1024 * int(line.split()[1])
-    return total
+    sizes = [fields.get(name, "0") for fields in processes(settings).values() for name in ("RssAnon", "RssShmem")]
+    return sum(1024 * int(size.split()[0]) for size in sizes)
+
+
+def kill_all(settings: dict[str, Any]) -> None:
+    """All processes but this one."""
+    if not settings["unheld"]:
+        os.kill(-1, signal.SIGKILL)
+        return
+    for _ in range(KILL_PASSES):  # what one forked while the others were killed is found by the next look
+        found = processes(settings)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(TICK_S / 10)
 
 
 def serve(control: socket.socket, settings: dict[str, Any]) -> None:
@@ -182,8 +229,8 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
                 os.close(descriptor)
         if time.monotonic() - measured >= TICK_S:
             measured = time.monotonic()
-            if memory_used() > settings["memory_bytes"]:
-                os.kill(-1, signal.SIGKILL)
+            if memory_used(settings) > settings["memory_bytes"]:
+                kill_all(settings)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] in running:
@@ -210,6 +257,17 @@ def first_process(control: socket.socket, settings: dict[str, Any]) -> None:
     serve(control, settings)
 
 
+def serve_unheld(control: socket.socket, settings: dict[str, Any]) -> None:
+    """Commands as plain processes, until the outside is gone."""
+    libc.prctl(36, 1, 0, 0, 0)  # orphans become children of this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control.send(json.dumps({"missing": None}).encode())
+    try:
+        serve(control, settings)
+    finally:
+        kill_all(settings)
+
+
 def main() -> None:
     """The supervisor."""
     sys.path.append(str(Path(__file__).parents[3]))
@@ -224,6 +282,9 @@ def main() -> None:
         os.setresgid(*[settings["uid"]] * 3)
         os.setresuid(*[settings["uid"]] * 3)
         libc.prctl(4, 1, 0, 0, 0)  # its own /proc files again, which the change of user took
+    if settings["unheld"]:
+        serve_unheld(control, settings)
+        return
     die_with_parent(parent)
     uid = os.getuid()
     if not leave_network(NEW) or os.getuid() != uid:

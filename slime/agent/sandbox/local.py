@@ -1,8 +1,8 @@
 """A sandbox on this machine: a process tree in namespaces of its own, with a root of its own (`held.py`).
 
 Bounds: processes by `RLIMIT_NPROC` of a user that no one else is; memory by `RLIMIT_AS` of each process, and by a sum
-over all, ten times a second, above which every command is killed; files by the size of the memory file systems `/work`
-and `/tmp`. Control groups are not used: containers seldom lend them.
+over all, ten times a second, above which every command is killed; files by the size of the memory file systems `/work`,
+`/tmp` and `/dev/shm`. Control groups are not used: containers seldom lend them.
 
 Concurrency: one event loop. Consumes the ends of commands from the control socket, whose other end is `held.py`;
 `_ended` wakes the command that waits. Connections of `reach` are accepted here, on a socket that `held.py` made.
@@ -15,10 +15,12 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
 import secrets
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +29,15 @@ from typing import Any, Self
 from slime.agent.sandbox import SANDBOXES, ExecResult, Sandbox, checked
 from slime.core.errors import ConfigError, Unconfined
 
+logger = logging.getLogger(__name__)
+
 FIRST_UID, UIDS = 1_000_000_000, 1_000_000_000
 """Users that no system gives out; each sandbox takes one by chance."""
 MAX_OUTPUT_BYTES = 1 << 20
 """Of each stream of a command; more is dropped."""
 MAX_REQUEST_BYTES = 1 << 16
 """Of a command with its variables."""
+LOOPBACK = ("127.0.0.1", "localhost")
 START_S, FILE_S, KILL_S = 60.0, 60.0, 10.0
 PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "USER": "agent"}
 
@@ -45,28 +50,59 @@ class LocalSandbox(Sandbox):
     reach: tuple[str, int] | None = None
     """The one (host, port) that commands reach, as 127.0.0.1 at the same port."""
     memory_bytes: int = 1 << 30
+    readable: tuple[Path, ...] = ()
+    """Further files and folders of this machine, to be read at the same path; everybody may read them here."""
     disk_bytes: int = 256 << 20
-    """Of each of /work and /tmp."""
+    """Of each of /work, /tmp and /dev/shm."""
     processes: int = 128
     files: int = 100_000
-    """Of each of /work and /tmp."""
+    """Of each of /work, /tmp and /dev/shm."""
+    allow_unconfined: bool = False
+    """Run commands also where nothing can hold them, as plain processes in a folder of /tmp: they reach the network,
+    other processes and all files that their user may."""
     lifetime_s: float = 3600.0
     """After that everything in it is killed."""
     sandbox_id: str = field(default_factory=lambda: f"local-{secrets.token_hex(6)}", init=False)
 
     async def __aenter__(self) -> Self:
+        for path in self.readable:
+            if not path.exists():
+                raise ConfigError(f"got {path}, which nobody may read in a sandbox, for it is not there; do: make it")
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            await self._start()
+        except Unconfined as refusal:
+            if not self.allow_unconfined:
+                raise
+            if self.reach is not None and self.reach[0] not in LOOPBACK:
+                raise ConfigError(
+                    f"got an unconfined sandbox with {self.reach[0]} to reach; only loopback can be"
+                ) from None
+            logger.warning("NOTHING HOLDS what an agent runs here, which allow_unconfined permits: %s", refusal)
+            self._scratch = tempfile.TemporaryDirectory(prefix="slime-unconfined-", ignore_cleanup_errors=True)
+            self.folder = self._scratch.name
+            await self._start()
+        return self
+
+    async def _start(self) -> None:
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        unheld, uid = self._scratch is not None, FIRST_UID + secrets.randbelow(UIDS)
         settings = {
-            "uid": FIRST_UID + secrets.randbelow(UIDS),
+            "uid": uid,
             "port": self.reach[1] if self.reach else None,
+            "folder": self.folder,
+            "unheld": unheld,
             "memory_bytes": self.memory_bytes,
             "disk_bytes": self.disk_bytes,
             "processes": self.processes,
             "files": self.files,
+            "readable": [str(path.absolute()) for path in self.readable],
         }
+        if unheld and os.getuid() == 0:
+            os.chown(self.folder, uid, uid)
         script = [sys.executable, "-I", "-S", "-X", "utf8", str(Path(__file__).with_name("held.py"))]
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -83,7 +119,6 @@ class LocalSandbox(Sandbox):
         except BaseException:
             await self.__aexit__()
             raise
-        return self
 
     async def _begin(self) -> None:
         loop = asyncio.get_running_loop()
@@ -93,7 +128,8 @@ class LocalSandbox(Sandbox):
         if missing is not None:
             raise Unconfined(
                 f"got a machine that cannot hold what an agent runs (it lacks {missing}); allow user namespaces "
-                "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer"
+                "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer, or set "
+                "allow_unconfined where losing this machine does no harm"
             )
         self._control.setblocking(False)
         loop.add_reader(self._control, self._hear)
@@ -109,6 +145,11 @@ class LocalSandbox(Sandbox):
             self._server.close()
         asyncio.get_running_loop().remove_reader(self._control)
         self._kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_S):
+                await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         await self._process.wait()
         # The kernel closes the other end when the last process of the namespace is gone.
         self._control.settimeout(KILL_S)
@@ -117,8 +158,14 @@ class LocalSandbox(Sandbox):
                 pass
         self._control.close()
         self._lost()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def _kill(self) -> None:
+        if self._scratch is not None:  # no kernel ends its processes with it: it does that when the socket ends
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
+            return
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -151,7 +198,7 @@ class LocalSandbox(Sandbox):
             except OSError:
                 return
             with contextlib.closing(far_writer):
-                await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+                await asyncio.gather(copy_stream(reader, far_writer), copy_stream(far_reader, writer))
 
     async def exec(
         self,
@@ -161,6 +208,7 @@ class LocalSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         check: bool = False,
+        idempotent: bool = False,
     ) -> ExecResult:
         """Runs a line of shell in /work. There is one user, `agent`."""
         if user not in (None, "agent"):
@@ -190,7 +238,7 @@ class LocalSandbox(Sandbox):
     ) -> tuple[int, bytes, bytes, bool]:
         """(status, what it printed, what it said of errors, whether it met the limit)."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
-        request = json.dumps({"id": number, "run": line, "env": {**PLAIN, **env}}).encode()
+        request = json.dumps({"id": number, "run": line, "env": {**PLAIN, "HOME": self.folder, **env}}).encode()
         if len(request) > MAX_REQUEST_BYTES:
             raise ConfigError(f"got a command of {len(request)} bytes, above {MAX_REQUEST_BYTES}; write it to a file")
         source = os.memfd_create("stdin", os.MFD_CLOEXEC)
@@ -251,7 +299,8 @@ class _Pipe:
                 return
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the end of one or the other."""
     with contextlib.suppress(OSError):
         while taken := await reader.read(1 << 16):
             writer.write(taken)

@@ -7,6 +7,7 @@ import json
 from collections import deque
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,6 +15,8 @@ from slime.agent.harness import Harness
 from slime.agent.harness.claude_code import ClaudeCodeHarness
 from slime.agent.harness.codex import CodexHarness
 from slime.agent.harness.opencode import OpenCodeHarness
+from slime.agent.sandbox.local import LocalSandbox
+from slime.core.errors import Unconfined
 from slime.core.sample import Sample
 from tests.support.agent_room import END, Room, agent_room
 from tests.support.command_lines import PlainShell, folder_with
@@ -28,6 +31,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 """Tool -> arguments: each program has one of them."""
 LAST = "It is written."
+HARNESSES = [ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness()]
 
 
 class Scripted(deque[str]):
@@ -46,7 +50,7 @@ class Scripted(deque[str]):
         return f"I write it.\n<tool_call>\n{call}\n</tool_call>"
 
 
-@pytest.mark.parametrize("harness", [ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness()], ids=lambda h: h.name)
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda h: h.name)
 def test_a_command_line_completes_a_task(harness: Harness, tmp_path: Path) -> None:
     """Law: an unmodified program works, and its conversation is one sample in which each answer is trained."""
     shell = PlainShell(str(folder_with(harness)))
@@ -73,3 +77,40 @@ def test_a_command_line_completes_a_task(harness: Harness, tmp_path: Path) -> No
             assert said.count(END) == 2 and task.metadata["agent"]["turns"] == 2, task.metadata
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda h: h.name)
+def test_a_command_line_works_in_a_sandbox(harness: Harness) -> None:
+    """Law: a program that reaches the adapter alone, and reads nothing but the system and itself, completes a task."""
+    program = folder_with(harness).parents[1]
+
+    async def run() -> None:
+        async with agent_room() as room:
+            room.model.script = Scripted()
+            room.model.script.room = room
+            reach = urlsplit(room.url)
+            sandbox = LocalSandbox(
+                reach=(str(reach.hostname), int(reach.port or 0)),
+                readable=(program,),
+                memory_bytes=8 << 30,
+                processes=512,
+            )
+            async with sandbox:
+                await sandbox.exec("mkdir repository home", check=True)
+                done = await harness.run(
+                    sandbox,
+                    TASK,
+                    url=room.url,
+                    key=room.key,
+                    folder=f"{sandbox.folder}/repository",
+                    home=f"{sandbox.folder}/home",
+                    path=f"{program}/node_modules/.bin:/usr/local/bin:/usr/bin:/bin",
+                    timeout_s=LIMIT_S,
+                )
+                assert done.code == 0 and not done.timed_out and LAST in done.output, done
+                assert await sandbox.read_file("repository/made.txt") == b"hello\n"
+
+    try:
+        asyncio.run(run())
+    except Unconfined as refusal:
+        pytest.skip(str(refusal))

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -17,7 +18,7 @@ import pytest
 
 from slime.agent.sandbox import exec_and_wait
 from slime.agent.sandbox.local import LocalSandbox
-from slime.core.errors import Unconfined
+from slime.core.errors import ConfigError, Unconfined
 
 
 def inside(body: Callable[[LocalSandbox], Awaitable[None]], **settings: object) -> None:
@@ -101,6 +102,33 @@ def test_no_secret_of_the_run_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
     finally:
         other.kill()
         other.wait()
+
+
+def test_what_may_be_read_is_read_and_not_written() -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        assert await sandbox.read_file(f"{folder}/program") == b"a program"
+        with pytest.raises(OSError, match="got status"):
+            await sandbox.write_file(f"{folder}/program", "changed")
+        assert folder.name in (await sandbox.exec(f"ls {folder.parent}")).stdout.split()
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        os.chmod(folder, 0o755)
+        (folder / "program").write_text("a program")
+        inside(body, readable=(folder,))
+        with pytest.raises(ConfigError, match="nobody may read"):
+            inside(body, readable=(folder / "missing",))
+
+
+def test_programs_of_several_processes_share_memory() -> None:
+    """Law: /dev/shm is there, and bounded as files are."""
+    pool = "from multiprocessing import Pool; print(Pool(2).map(abs, [-1, -2]))"
+
+    async def body(sandbox: LocalSandbox) -> None:
+        assert (await sandbox.exec(f"python3 -c '{pool}'")).stdout == "[1, 2]\n"
+        assert (await sandbox.exec("head -c 30m /dev/zero >/dev/shm/full")).code != 0
+
+    inside(body, disk_bytes=20 << 20)
 
 
 def test_another_session_is_neither_read_nor_met() -> None:
@@ -199,3 +227,58 @@ def test_nothing_runs_after_the_parent_was_killed() -> None:
     parent.wait()
     parent.stdout.close()
     assert gone("7302")
+
+
+WITHOUT_NAMESPACES = """
+import ctypes, os, sys
+from pathlib import Path
+uid = os.getuid()
+assert ctypes.CDLL(None).unshare(0x10000000) == 0, "a user namespace"
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+Path("/proc/self/setgroups").write_text("deny")
+Path("/proc/self/uid_map").write_text(f"1000 {uid} 1")
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+"""What it starts has no right to leave a namespace, as in a container of the usual kind."""
+UNCONFINED = """
+import asyncio, json, logging, os
+from slime.agent.sandbox import exec_and_wait
+from slime.agent.sandbox.local import LocalSandbox
+from slime.core.errors import Unconfined
+logging.basicConfig(format="%(levelname)s %(message)s")
+
+async def go():
+    try:
+        async with LocalSandbox():
+            print("held")
+    except Unconfined as refusal:
+        print("refused" if "allow_unconfined" in str(refusal) else refusal)
+    async with LocalSandbox(allow_unconfined=True, memory_bytes=400 << 20, disk_bytes=20 << 20) as sandbox:
+        await sandbox.write_file("a/b", "text")
+        print((await sandbox.exec("cat a/b; echo; pwd; echo $HOME; env | grep -c SESAME")).stdout.split())
+        print(sandbox.folder, os.path.exists(sandbox.folder))
+        late = await sandbox.exec("echo begun; sleep 7303", timeout_s=1)
+        print(late.timed_out, late.stdout)
+        print((await sandbox.exec("head -c 30m /dev/zero >full")).code != 0)
+        hog = "python3 -c 'import time; b=bytearray(150<<20); time.sleep(30)' &"
+        hog = f"for i in 1 2 3 4; do {hog} done; wait; echo all"
+        print((await sandbox.exec(hog)).code)
+        print((await exec_and_wait(sandbox, "echo fine", timeout_s=30, poll_s=0.1, key="a")).stdout)
+        await sandbox.exec("setsid sleep 7303 </dev/null >/dev/null 2>&1 & sleep 7303 & true")
+    print(os.path.exists(sandbox.folder))
+
+asyncio.run(go())
+"""
+
+
+def test_what_nothing_holds_runs_only_where_that_is_allowed() -> None:
+    """Law: it says so loudly, its bounds hold, and its processes and files end with it."""
+    environment = {**os.environ, "SESAME": "a secret of the run", "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", WITHOUT_NAMESPACES, UNCONFINED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    said = done.stdout.split("\n")
+    assert done.returncode == 0 and said[0] == "refused", done
+    folder = said[2].split()[0]
+    assert said[1] == str(["text", folder, folder, "0"]) and said[2].endswith("True"), done
+    assert said[3:] == ["True begun", "", "True", "137", "fine", "", "False", ""], done
+    assert "WARNING NOTHING HOLDS" in done.stderr and gone("7303"), done

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from recipes.coding_agent.grading import ASK
+from recipes.coding_agent.tasks import TASKS, Task
 from recipes.demo import task
 from recipes.tiny import tasks
 from slime.core.sample import Sample
@@ -64,11 +68,37 @@ def test_cold_start_and_reinforcement_ask_the_same_sums() -> None:
     assert all(str(eval(q.rstrip("="))) == a for q, a in taught.items())
 
 
+def hidden_results(folder: Path, task: Task, files: dict[str, str]) -> tuple[set[bool], set[bool]]:
+    """Which results `fixes` and `keeps` have on these files."""
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+    def returns(arguments: list[object], expected: object) -> bool:
+        call = json.dumps({"function": task.function, "arguments": arguments})
+        done = subprocess.run([sys.executable, "-c", ASK, call], cwd=folder, capture_output=True, text=True)
+        return bool(json.loads(done.stdout.splitlines()[-1]) == expected)
+
+    return {returns(*call) for call in task.fixes}, {returns(*call) for call in task.keeps}
+
+
+@pytest.mark.parametrize("coding", TASKS, ids=lambda task: task.function)
+def test_a_coding_task_is_broken_and_its_answer_is_not(coding: Task, tmp_path: Path) -> None:
+    assert hidden_results(tmp_path, coding, coding.files) in (({False}, {True}), ({False}, set()))
+    tests = [sys.executable, "-B", "-m", "unittest", "-q"]
+    assert subprocess.run(tests, cwd=tmp_path, capture_output=True).returncode != 0
+    answered = {**coding.files, coding.path: coding.answer}
+    assert hidden_results(tmp_path / "answered", coding, answered) in (({True}, {True}), ({True}, set()))
+    assert subprocess.run(tests, cwd=tmp_path / "answered", capture_output=True).returncode == 0
+    assert not [call for call in coding.shown if call in (*coding.fixes, *coding.keeps)], "an answer could be copied"
+
+
 def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
     from slime.settings.hooks import load_hook
 
     assert load_hook("examples.second_try:generate", "generate")
     assert load_hook("recipes.tiny.tasks:digit_fraction", "custom_rm")
+    assert load_hook("recipes.coding_agent.generate:generate", "generate")
 
 
 @pytest.mark.slow

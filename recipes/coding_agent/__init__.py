@@ -1,0 +1,1 @@
+"""A coding agent, trained from outside: repositories with a bug, a program that mends them, hidden tests that grade."""

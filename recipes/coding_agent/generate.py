@@ -1,0 +1,125 @@
+"""`--custom-generate-function-path`: a coding agent that knows nothing of training mends a repository.
+
+    a sandbox   ── the repository; the agent's program, which reaches the adapter and nothing else
+    another one ── the files that it left, and the calls of the hidden tests
+
+Consumes: a row of `tasks.py`. Produces: the samples of one execution with their reward, and in
+`metadata["coding"]` how the agent ended. Waits for: a free place among `coding_max_sandboxes`, then the agent, at most
+`coding_time_limit_s`. Is ended by cancellation, which ends the sandboxes, too.
+
+Invariants
+1. An agent out of time gives what there is: its files are graded, and its samples are TRUNCATED.
+2. What fails outside of the agent (no sandbox, no program, no answer at all) is FAILED and never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from slime.agent.harness import Harness, HarnessResult
+from slime.agent.harness.claude_code import ClaudeCodeHarness
+from slime.agent.harness.codex import CodexHarness
+from slime.agent.harness.command import CommandHarness
+from slime.agent.harness.opencode import OpenCodeHarness
+from slime.agent.running import Execution, execution
+from slime.agent.sandbox import SANDBOXES, CommandFailed, Sandbox
+from slime.core.errors import ConfigError, Unconfined
+from slime.core.sample import Sample, Status
+
+from . import grading
+
+SMALL_AGENT = "small_agent"
+PROGRAMS: dict[str, Harness] = {h.name: h for h in (ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness())}
+NEEDS = {"memory_bytes": 8 << 30, "processes": 512}
+"""Of those in a sandbox, unless the settings say otherwise: their runtimes reserve more addresses than they use."""
+PATH = "/usr/local/bin:/usr/bin:/bin"
+SAID = 2000
+"""Characters of what the program printed that are kept."""
+_PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def places(args: Any) -> asyncio.Semaphore:
+    """Sandboxes that may still begin on this event loop."""
+    return _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(int(args.coding_max_sandboxes)))
+
+
+def sandbox_of(args: Any, **more: Any) -> Sandbox:
+    """A sandbox of the kind and with the settings of the run, which come before `more`; not begun."""
+    kind: Any = SANDBOXES.get(args.coding_sandbox)
+    try:
+        made: Sandbox = kind(**{**more, **args.coding_sandbox_settings})
+    except TypeError as error:
+        raise ConfigError(f"got coding_sandbox_settings that {args.coding_sandbox} does not take: {error}") from error
+    return made
+
+
+def program_folder(args: Any, name: str) -> Path:
+    """Where npm put a program; `prepare` does it."""
+    folder = Path(args.coding_programs, name).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"got harness {name}, which is not in {folder}; do: prepare the recipe with HARNESS={name}")
+    return folder
+
+
+async def work(args: Any, sample: Sample, agent: Execution) -> tuple[HarnessResult, dict[str, bytes]]:
+    """The agent at work: how it ended, and the files that it left."""
+    name, issue = str(sample.metadata["harness"]), _issue(sample)
+    reach = urlsplit(agent.url)
+    more: dict[str, Any] = {"reach": (reach.hostname, reach.port)}
+    path = PATH
+    if name != SMALL_AGENT:
+        folder = program_folder(args, name)
+        more = {**more, **NEEDS, "readable": (folder,)}
+        path = f"{folder}/node_modules/.bin:{PATH}"
+    async with sandbox_of(args, **more) as sandbox:
+        repository, home = await grading.lay_out(sandbox, sample.metadata["files"]), f"{sandbox.folder}/home"
+        program = f"{home}/{SMALL_AGENT}.py"
+        await sandbox.write_file(program, Path(__file__).with_name(f"{SMALL_AGENT}.py").read_text())
+        harness = PROGRAMS.get(name) or CommandHarness(words=("python3", program))
+        ended = await harness.run(
+            sandbox,
+            issue,
+            url=agent.url,
+            key=agent.key,
+            folder=repository,
+            home=home,
+            path=path,
+            timeout_s=float(args.coding_time_limit_s),
+        )
+        return ended, await grading.files_of(sandbox)
+
+
+def _issue(sample: Sample) -> str:
+    prompt = sample.prompt
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def failed(sample: Sample, why: str) -> Sample:
+    """The execution is tried again, and counts for nothing."""
+    sample.status, sample.metadata["failure"] = Status.FAILED, why
+    return sample
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
+    """One execution."""
+    most = int(args.coding_max_context_tokens)
+    async with places(args), execution(sampling_params, max_context_tokens=most) as agent:
+        try:
+            ended, files = await work(args, sample, agent)
+            if agent.adapter.session(agent.key).aborted:
+                return agent.samples(sample)
+            async with sandbox_of(args) as fresh:
+                reward = await grading.grade(fresh, files, sample.metadata["hidden"])
+        except (Unconfined, CommandFailed, OSError) as problem:
+            return failed(sample, f"sandbox: {problem}")
+        coding = {"code": ended.code, "timed_out": ended.timed_out, "said": ended.output[-SAID:]}
+        samples = agent.samples(sample, reward=reward, metadata={"coding": coding})
+    if not samples:
+        return failed(sample, f"the agent got no answer (status {ended.code}): {ended.output[-300:]}")
+    for one in samples:
+        one.status = Status.TRUNCATED if ended.timed_out and one.status is Status.COMPLETED else one.status
+    return samples

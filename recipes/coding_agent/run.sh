@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# A coding agent in sandboxes, trained by GRPO of SmolLM2-135M-Instruct on two CPU cores: `slime recipe coding_agent`, or
+# this script with further flags for the loop. Environment: PY (python), SEED, RUN_DIR, HARNESS (small_agent,
+# claude_code, codex, opencode), CONFIG (a copy of settings.yaml).
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+if test -f "$root/pyproject.toml"; then cd "$root"; fi
+PY=${PY:-.venv/bin/python}
+SEED=${SEED:-1234}
+# See recipes/demo/run.sh.
+if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16; else DTYPE=--no-bf16; fi
+RUN_DIR=${RUN_DIR:-runs/coding_agent-$(date +%Y%m%d-%H%M%S)}
+
+"$PY" -m slime.cli.recipes.coding_agent.prepare --out assets/coding_agent --harness "${HARNESS:-small_agent}"
+
+"$PY" -m slime train \
+  --hf-checkpoint assets/smollm2-135m-instruct \
+  --run-dir "$RUN_DIR" \
+  --device auto --colocate \
+  --seed "$SEED" --rollout-seed "$SEED" \
+  \
+  --prompt-data assets/coding_agent/train.jsonl --input-key prompt --label-key label --metadata-key metadata \
+  --rollout-shuffle \
+  --custom-generate-function-path slime.cli.recipes.coding_agent.generate:generate \
+  --custom-config-path "${CONFIG:-$here/settings.yaml}" \
+  --num-rollout 4 --rollout-batch-size 4 --n-samples-per-prompt 4 \
+  --rollout-max-response-len 200 --rollout-temperature 0.8 \
+  \
+  --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+  --advantage-estimator grpo --eps-clip 0.2 \
+  --lr 1e-5 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
+  "$DTYPE" \
+  "$@"
+
+cat "$RUN_DIR/report.md"
+echo "page: $RUN_DIR/report.html, picture: $RUN_DIR/report.png"

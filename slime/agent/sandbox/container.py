@@ -1,0 +1,258 @@
+"""A sandbox in a container, by the command line of docker or podman: for tasks that bring an image of their own.
+
+The container has no network, no capability and a user without rights; memory and processes are bounded by control
+groups. `reach` is a socket of this machine in a mounted folder, and a small program of Python inside that listens for
+it, so an image without Python cannot have it.
+
+Consumes: the ends of clients (`docker exec`). Waits for: the client, at most a command's limit and `CLIENT_S`.
+
+Invariants
+1. The container lives as long as the standard input of the client that began it, and at most `lifetime_s`: the end of
+   this process, by whatever, ends it, and it is removed with its files.
+2. What a command gets (its line, its variables, files) goes through standard input: no process list shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import secrets
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from slime.agent.sandbox import SANDBOXES, ExecResult, Sandbox, checked
+from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, copy_stream
+from slime.core.errors import ConfigError, Unconfined
+
+RUNTIMES = ("docker", "podman")
+START_S, FILE_S, CLIENT_S = 600.0, 60.0, 30.0
+"""A start may fetch the image. A client may take so much longer than its command."""
+MOUNTED, SOCKET, FORWARDER = "/run/slime", "reach.sock", "forward.py"
+READY = "ready"
+FORWARD = """\
+import asyncio, sys
+async def copy(source, sink):
+    try:
+        while taken := await source.read(65536):
+            sink.write(taken)
+            await sink.drain()
+        sink.write_eof()
+    except OSError:
+        pass
+async def one(reader, writer):
+    far_reader, far_writer = await asyncio.open_unix_connection(sys.argv[1])
+    await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+    far_writer.close()
+    writer.close()
+async def main():
+    server = await asyncio.start_server(one, "127.0.0.1", int(sys.argv[2]))
+    print("ready", flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+
+
+@SANDBOXES.register("container")
+@dataclass(kw_only=True)
+class ContainerSandbox(Sandbox):
+    """A container of an image."""
+
+    image: str
+    """Has `sh`, `timeout` and `sleep`, as nearly all have; Python, too, for `reach`."""
+    runtime: str | None = None
+    """docker or podman; None: the first that is installed."""
+    reach: tuple[str, int] | None = None
+    """The one (host, port) that commands reach, as 127.0.0.1 at the same port."""
+    readable: tuple[Path, ...] = ()
+    """Further files and folders of this machine, to be read at the same path."""
+    memory_bytes: int = 2 << 30
+    disk_bytes: int = 1 << 30
+    """Of each of /tmp and /work, which are in memory where the root is read-only."""
+    processes: int = 256
+    read_only: bool = True
+    """The image's files cannot be changed; /tmp and /work are empty at first. An image that brings its repository in
+    /work, or changes its own files, needs False."""
+    network: str = "none"
+    """As `docker run --network`."""
+    user: str = "1000:1000"
+    lifetime_s: float = 3600.0
+    """After that it is ended."""
+    sandbox_id: str = field(default_factory=lambda: f"slime-{secrets.token_hex(6)}", init=False)
+
+    async def __aenter__(self) -> Self:
+        self._client = self._program()
+        self._server: asyncio.Server | None = None
+        self._main: asyncio.subprocess.Process | None = None
+        self._forwarder: asyncio.subprocess.Process | None = None
+        self._shared = tempfile.TemporaryDirectory(prefix="slime-container-")
+        try:
+            if self.reach is not None:
+                await self._listen(*self.reach)
+            await self._begin()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    def _program(self) -> str:
+        wanted = RUNTIMES if self.runtime is None else (self.runtime,)
+        found = next((path for path in map(shutil.which, wanted) if path), None)
+        if found is None:
+            names = " or ".join(wanted)
+            raise ConfigError(f"got a sandbox in a container without {names}; install one, or take the local sandbox")
+        return found
+
+    async def _listen(self, host: str, port: int) -> None:
+        """The socket that stands for `reach`; its folder is this user's alone, and another one in it is mounted."""
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.closing(writer), contextlib.suppress(OSError):
+                far_reader, far_writer = await asyncio.open_connection(host, port)
+                with contextlib.closing(far_writer):
+                    await asyncio.gather(copy_stream(reader, far_writer), copy_stream(far_reader, writer))
+
+        folder = Path(self._shared.name, "mounted")
+        folder.mkdir(mode=0o755)
+        (folder / FORWARDER).write_text(FORWARD)
+        self._server = await asyncio.start_unix_server(forward, str(folder / SOCKET))
+        (folder / SOCKET).chmod(0o666)
+
+    def _run_command(self) -> list[str]:
+        uid = self.user.partition(":")[0]
+        command = [self._client, "run", "--rm", "--interactive", "--init", "--name", self.sandbox_id]
+        command += ["--network", self.network, "--user", self.user, "--workdir", self.folder, "--hostname", "sandbox"]
+        command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        command += ["--memory", str(self.memory_bytes), "--memory-swap", str(self.memory_bytes)]
+        command += ["--pids-limit", str(self.processes), "--label", f"slime.parent={os.getpid()}"]
+        if self.read_only:
+            given = f"rw,exec,nosuid,nodev,size={self.disk_bytes},mode=0700,uid={uid}"
+            command += ["--read-only", "--tmpfs", f"/tmp:{given}", "--tmpfs", f"{self.folder}:{given}"]
+        for path in self.readable:
+            command += ["--volume", f"{path.absolute()}:{path.absolute()}:ro"]
+        if self.reach is not None:
+            command += ["--volume", f"{self._shared.name}/mounted:{MOUNTED}:ro"]
+        lives = f"echo {READY}; exec timeout -s KILL {self.lifetime_s:.0f} cat >/dev/null"
+        return [*command, "--entrypoint", "sh", self.image, "-c", lives]
+
+    async def _begin(self) -> None:
+        self._main = await self._started(self._run_command())
+        await self._ready(self._main, f"container of {self.image}")
+        if self.reach is not None:
+            inside = ["python3", "-I", f"{MOUNTED}/{FORWARDER}", f"{MOUNTED}/{SOCKET}", str(self.reach[1])]
+            self._forwarder = await self._started([*self._exec(self.user), *inside])
+            await self._ready(self._forwarder, f"python3 in {self.image}, which an address to reach needs")
+
+    async def _started(self, command: list[str]) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+
+    async def _ready(self, process: asyncio.subprocess.Process, what: str) -> None:
+        """Returns when a client says that what it started is there. Raises `Unconfined` if it ends before."""
+        assert process.stdout is not None, "a pipe"
+        async with asyncio.timeout(START_S):
+            if (await process.stdout.readline()).decode().strip() != READY:
+                said = (await process.communicate())[1][-500:].decode(errors="replace").strip()
+                raise Unconfined(f"got no {what}; {self._client} says: {said}")
+
+    def _exec(self, user: str) -> list[str]:
+        return [self._client, "exec", "--interactive", "--user", user, self.sandbox_id]
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._main is not None and self._main.returncode is None:
+            assert self._main.stdin is not None, "a pipe"
+            self._main.stdin.close()
+            await self._run([self._client, "rm", "--force", self.sandbox_id], b"", CLIENT_S)  # at once
+        for client in (self._forwarder, self._main):
+            if client is not None:
+                await _ended(client)
+        self._shared.cleanup()
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+        check: bool = False,
+        idempotent: bool = False,
+    ) -> ExecResult:
+        """Runs a line of shell in /work, as the container's user unless `user` names another one."""
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]
+        lines.append(f"exec timeout -s KILL {math.ceil(timeout_s)} sh -c {shlex.quote(command)} </dev/null")
+        client = [*self._exec(user or self.user), "sh"]
+        began = asyncio.get_running_loop().time()
+        code, out, err = await self._run(client, "\n".join(lines).encode(), timeout_s + CLIENT_S)
+        late = code == 137 and asyncio.get_running_loop().time() - began >= timeout_s
+        result = ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
+        return checked(result, command, check=check)
+
+    async def write_file(self, path: str, content: bytes | str) -> None:
+        """Relative paths are below /work. Raises `OSError`."""
+        data = content.encode() if isinstance(content, str) else content
+        await self._file('mkdir -p -- "$(dirname -- "$1")" && cat >"$1"', path, data, "writing")
+
+    async def read_file(self, path: str) -> bytes:
+        """As `write_file`."""
+        return await self._file('cat <"$1"', path, b"", "reading")
+
+    async def _file(self, line: str, path: str, data: bytes, doing: str) -> bytes:
+        client = [*self._exec(self.user), "sh", "-c", line, "sh", path]
+        code, out, err = await self._run(client, data, FILE_S, self.disk_bytes)
+        if code != 0:
+            raise OSError(f"got status {code} while {doing} {path}: {err[-300:].decode(errors='replace')}")
+        return out
+
+    async def _run(
+        self, client: list[str], stdin: bytes, limit_s: float, most: int = MAX_OUTPUT_BYTES
+    ) -> tuple[int, bytes, bytes]:
+        """(status, output, errors) of a client; 137 for one that does not end."""
+        process = await self._started(client)
+        assert process.stdin and process.stdout and process.stderr, "pipes"
+        out, err = bytearray(), bytearray()
+        work = asyncio.gather(
+            _feed(process.stdin, stdin), _take(process.stdout, out, most), _take(process.stderr, err, most)
+        )
+        try:
+            async with asyncio.timeout(limit_s):
+                await work
+                code = await process.wait()
+        except TimeoutError:
+            code = 137
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        return (128 - code if code < 0 else code), bytes(out), bytes(err)
+
+
+async def _ended(client: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLIENT_S):
+            await client.wait()
+    with contextlib.suppress(ProcessLookupError):
+        client.kill()
+    await client.wait()
+
+
+async def _feed(sink: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sink.write(data)
+        await sink.drain()
+    sink.close()
+
+
+async def _take(source: asyncio.StreamReader, into: bytearray, most: int) -> None:
+    while taken := await source.read(1 << 16):
+        into += taken[: max(0, most - len(into))]

@@ -1,0 +1,158 @@
+"""A sandbox at E2B, or at a service that speaks its API, by the package `e2b` (`pip install 'slime[e2b]'`).
+
+The package reads its own variables (E2B_API_KEY, E2B_DOMAIN, ...). Those of slime are defaults of the fields below.
+The network between here and there loses requests: what may be sent twice is sent again.
+
+Consumes: the service's answers. Waits for: each of them, at most a command's limit and `REQUEST_S`; between tries a
+random time that grows.
+
+Invariants
+1. A command that is not `idempotent` is sent once.
+2. The service ends the sandbox after `lifetime_s`, whatever becomes of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+import shlex
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from slime.agent.sandbox import SANDBOXES, ExecResult, Sandbox, checked
+from slime.core.errors import ConfigError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+REQUEST_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
+LIFETIME, RETRIES = "SLIME_AGENT_SANDBOX_LIFETIME_SEC", "SLIME_AGENT_SANDBOX_RPC_RETRIES"
+IMAGE_KEY, SIZE = "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "SLIME_AGENT_E2B_SANDBOX_SIZE"
+
+
+def package() -> Any:
+    """The module. Raises `ConfigError` where it is not installed."""
+    try:
+        import e2b
+    except ImportError as error:
+        raise ConfigError("got a sandbox of E2B without its package; do: pip install 'slime[e2b]'") from error
+    return e2b
+
+
+def is_transient(problem: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    e2b = package()
+    if isinstance(problem, e2b.SandboxNotRunningException | e2b.NotFoundException):
+        return False
+    if isinstance(problem, e2b.TimeoutException | e2b.RateLimitException | e2b.ServiceBusyException | OSError):
+        return True
+    if isinstance(problem, e2b.SandboxException):
+        return (problem.status_code or 0) >= 500
+    return type(problem).__module__.partition(".")[0] in ("httpx", "httpcore", "pyqwest", "connectrpc")
+
+
+@SANDBOXES.register("e2b")
+@dataclass(kw_only=True)
+class E2BSandbox(Sandbox):
+    """One sandbox of the service."""
+
+    folder = "/home/user"
+    image: str | None = None
+    """Template; with SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY, an image that is given as this metadata. None: E2B's."""
+    reach: tuple[str, int] | None = None
+    """A public (host, port) that commands may reach, at its own name; nothing else is. None: nothing."""
+    size: str | None = field(default_factory=lambda: os.environ.get(SIZE))
+    """Metadata `size`, for services that read it."""
+    lifetime_s: float = field(default_factory=lambda: float(os.environ.get(LIFETIME, "3600")))
+    """After that the service ends it."""
+    retries: int = field(default_factory=lambda: int(os.environ.get(RETRIES, "3")))
+    """Further tries of a request that may succeed later."""
+    user: str = "user"
+    sandbox_id: str = field(default="", init=False)
+
+    async def __aenter__(self) -> Self:
+        key, metadata = os.environ.get(IMAGE_KEY), dict[str, str]()
+        if key and self.image:
+            metadata[key] = self.image
+        if self.size:
+            metadata["size"] = self.size
+        e2b = package()
+        network = {"deny_out": [e2b.ALL_TRAFFIC], "allow_out": [self.reach[0]]} if self.reach else None
+        self._remote: Any = await self._tried(
+            "begin",
+            lambda: e2b.AsyncSandbox.create(
+                template=None if key else self.image,
+                timeout=math.ceil(self.lifetime_s),
+                metadata=metadata,
+                allow_internet_access=self.reach is not None,
+                network=network,
+            ),
+        )
+        self.sandbox_id = str(self._remote.sandbox_id)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self._tried("end", lambda: self._remote.kill())
+        except Exception as problem:  # the service ends it in time; an answer is not worth less for that
+            logger.warning("the sandbox %s may live for up to %.0f s: %s", self.sandbox_id, self.lifetime_s, problem)
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+        check: bool = False,
+        idempotent: bool = False,
+    ) -> ExecResult:
+        """Runs a line of shell in the user's home."""
+        e2b, began = package(), asyncio.get_running_loop().time()
+        line = f"exec timeout -s KILL {math.ceil(timeout_s)} sh -c {shlex.quote(command)} </dev/null"
+        given: dict[str, Any] = {"envs": dict(env or {}), "user": user or self.user, "cwd": self.folder}
+        try:
+            ended = await self._tried(
+                "run a command",
+                lambda: self._remote.commands.run(line, timeout=timeout_s + REQUEST_S, **given),
+                tries=self.retries + 1 if idempotent else 1,
+            )
+        except e2b.CommandExitException as exit_:
+            ended = exit_
+        late = ended.exit_code == 137 and asyncio.get_running_loop().time() - began >= timeout_s
+        return checked(ExecResult(ended.exit_code, ended.stdout, ended.stderr, late), command, check=check)
+
+    async def write_file(self, path: str, content: bytes | str) -> None:
+        """Relative paths are below the user's home. Raises `OSError`."""
+        await self._file(f"write {path}", lambda: self._remote.files.write(path, content, user=self.user))
+
+    async def read_file(self, path: str) -> bytes:
+        """As `write_file`."""
+        return bytes(
+            await self._file(f"read {path}", lambda: self._remote.files.read(path, format="bytes", user=self.user))
+        )
+
+    async def _file(self, what: str, request: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await self._tried(what, request)
+        except package().SandboxException as problem:
+            raise OSError(f"could not {what}: {problem}") from problem
+
+    async def _tried(self, what: str, request: Callable[[], Awaitable[T]], *, tries: int | None = None) -> T:
+        """The answer of one of at most so many tries; raises what the last one raised."""
+        pause_s, left = FIRST_PAUSE_S, tries or self.retries + 1
+        while True:
+            left -= 1
+            try:
+                return await request()
+            except Exception as problem:
+                if not left or isinstance(problem, package().CommandExitException) or not is_transient(problem):
+                    raise
+                logger.warning("sandbox %s: could not %s, trying again: %s", self.sandbox_id, what, problem)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
