@@ -31,10 +31,10 @@ def hint(guess: str, answer: str) -> str:
     try:
         said, right = float(guess), float(answer)
     except ValueError:
-        return "That is no number. Try again."
+        return "A number."
     if not math.isfinite(said):
-        return "That is no number. Try again."
-    return f"No, it is {'more' if right > said else 'less'} than {guess}. Try again."
+        return "A number."
+    return f"{'More' if right > said else 'Less'} than {guess}."
 
 
 async def play(client: AsyncOpenAI, messages: list[Any], task: dict[str, Any], turns: int) -> int:

@@ -22,11 +22,11 @@ RUN_DIR=${RUN_DIR:-runs/game-$(date +%Y%m%d-%H%M%S)}
   --prompt-data "assets/game-$GAME/train.jsonl" --input-key prompt --label-key label --metadata-key metadata \
   --rollout-shuffle \
   --custom-generate-function-path slime.cli.recipes.game.play:generate --reward-key solved \
-  --num-rollout 10 --rollout-batch-size 8 --n-samples-per-prompt 8 \
-  --rollout-max-response-len 8 --rollout-temperature 1.0 \
+  --num-rollout 12 --rollout-batch-size 8 --n-samples-per-prompt 8 \
+  --rollout-max-response-len 4 --rollout-temperature 0.8 \
   \
   --eval-prompt-data "$GAME" "assets/game-$GAME/eval.jsonl" \
-  --eval-interval 10 --eval-temperature 0 \
+  --eval-interval 12 --eval-temperature 0 \
   --custom-eval-rollout-log-function-path slime.cli.recipes.game.play:log_eval \
   \
   --use-dynamic-batch-size --max-tokens-per-gpu 2048 \

@@ -18,6 +18,7 @@ from slime.core.errors import DataError
 
 from ..demo.task import write_jsonl
 
+RULE = "Guess the number."
 DRAWS = 20_000
 """Entries drawn; most repeat an earlier one."""
 
@@ -30,8 +31,8 @@ class Game:
     """Of reasoning-gym."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of that dataset."""
-    rule: str = "Answer with one number."
-    """The system prompt."""
+    example: tuple[str, ...] = ()
+    """A game that is shown before: question, try, hint, try, ..., the right answer. Nothing of it is trained."""
     answers: tuple[int, ...] = ()
     """Equally frequent ones; none: as they are drawn."""
     turns: int = 3
@@ -39,6 +40,8 @@ class Game:
 
 
 BITS = {"min_n": 1, "max_n": 4095}
+BITS_QUESTION = "How many 1 bits are there in the binary representation of the number 5000?"
+BITS_EXAMPLE = (BITS_QUESTION, "6", "Less than 6.", "3", "More than 3.", "5")
 SUM = {
     "min_terms": 2,
     "max_terms": 2,
@@ -49,14 +52,19 @@ SUM = {
     "allow_negation": False,
     "format_style": "natural",
 }
+PRIMES_EXAMPLE = (
+    "Count how many prime numbers there are between 80 and 100 (inclusive) ?",
+    "2",
+    "More than 2.",
+    "5",
+    "Less than 5.",
+    "3",
+)
 GAMES = {
-    "bits": Game("count_bits", BITS, "Answer with one number from 2 to 8.", tuple(range(2, 9))),
-    "bits4": Game("count_bits", BITS, "Answer with one number from 2 to 8.", tuple(range(2, 9)), turns=4),
-    "primes": Game("count_primes", {"max_n": 60}, "Answer with one number.", tuple(range(0, 10))),
-    "sums": Game("basic_arithmetic", SUM),
-    "products": Game("products", {"max_digits": 1}, num_held_out=30),
-    "gcd": Game("gcd", {"max_value": 60}, answers=(1, 2, 3, 4, 5, 6), num_held_out=120),
-    "letters": Game("letter_counting", {"min_words": 3, "max_words": 8}, answers=(1, 2, 3, 4, 5), num_held_out=100),
+    "bits": Game("count_bits", BITS, BITS_EXAMPLE, tuple(range(2, 9))),
+    "bits4": Game("count_bits", BITS, BITS_EXAMPLE, tuple(range(2, 9)), turns=4),
+    "primes": Game("count_primes", {"max_n": 60}, PRIMES_EXAMPLE, tuple(range(0, 10))),
+    "sums": Game("basic_arithmetic", SUM, ("What is 20 + 5?", "27", "Less than 27.", "24", "More than 24.", "25")),
 }
 MIN_TRAIN = 96
 """Questions to train on."""
@@ -89,7 +97,9 @@ def _enough(game: Game, train: list[Any], held_out: list[Any]) -> tuple[list[Any
 
 def to_row(game: Game, entry: dict[str, Any]) -> dict[str, Any]:
     """One line of a dataset file."""
-    messages = [{"role": "system", "content": game.rule}, {"role": "user", "content": entry["question"]}]
+    said = (*game.example, f"Right. {entry['question']}")
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    messages.insert(0, {"role": "system", "content": RULE})
     stored = {name: entry[name] for name in ("question", "answer", "metadata")}
     task = {"dataset": game.dataset, "settings": game.settings, "entry": stored}
     return {"prompt": messages, "label": entry["answer"], "metadata": {"turns": game.turns, "reasoning_gym": task}}
