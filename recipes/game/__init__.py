@@ -1,0 +1,1 @@
+"""The game: an agent plays reasoning-gym questions in several turns, against the environment's hints, and learns to."""
