@@ -1,1 +1,1 @@
-"""The game: an agent plays reasoning-gym questions in several turns, against the environment's hints, and learns to."""
+"""The game: sums in several turns, with the environment's hints, played by an agent that knows nothing of training."""

@@ -1,29 +1,23 @@
-"""One game, as anybody would write it with OpenAI's SDK: ask, score with reasoning-gym, hint, ask again.
+"""One game, as anybody would write it with OpenAI's SDK: ask, score with reasoning-gym, give a hint, ask again.
 
 --custom-generate-function-path recipes.game.play:generate --reward-key solved
+
+The questions are the demo's: none of the held-out sums is trained on, in any phrasing or order of its terms.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from slime.agent.running import execution
 from slime.core.sample import Sample
-from slime.rewards.graders.reasoning_gym_task import bare_answer
+from slime.rewards.graders.reasoning_gym_task import bare_answer, score_function, task_entry
 
-
-@functools.cache
-def _scorer(dataset: str, settings: str) -> Callable[[str, dict[str, Any]], float]:
-    import reasoning_gym
-
-    made = reasoning_gym.create_dataset(dataset, seed=0, **json.loads(settings))
-    return lambda answer, entry: float(made.score_answer(answer, entry))
+RULE = "Answer with one number."
+TURNS = 3
 
 
 def hint(guess: str, answer: str) -> str:
@@ -31,16 +25,18 @@ def hint(guess: str, answer: str) -> str:
     try:
         said, right = float(guess), float(answer)
     except ValueError:
-        return "A number."
+        return "That is no number. Try again."
     if not math.isfinite(said):
-        return "A number."
-    return f"{'More' if right > said else 'Less'} than {guess}."
+        return "That is no number. Try again."
+    return f"No, it is {'more' if right > said else 'less'} than {guess}. Try again."
 
 
-async def play(client: AsyncOpenAI, messages: list[Any], task: dict[str, Any], turns: int) -> int:
+async def play(client: AsyncOpenAI, sample: Sample) -> int:
     """The turn that answered right, from 1; 0: none did."""
-    entry, score = task["entry"], _scorer(task["dataset"], json.dumps(task["settings"]))
-    for turn in range(1, turns + 1):
+    dataset, entry = task_entry(sample)
+    score = score_function(dataset)
+    messages: list[Any] = [{"role": "system", "content": RULE}, *sample.prompt]
+    for turn in range(1, TURNS + 1):
         answer = await client.chat.completions.create(model="slime", messages=messages)
         said = answer.choices[0].message.content or ""
         guess = bare_answer(said, entry["answer"])
@@ -53,11 +49,9 @@ async def play(client: AsyncOpenAI, messages: list[Any], task: dict[str, Any], t
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """`--custom-generate-function-path`: one game. Its reward: 1.0 if any turn solved it."""
-    turns = int(sample.metadata["turns"])
     async with execution(sampling_params) as agent:
         async with AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0) as client:
-            messages: list[Any] = list(sample.prompt)
-            solved_in = await play(client, messages, sample.metadata["reasoning_gym"], turns)
+            solved_in = await play(client, sample)
         return agent.samples(sample, reward={"solved": float(solved_in > 0), "solved_in": float(solved_in)})
 
 
@@ -65,6 +59,6 @@ def log_eval(rollout_id: int, args: Any, data: dict[str, dict[str, Any]], metric
     """`--custom-eval-rollout-log-function-path`: adds the share of games that were solved by each turn."""
     for name, found in data.items():
         games = {sample.index: sample.reward["solved_in"] for sample in found["samples"]}
-        for turn in range(1, max(int(s.metadata["turns"]) for s in found["samples"]) + 1):
+        for turn in range(1, TURNS + 1):
             metrics[f"eval/{name}-solved_by_{turn}"] = sum(1 <= one <= turn for one in games.values()) / len(games)
     return False

@@ -30,7 +30,7 @@ BOARDS = ("arc_agi", "rearc")
 
 
 @functools.lru_cache(maxsize=256)
-def _score_function(source_dataset: str, settings: str = "{}") -> Callable[[str, dict[str, Any]], float]:
+def score_function(source_dataset: str, settings: str = "{}") -> Callable[[str, dict[str, Any]], float]:
     """`settings`: of the task, as JSON."""
     import reasoning_gym
 
@@ -90,10 +90,10 @@ class ReasoningGymTask(Grader):
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the verifier's score."""
         source, entry = task_entry(sample)
-        score = _score_function(source, _settings_of(sample))
+        score = score_function(source, _settings_of(sample))
         seen = _with_boards(entry) if source in BOARDS else entry
         return float(score(bare_answer(sample.response, str(entry["answer"])), seen))
 
     def warm_up(self) -> None:
         """Imports reasoning-gym, which takes seconds."""
-        _score_function("basic_arithmetic")
+        score_function("basic_arithmetic")

@@ -99,6 +99,7 @@ def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
     assert load_hook("examples.second_try:generate", "generate")
     assert load_hook("recipes.tiny.tasks:digit_fraction", "custom_rm")
     assert load_hook("recipes.coding_agent.generate:generate", "generate")
+    assert load_hook("recipes.game.play:generate", "generate") and load_hook("recipes.game.play:log_eval", "eval_log")
 
 
 @pytest.mark.slow
