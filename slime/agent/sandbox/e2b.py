@@ -29,6 +29,7 @@ from slime.core.errors import ConfigError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+USER = "user"
 REQUEST_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
 LIFETIME, RETRIES = "SLIME_AGENT_SANDBOX_LIFETIME_SEC", "SLIME_AGENT_SANDBOX_RPC_RETRIES"
@@ -61,7 +62,7 @@ def is_transient(problem: BaseException) -> bool:
 class E2BSandbox(Sandbox):
     """One sandbox of the service."""
 
-    folder = "/home/user"
+    folder = f"/home/{USER}"
     image: str | None = None
     """Template; with SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY, an image that is given as this metadata. None: E2B's."""
     reach: tuple[str, int] | None = None
@@ -72,7 +73,7 @@ class E2BSandbox(Sandbox):
     """After that the service ends it."""
     retries: int = field(default_factory=lambda: int(os.environ.get(RETRIES, "3")))
     """Further tries of a request that may succeed later."""
-    user: str = "user"
+    user: str = USER
     sandbox_id: str = field(default="", init=False)
 
     async def __aenter__(self) -> Self:

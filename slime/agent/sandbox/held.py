@@ -152,7 +152,7 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 
 
 def bounds_of(settings: dict[str, Any]) -> list[tuple[int, int]]:
-    """Of processes, where their user is no one else's; of a file, where no file system bounds all of them."""
+    """Of processes, where nobody else has their user; of a file, where no file system bounds all of them."""
     bounds = [(resource.RLIMIT_FSIZE, settings["disk_bytes"])] if settings["unheld"] else []
     alone = not settings["unheld"] or os.getuid() == settings["uid"]
     return [*bounds, *([(resource.RLIMIT_NPROC, settings["processes"])] if alone else [])]
