@@ -282,6 +282,7 @@ class Adapter:
             max_context=found.max_context,
             decode=self._decode,
             reader=lambda tools, prompt_end: Reader(self._format, tools, prompt_end),
+            call_id=self._format.call_id,
             end_ids=self._template.end_ids,
         )
 

@@ -105,6 +105,8 @@ class Turn:
     """Ids to text, control tokens included."""
     reader: Callable[[Sequence[Any], str], Reader]
     """(tools, the end of the prompt as text) -> what reads an answer."""
+    call_id: Callable[[str, int], str]
+    """(function, number of the call in its conversation) -> what its result names it by."""
     end_ids: frozenset[int]
     """They end an answer, and its text has none of them."""
     interval: int = 1
@@ -158,7 +160,11 @@ class Turn:
         return params
 
     def _answer(self, whole: Generation, parsed: Parsed, num_prompt: int) -> Answer:
-        calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", name, arguments) for name, arguments in parsed.calls)
+        before = sum(len(message.calls) for message in self.request.messages)
+        calls = tuple(
+            ToolCall(self.call_id(name, number), name, arguments)
+            for number, (name, arguments) in enumerate(parsed.calls, before)
+        )
         return Answer(
             id=secrets.token_hex(12),
             message=Message("assistant", parsed.text, parsed.reasoning, calls),

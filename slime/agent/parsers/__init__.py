@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ class ToolFormat(ABC):
     @abstractmethod
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         """`text` begins with one of `marks`."""
+
+    def call_id(self, name: str, number: int) -> str:
+        """What a result names its call by. `number`: of the call in its conversation, from 0.
+
+        Agents send it back, and templates of some families show it to the model.
+        """
+        return f"call_{secrets.token_hex(12)}"
 
 
 FORMATS: Registry[ToolFormat] = Registry(

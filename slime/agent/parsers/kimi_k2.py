@@ -29,6 +29,10 @@ class KimiK2(ToolFormat):
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         return scan(text, _HEAD, _call, frames=(_ALL_BEGIN, _ALL_END), end=_END)
 
+    def call_id(self, name: str, number: int) -> str:
+        """As the model counts its calls; the template heads each result with it."""
+        return f"functions.{name}:{number}"
+
 
 def _call(head: re.Match[str]) -> Found | None:
     got = json_at(head.string, head.end())

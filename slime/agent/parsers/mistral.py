@@ -6,6 +6,7 @@ Source: the chat templates of Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2; th
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,10 @@ class Mistral(ToolFormat):
 
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         return scan(text, _HEAD, _call)
+
+    def call_id(self, name: str, number: int) -> str:
+        """Nine letters and digits: the template refuses any other."""
+        return secrets.token_hex(5)[:9]
 
 
 def _call(head: re.Match[str]) -> Found | None:

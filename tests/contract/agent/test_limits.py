@@ -1,0 +1,88 @@
+"""Limits of an execution, ids of calls, and sampling that is the agent's own: what an agent sees, what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from slime.core.sample import Sample, Status
+from tests.support.agent_room import Room, agent_room
+
+USER: Any = [{"role": "user", "content": "What is the weather?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city":"Rome"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+
+def client_of(room: Room, key: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=key, max_retries=0)
+
+
+async def test_an_execution_that_is_out_of_time_ends_its_request_and_takes_no_more() -> None:
+    async with agent_room() as room:
+        room.says("word " * 2000)
+        room.model.tick_s = 0.01
+        key = room.adapter.open_session(time_limit_s=1.0)
+        client = client_of(room, key)
+        with pytest.raises((openai.APIConnectionError, openai.APIStatusError)):
+            await client.chat.completions.create(model="m", messages=USER)
+        async with asyncio.timeout(60):
+            while room.model.running:
+                await asyncio.sleep(0.01)
+        with pytest.raises(openai.BadRequestError, match="had its 1 seconds"):
+            await client.chat.completions.create(model="m", messages=USER)
+        assert room.adapter.session(key).cut_short
+        assert room.adapter.finish_session(key, Sample(index=0, group_index=0)) == []
+
+
+async def test_what_was_said_before_the_limit_counts_and_is_truncated() -> None:
+    async with agent_room() as room:
+        room.says("one", "two")
+        key = room.adapter.open_session(max_turns=1, time_limit_s=3600.0)
+        client = client_of(room, key)
+        await client.chat.completions.create(model="m", messages=USER)
+        with pytest.raises(openai.BadRequestError, match="had its 1 turns"):
+            await client.chat.completions.create(model="m", messages=USER)
+        limit = room.adapter._sessions[key].limit
+        [sample] = room.adapter.finish_session(key, Sample(index=0, group_index=0), reward=1.0)
+        assert sample.status is Status.TRUNCATED and sample.metadata["agent"]["turns"] == 1
+        assert limit is not None and limit.cancelled(), "a timer outlives its session"
+
+
+async def test_sampling_of_an_agents_own_is_context_and_the_runs_is_trained() -> None:
+    """Law: nothing is trained under a temperature that it was not sampled with."""
+    async with agent_room(agent_sampling=True) as room:
+        room.says("one", "two", "three")
+        client = client_of(room, room.key)
+        messages: Any = list(USER)
+        for given in ({"temperature": 0.2}, {}, {"temperature": 1.0, "top_p": 1.0}):
+            answer = await client.chat.completions.create(model="m", messages=messages, **given)
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *USER]
+        assert [body["sampling_params"]["temperature"] for body in room.model.requests] == [0.2, 1.0, 1.0]
+        [sample] = room.adapter.finish_session(room.key, Sample(index=0, group_index=0), reward=1.0)
+        assert sample.metadata["agent"]["otherwise_sampled"] == 1 and sample.loss_mask is not None
+        kept = [t for t, m in zip(sample.tokens[sample.prompt_length :], sample.loss_mask, strict=True) if m]
+        assert room.tokenizer.decode(kept) == "two<|im_end|>three<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "says", "call_id"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>', r"call_\w+"),
+        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]', r"[a-zA-Z0-9]{9}"),
+        ("kimi_k2", KIMI, r"functions\.weather:0"),
+    ],
+)
+async def test_a_call_has_an_id_that_its_familys_template_takes(tool_format: str, says: str, call_id: str) -> None:
+    async with agent_room(tool_format=tool_format) as room:
+        room.says(says)
+        answer = await client_of(room, room.key).chat.completions.create(model="m", messages=USER, tools=TOOLS)
+        [call] = answer.choices[0].message.tool_calls or []
+        assert re.fullmatch(call_id, call.id)
