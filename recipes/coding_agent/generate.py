@@ -118,7 +118,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             return failed(sample, f"sandbox: {problem}")
         coding = {"code": ended.code, "timed_out": ended.timed_out, "said": ended.output[-SAID:]}
         samples = agent.samples(sample, reward=reward, metadata={"coding": coding})
-    if not samples:
+    if samples[0].status is Status.FAILED:
         return failed(sample, f"the agent got no answer (status {ended.code}): {ended.output[-300:]}")
     for one in samples:
         one.status = Status.TRUNCATED if ended.timed_out and one.status is Status.COMPLETED else one.status

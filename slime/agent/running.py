@@ -27,7 +27,7 @@ from slime.agent.parsers import format_of
 from slime.agent.probe import probe
 from slime.agent.template import ConversationTemplate
 from slime.core.errors import ConfigError, SlimeError
-from slime.core.sample import Sample
+from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.rollout.client import EngineClient
 from slime.rollout.clients import end_of_text
@@ -56,9 +56,18 @@ class Execution:
         reward: float | Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends the execution: its samples. `reward`: of all of it; None leaves that to a grader."""
+        """Ends the execution: its samples. `reward`: of all of it; None leaves that to a grader.
+
+        Without an answer that can be trained: `base`, FAILED.
+        """
         self.finished = True
-        return self.adapter.finish_session(self.key, base, reward, metadata)
+        made = self.adapter.finish_session(self.key, base, reward, metadata)
+        if not made:
+            failed = base.copy()
+            failed.status = Status.FAILED
+            failed.metadata["failure"] = "the agent ended without an answer of the model that can be trained"
+            made = [failed]
+        return made
 
 
 @asynccontextmanager

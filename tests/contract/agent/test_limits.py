@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from slime.agent.running import Execution
 from slime.core.sample import Sample, Status
 from tests.support.agent_room import Room, agent_room
 
@@ -86,3 +87,13 @@ async def test_a_call_has_an_id_that_its_familys_template_takes(tool_format: str
         answer = await client_of(room, room.key).chat.completions.create(model="m", messages=USER, tools=TOOLS)
         [call] = answer.choices[0].message.tool_calls or []
         assert re.fullmatch(call_id, call.id)
+
+
+async def test_an_agent_that_never_got_an_answer_failed() -> None:
+    """Law: the execution is tried again; it is no sample, and no mistake that ends the run."""
+    async with agent_room() as room:
+        execution = Execution(room.url, room.key, room.adapter)
+        [sample] = execution.samples(Sample(index=3, group_index=1), reward=1.0)
+        assert (
+            sample.status is Status.FAILED and sample.index == 3 and "without an answer" in sample.metadata["failure"]
+        )
