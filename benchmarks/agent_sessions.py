@@ -1,4 +1,4 @@
-"""Many agents at one adapter: what it adds to a turn, and whether memory comes back.
+"""Many agents at one adapter: what it adds to a turn, how soon a hang-up ends a request, and whether memory comes back.
 
     python -m benchmarks.agent_sessions [--sessions 1000] [--turns 8] [--json FILE]
 
@@ -34,6 +34,7 @@ from slime.data.chat import ChatRenderer
 from slime.rollout.generation import Generation
 
 END = "<|im_end|>"
+SAMPLING = {"max_new_tokens": 1000}
 ANSWER = "Let me see what the file says about that, and then decide what to change in it. " * 3
 
 
@@ -48,6 +49,44 @@ class Instant:
     ) -> AsyncGenerator[Generation, None]:
         log_probs = (-0.5,) * len(self._ids)
         yield Generation(self._ids, log_probs, "stop", 1, "", prompt_tokens=len(input_ids))
+
+
+class Endless:
+    """An engine that samples on until its request is ended."""
+
+    def __init__(self) -> None:
+        self.asked, self.ended_at = asyncio.Event(), 0.0
+
+    async def stream(
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+    ) -> AsyncGenerator[Generation, None]:
+        self.asked.set()
+        try:
+            while True:
+                yield Generation((1,), (-0.5,), "length", 1, "", prompt_tokens=len(input_ids))
+                await asyncio.sleep(0.02)
+        finally:
+            self.ended_at = time.perf_counter()
+            self.asked.clear()
+
+
+async def hung_up(adapter: AgentAdapter, engine: Endless, url: str) -> float:
+    """Seconds from a client that hangs up to the end of its request in the engine."""
+    key = adapter.open_session()
+    async with aiohttp.ClientSession() as http:
+        body = {"model": "m", "messages": [{"role": "user", "content": "Count."}]}
+        asking = asyncio.create_task(
+            http.post(f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        )
+        await engine.asked.wait()
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        began = time.perf_counter()
+        await asyncio.gather(asking, return_exceptions=True)
+    while engine.asked.is_set():
+        await asyncio.sleep(0.001)
+    adapter.drop_session(key)
+    return engine.ended_at - began
 
 
 async def talk(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> list[float]:
@@ -95,9 +134,7 @@ async def measured(sessions: int, turns: int) -> dict[str, Any]:
     chat = ChatRenderer(tokenizer)
     end = tokenizer.convert_tokens_to_ids(END)
     engine = Instant([*tokenizer.encode(ANSWER, add_special_tokens=False)[:63], end])
-    adapter = AgentAdapter(
-        engine, ConversationTemplate(chat, [end]), decode=chat.decode, sampling={"max_new_tokens": 1000}
-    )
+    adapter = AgentAdapter(engine, ConversationTemplate(chat, [end]), decode=chat.decode, sampling=SAMPLING)
     url = await adapter.start()
     connector = aiohttp.TCPConnector(limit=256)
     async with aiohttp.ClientSession(connector=connector) as http:
@@ -119,12 +156,18 @@ async def measured(sessions: int, turns: int) -> dict[str, Any]:
             del samples, keys
         after = left()
     await adapter.close()
+    endless = Endless()
+    adapter = AgentAdapter(endless, ConversationTemplate(chat, [end]), decode=chat.decode, sampling=SAMPLING)
+    url = await adapter.start()
+    hang_ups = [await hung_up(adapter, endless, url) for _ in range(50)]
+    await adapter.close()
     return {
         "sessions": sessions,
         "turns": turns,
         "turn_ms_median": round(1e3 * statistics.median(alone), 2),
         "turn_ms_p99": round(1e3 * statistics.quantiles(alone, n=100)[98], 2),
         "turns_per_s": round(sessions * turns / all_s),
+        "hang_up_to_abort_s": {"median": round(statistics.median(hang_ups), 4), "worst": round(max(hang_ups), 4)},
         "resident_mb": {
             "at_first": round(began_with[0]),
             "before": round(before[0]),

@@ -14,7 +14,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from examples.multi_turn_tools import FAILED, TOOLS, calculate
-from slime.agent.running import execution
+from slime.agent.running import Execution, execution
 from slime.core.sample import Sample
 
 MAX_TURNS = 4
@@ -24,6 +24,11 @@ def answer_to(call: Any) -> str:
     """The result of a call, as text."""
     written = json.dumps({"name": call.function.name, "arguments": json.loads(call.function.arguments)})
     return calculate(f"<tool_call>{written}</tool_call>") or f"{FAILED} no such tool"
+
+
+def client_of(agent: Execution) -> AsyncOpenAI:
+    """OpenAI's client, whose model is the run's. Use with `async with`, which closes its connections."""
+    return AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0)
 
 
 async def solve(client: AsyncOpenAI, messages: list[Any]) -> None:
@@ -40,8 +45,7 @@ async def solve(client: AsyncOpenAI, messages: list[Any]) -> None:
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """`--custom-generate-function-path`: one session of the agent."""
-    async with execution(sampling_params) as agent:
-        client = AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0)
+    async with execution(sampling_params) as agent, client_of(agent) as client:
         prompt = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
         await solve(client, [dict(message) for message in prompt])
         return agent.samples(sample)

@@ -1,0 +1,103 @@
+"""An agent that writes Python and sees what it prints: a sandbox for each execution, its files kept between calls.
+
+    python -m examples.run agent_python_tool
+
+The sandbox begins with the first call and ends with the execution. The reward is 1 for the right number, less a little
+for each call that failed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import AsyncExitStack
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples.agent_openai_loop import client_of
+from slime.agent.running import execution
+from slime.agent.sandbox.local import LocalSandbox
+from slime.core.sample import Sample
+from slime.rollout.turns import count_tool_call, expect_tools
+
+FLAGS = "--custom-generate-function-path examples.agent_python_tool:generate --agent-tool-format hermes"
+MAX_TURNS, FAILED_CALL, MOST_CHARACTERS, LIMIT_S = 4, 0.1, 400, 10.0
+HOW = (
+    'You compute with Python. A program is <tool_call>{"name": "python", "arguments": {"code": "print(6*7)"}}'
+    "</tool_call>. Then answer with the number alone."
+)
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "python",
+            "description": "What a Python program prints. Files stay until the end.",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        },
+    }
+]
+
+
+def rows() -> list[dict[str, Any]]:
+    """The dataset: sums of squares."""
+    asked = [(f"What is {a}*{a} + {b}*{b}?", str(a * a + b * b)) for a in range(2, 12) for b in range(2, 5)]
+    system = {"role": "system", "content": HOW}
+    return [{"prompt": [system, {"role": "user", "content": question}], "label": label} for question, label in asked]
+
+
+class Python:
+    """The tool. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self._sandbox: LocalSandbox | None = None
+        self._ends = AsyncExitStack()
+
+    async def __aenter__(self) -> Python:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._ends.aclose()
+
+    async def __call__(self, function: Any) -> str:
+        """What the program of a call prints, and why it failed."""
+        try:
+            code = json.loads(function.arguments)["code"]
+            if function.name != "python" or not isinstance(code, str):
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            self.failed += 1
+            return 'error: call python with {"code": "..."}'
+        if self._sandbox is None:
+            self._sandbox = await self._ends.enter_async_context(LocalSandbox())
+        await self._sandbox.write_file("program.py", code)
+        ended = await self._sandbox.exec("python3 program.py", timeout_s=LIMIT_S)
+        self.failed += ended.code != 0
+        late = f"error: over {LIMIT_S:g} s" if ended.timed_out else ""
+        return (ended.stdout + ended.stderr + late)[-MOST_CHARACTERS:]
+
+
+async def answer(client: AsyncOpenAI, messages: list[Any], sample: Sample, python: Python) -> str:
+    """The model's last word, after programs for as many turns as it has."""
+    for _ in range(MAX_TURNS):
+        turn = await client.chat.completions.create(model="slime", messages=messages, tools=TOOLS)
+        message = turn.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
+            before = python.failed
+            result = await python(call.function)  # type: ignore[union-attr]
+            count_tool_call(sample, failed=python.failed > before)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return ""
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """`--custom-generate-function-path`: one session, one sandbox at most."""
+    expect_tools(sample)
+    async with execution(sampling_params) as agent, client_of(agent) as client, Python() as python:
+        said = await answer(client, [dict(m) for m in sample.prompt], sample, python)  # type: ignore[call-overload]
+        right = re.findall(r"-?\d+", said)[-1:] == [str(sample.label)]
+        return agent.samples(sample, reward=float(right) - FAILED_CALL * python.failed)

@@ -1,0 +1,121 @@
+"""An agent that searches before it answers: OpenAI's SDK, a local index, the F1 of the answer as its reward.
+
+    python -m examples.run agent_search
+
+The index is BM25 (Robertson and Zaragoza, 2009) over passages about people who never lived, so that nothing but a
+search tells. Your own, one JSON object with `text` a line: `custom: {corpus: FILE}` in `--custom-config-path`. Nothing
+needs a network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples.agent_openai_loop import client_of
+from slime.agent.running import execution
+from slime.core.sample import Sample
+from slime.rewards.graders.f1 import TokenF1, words
+from slime.rollout.turns import count_tool_call, expect_tools
+
+FLAGS = "--custom-generate-function-path examples.agent_search:generate --agent-tool-format hermes"
+MAX_TURNS, NUM_FOUND = 4, 2
+K1, B = 1.2, 0.75
+HOW = (
+    'You search before you answer. A search is <tool_call>{"name": "search", "arguments": {"query": "words"}}'
+    "</tool_call>. Then answer in one word."
+)
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Passages that hold these words.",
+            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        },
+    }
+]
+
+
+def people() -> list[tuple[str, str, str]]:
+    """Name, town and trade of people who never lived."""
+    rng = random.Random(0)
+    names = [f"{first} {last}" for first in ("Orla", "Bram", "Ines", "Tove") for last in ("Finch", "Moss", "Varga")]
+    return [(n, rng.choice(["Tarn", "Hollin", "Skerry"]), rng.choice(["painter", "baker", "pilot"])) for n in names]
+
+
+def rows() -> list[dict[str, Any]]:
+    """The dataset: where was each of them born?"""
+    asked = [(f"Where was {name} born?", town) for name, town, _ in people()]
+    asked += [(f"What was the trade of {name}?", trade) for name, _, trade in people()]
+    system = {"role": "system", "content": HOW}
+    return [{"prompt": [system, {"role": "user", "content": question}], "label": label} for question, label in asked]
+
+
+class Index:
+    """BM25 over passages."""
+
+    def __init__(self, passages: list[str]) -> None:
+        self.passages = passages
+        self.counts = [Counter(words(passage)) for passage in passages]
+        self.mean = sum(count.total() for count in self.counts) / len(passages)
+        held = Counter(word for count in self.counts for word in count)
+        self.idf = {word: math.log(1 + (len(passages) - n + 0.5) / (n + 0.5)) for word, n in held.items()}
+
+    def search(self, query: str) -> list[str]:
+        """The best passages; none without a common word."""
+        scores = [sum(self._score(word, count) for word in words(query)) for count in self.counts]
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[:NUM_FOUND]
+        return [self.passages[i] for i in best if scores[i] > 0]
+
+    def _score(self, word: str, count: Counter[str]) -> float:
+        longer = K1 * (1 - B + B * count.total() / self.mean)
+        return self.idf.get(word, 0.0) * count[word] * (K1 + 1) / (count[word] + longer)
+
+
+@cache
+def index(file: str | None) -> Index:
+    """Of a file of passages; of the made ones without."""
+    if file:
+        return Index([json.loads(line)["text"] for line in Path(file).read_text().splitlines()])
+    return Index([f"{name}, a {trade}, was born in {town}." for name, town, trade in people()])
+
+
+async def answer(client: AsyncOpenAI, messages: list[Any], sample: Sample, found: Index) -> str:
+    """The model's last word, after searches for as many turns as it has."""
+    for _ in range(MAX_TURNS):
+        turn = await client.chat.completions.create(model="slime", messages=messages, tools=TOOLS)
+        message = turn.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
+            result = search(found, call.function)  # type: ignore[union-attr]
+            count_tool_call(sample, failed=result.startswith("error:"))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return ""
+
+
+def search(found: Index, function: Any) -> str:
+    """The result of a call, as text."""
+    try:
+        query = json.loads(function.arguments)["query"]
+        return "\n".join(found.search(query)) if function.name == "search" else "error: no such tool"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 'error: give {"query": "words"}'
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """`--custom-generate-function-path`: one session, one reward."""
+    expect_tools(sample)
+    async with execution(sampling_params) as agent, client_of(agent) as client:
+        said = await answer(client, [dict(m) for m in sample.prompt], sample, index(getattr(args, "corpus", None)))  # type: ignore[call-overload]
+        reward = TokenF1().grade(Sample(response=said, label=sample.label), 1.0)
+        return agent.samples(sample, reward=reward)

@@ -1,0 +1,41 @@
+"""Runs an example on this machine: `python -m examples.run agent_search`, with further flags for the loop behind it.
+
+It writes the example's `rows()` as a dataset, unpacks the demo's model (SmolLM2-135M-Instruct) and starts train.py. On
+two CPU cores a step takes a few minutes; the model is small, so expect runs that work before runs that learn. A model
+that was trained to call tools (`--hf-checkpoint DIR`) needs no telling how.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FLAGS = """
+    --colocate --device auto --input-key prompt --label-key label --num-rollout 2 --rollout-batch-size 4
+    --n-samples-per-prompt 4 --rollout-max-response-len 64 --lr 1e-5 --lr-decay-style constant --no-bf16
+"""
+
+
+def main(name: str, flags: list[str]) -> None:
+    """Becomes the run of one example. Flags of the user come last and win."""
+    example = importlib.import_module(f"examples.{name}")
+    data = ROOT / "assets" / "examples" / f"{name}.jsonl"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(json.dumps(row) + "\n" for row in example.rows()))
+    if "--hf-checkpoint" not in flags:
+        from recipes.demo.model import unpack
+
+        flags = ["--hf-checkpoint", str(unpack(ROOT / "assets" / "smollm2-135m-instruct")), *flags]
+    command = ["train.py", *FLAGS.split(), *example.FLAGS.split(), "--prompt-data", str(data), *flags]
+    os.chdir(ROOT)
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"usage: python -m examples.run NAME [FLAG ...]\n\n{__doc__}")
+    main(sys.argv[1], sys.argv[2:])
