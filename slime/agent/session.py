@@ -54,7 +54,7 @@ class Session:
         """Branches by reason, the first one left out."""
         self.aborted = False
         """The run ended a turn: what there is of the execution is not its end."""
-        self.cut_short = False
+        self.hit_limit = False
         """A limit ended the execution, not the agent: the branch that spoke last is truncated."""
         self._last: Branch | None = None
         """The branch that spoke last."""
@@ -209,7 +209,7 @@ class Session:
             return [stopped]
         kept = [branch for branch in self.branches if any(branch.loss_mask())]
         made = [self._sample(base, branch, decode) for branch in kept]
-        if self.cut_short and self._last in kept:
+        if self.hit_limit and self._last in kept:
             made[kept.index(self._last)].status = Status.TRUNCATED
         for sample in made:
             sample.reward = dict(reward) if isinstance(reward, Mapping) else reward

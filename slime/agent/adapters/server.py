@@ -80,9 +80,9 @@ class OpenSession:
         for task in self.running:
             task.cancel()
 
-    def cut_short(self, why: str) -> None:
+    def end_at_limit(self, why: str) -> None:
         """From now on it takes no request."""
-        self.refuses, self.session.cut_short = why, True
+        self.refuses, self.session.hit_limit = why, True
         self.end_requests()
 
 
@@ -142,7 +142,7 @@ class Adapter:
         )
         if time_limit_s is not None:
             why = f"the execution had its {time_limit_s:g} seconds"
-            found.limit = asyncio.get_running_loop().call_later(time_limit_s, found.cut_short, why)
+            found.limit = asyncio.get_running_loop().call_later(time_limit_s, found.end_at_limit, why)
         self._sessions[key] = found
         return key
 
@@ -251,7 +251,7 @@ class Adapter:
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
-            found.refuses, found.session.cut_short = f"the execution had its {found.max_turns} turns", True
+            found.refuses, found.session.hit_limit = f"the execution had its {found.max_turns} turns", True
         if found.refuses:
             raise BadRequest(found.refuses)
         if found.session.aborted:

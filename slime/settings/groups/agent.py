@@ -29,7 +29,7 @@ def _may_run_agents(s: Any) -> bool:
         return True
 
 
-_AGENTS = Need(_may_run_agents, "a function of yours that runs agents, --custom-generate-function-path")
+_AGENTS = Need(_may_run_agents, "your own function that runs agents, --custom-generate-function-path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class AgentSettings:
     agent_port: int = opt(0, ge=0, le=65535, needs=_AGENTS)
     """Port of the adapter; 0: a free one."""
     agent_url: str | None = opt(None, needs=_AGENTS)
-    """Address that agents are told, such as that of a tunnel or a container's gateway. Default: where it listens."""
+    """Address that agents are given, such as that of a tunnel or a container's gateway. Default: where it listens."""
 
 
 def format_is_known(args: Args) -> str | None:

@@ -39,7 +39,7 @@ async def test_an_execution_that_is_out_of_time_ends_its_request_and_takes_no_mo
                 await asyncio.sleep(0.01)
         with pytest.raises(openai.BadRequestError, match="had its 1 seconds"):
             await client.chat.completions.create(model="m", messages=USER)
-        assert room.adapter.session(key).cut_short
+        assert room.adapter.session(key).hit_limit
         assert room.adapter.finish_session(key, Sample(index=0, group_index=0)) == []
 
 
