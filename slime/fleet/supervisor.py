@@ -75,9 +75,12 @@ class Supervisor:
                 self._welcome(engine)
 
     def _can_start(self, engine: Engine) -> bool:
-        """Whether its host is there. Raises `EngineError` if that holds for none of its model, and none lives."""
+        """Whether its host is there. Raises `EngineError` if that holds for none of its kind, and none lives: half of a
+        pair answers for nobody.
+        """
         lost = {e.index for e in self._membership.of(State.DEAD) if not self._port.has_host(e.index)}
-        serving = {e.index for e in self._membership.engines if e.model == engine.model}
+        kind = (engine.model, engine.worker)
+        serving = {e.index for e in self._membership.engines if (e.model, e.worker) == kind}
         if serving <= lost:
             raise EngineError(
                 f"no engine of model {engine.model} is left: the hosts of all {len(serving)} are lost; {engine.reason}"
@@ -150,6 +153,6 @@ class Supervisor:
                 f"engine {engine.index} ended {failures} times without having served in between, so another start "
                 f"would not help; the last time: {reason}"
             )
-        pause_s = PAUSE_S * 2 ** max(failures - 1, 0)
-        self._again_at[engine.index] = self._clock() + min(pause_s, LONGEST_PAUSE_S)
+        pause_s = min(PAUSE_S * 2.0 ** min(max(failures - 1, 0), 30), LONGEST_PAUSE_S)
+        self._again_at[engine.index] = self._clock() + pause_s
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))

@@ -91,7 +91,7 @@ class Job:
     def again(self, said: str, before: int, pool: EnginePool) -> float:
         """Counts a try; seconds to wait before the next one. Raises `EngineError` after `MAX_TRIES` without a token."""
         if len(self.call.tokens) > before or not pool.is_open:
-            self.tries = 0
+            self.tries, self.internal_errors = 0, 0
             return 0.0
         self.tries += 1
         if self.tries >= MAX_TRIES:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slime.core.errors import EngineError
-from slime.core.topology import DEFAULT_NAME
+from slime.core.topology import DEFAULT_NAME, Worker
 from slime.fleet.engine import NEXT, Engine, State
 from slime.fleet.membership import Membership
 from slime.fleet.supervisor import MAX_FAILURES, PAUSE_S, Supervisor
@@ -51,10 +51,18 @@ class FakePort:
 class Fleet:
     """Engines that serve version 1, their supervisor, and a clock that a test moves."""
 
-    def __init__(self, num: int = 2, *, restarts: bool = True, models: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        num: int = 2,
+        *,
+        restarts: bool = True,
+        models: tuple[str, ...] = (),
+        workers: tuple[Worker, ...] = (),
+    ) -> None:
         self.port, self.now = FakePort(), 0.0
+        kinds = zip(models or (DEFAULT_NAME,) * num, workers or (Worker.REGULAR,) * num, strict=True)
         self.members = Membership(
-            Engine(i, (i,), model=model) for i, model in enumerate(models or (DEFAULT_NAME,) * num)
+            Engine(i, (i,), model=model, worker=worker) for i, (model, worker) in enumerate(kinds)
         )
         self.supervisor = Supervisor(self.members, self.port, restarts=restarts, clock=lambda: self.now)
         for i in range(num):
@@ -214,6 +222,18 @@ def test_a_model_without_a_host_ends_the_run_however_well_another_one_is_served(
     assert fleet.states().count(State.READY) == 3, "another engine of the model serves on"
     fleet.port.hostless, fleet.port.wrong = gone, {max(gone): "gone"}
     with pytest.raises(EngineError, match=f"no engine of model {lost} is left: the hosts of all 2 are lost; gone"):
+        fleet.supervisor.tend()
+
+
+@pytest.mark.parametrize("half", [Worker.PREFILL, Worker.DECODE])
+def test_a_half_of_the_pairs_without_a_host_ends_the_run(half: Worker) -> None:
+    """Law: the other half answers for nobody."""
+    fleet = Fleet(4, workers=(Worker.PREFILL, Worker.PREFILL, Worker.DECODE, Worker.DECODE))
+    gone = {engine.index for engine in fleet.members.engines if engine.worker is half}
+    fleet.port.hostless, fleet.port.wrong = gone, dict.fromkeys(gone, "gone")
+    fleet.supervisor.tend()
+    fleet.now += PAUSE_S
+    with pytest.raises(EngineError, match="the hosts of all 2 are lost; gone"):
         fleet.supervisor.tend()
 
 
