@@ -98,6 +98,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """`--custom-generate-function-path`: one session, one sandbox at most."""
     expect_tools(sample)
     async with execution(sampling_params) as agent, client_of(agent) as client, Python() as python:
-        said = await answer(client, [dict(m) for m in sample.prompt], sample, python)  # type: ignore[call-overload]
+        said = await answer(client, [dict(m) for m in sample.prompt], sample, python)  # type: ignore[arg-type]
         right = re.findall(r"-?\d+", said)[-1:] == [str(sample.label)]
         return agent.samples(sample, reward=float(right) - FAILED_CALL * python.failed)

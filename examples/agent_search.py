@@ -116,6 +116,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """`--custom-generate-function-path`: one session, one reward."""
     expect_tools(sample)
     async with execution(sampling_params) as agent, client_of(agent) as client:
-        said = await answer(client, [dict(m) for m in sample.prompt], sample, index(getattr(args, "corpus", None)))  # type: ignore[call-overload]
+        said = await answer(client, [dict(m) for m in sample.prompt], sample, index(getattr(args, "corpus", None)))  # type: ignore[arg-type]
         reward = TokenF1().grade(Sample(response=said, label=sample.label), 1.0)
         return agent.samples(sample, reward=reward)
