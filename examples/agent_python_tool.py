@@ -21,12 +21,9 @@ from slime.agent.sandbox.local import LocalSandbox
 from slime.core.sample import Sample
 from slime.rollout.turns import count_tool_call, expect_tools
 
-FLAGS = "--custom-generate-function-path examples.agent_python_tool:generate --agent-tool-format hermes"
+FLAGS = "--custom-generate-function-path examples.agent_python_tool:generate"
 MAX_TURNS, FAILED_CALL, MOST_CHARACTERS, LIMIT_S = 4, 0.1, 400, 10.0
-HOW = (
-    'You compute with Python. A program is <tool_call>{"name": "python", "arguments": {"code": "print(6*7)"}}'
-    "</tool_call>. Then answer with the number alone."
-)
+HOW = "Compute with Python, then answer with the number alone."
 TOOLS: Any = [
     {
         "type": "function",
