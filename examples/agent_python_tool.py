@@ -21,12 +21,9 @@ from slime.agent.sandbox.local import LocalSandbox
 from slime.core.sample import Sample
 from slime.rollout.turns import count_tool_call, expect_tools
 
-FLAGS = "--custom-generate-function-path examples.agent_python_tool:generate --agent-tool-format hermes"
+FLAGS = "--custom-generate-function-path examples.agent_python_tool:generate"
 MAX_TURNS, FAILED_CALL, MOST_CHARACTERS, LIMIT_S = 4, 0.1, 400, 10.0
-HOW = (
-    'You compute with Python. A program is <tool_call>{"name": "python", "arguments": {"code": "print(6*7)"}}'
-    "</tool_call>. Then answer with the number alone."
-)
+HOW = "Compute with Python, then answer with the number alone."
 TOOLS: Any = [
     {
         "type": "function",
@@ -98,6 +95,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """`--custom-generate-function-path`: one session, one sandbox at most."""
     expect_tools(sample)
     async with execution(sampling_params) as agent, client_of(agent) as client, Python() as python:
-        said = await answer(client, [dict(m) for m in sample.prompt], sample, python)  # type: ignore[call-overload]
+        said = await answer(client, [dict(m) for m in sample.prompt], sample, python)  # type: ignore[arg-type]
         right = re.findall(r"-?\d+", said)[-1:] == [str(sample.label)]
         return agent.samples(sample, reward=float(right) - FAILED_CALL * python.failed)

@@ -25,13 +25,10 @@ from slime.core.sample import Sample
 from slime.rewards.graders.f1 import TokenF1, words
 from slime.rollout.turns import count_tool_call, expect_tools
 
-FLAGS = "--custom-generate-function-path examples.agent_search:generate --agent-tool-format hermes"
+FLAGS = "--custom-generate-function-path examples.agent_search:generate"
 MAX_TURNS, NUM_FOUND = 4, 2
 K1, B = 1.2, 0.75
-HOW = (
-    'You search before you answer. A search is <tool_call>{"name": "search", "arguments": {"query": "words"}}'
-    "</tool_call>. Then answer in one word."
-)
+HOW = "Search before you answer, then answer in one word."
 TOOLS: Any = [
     {
         "type": "function",
@@ -116,6 +113,6 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """`--custom-generate-function-path`: one session, one reward."""
     expect_tools(sample)
     async with execution(sampling_params) as agent, client_of(agent) as client:
-        said = await answer(client, [dict(m) for m in sample.prompt], sample, index(getattr(args, "corpus", None)))  # type: ignore[call-overload]
+        said = await answer(client, [dict(m) for m in sample.prompt], sample, index(getattr(args, "corpus", None)))  # type: ignore[arg-type]
         reward = TokenF1().grade(Sample(response=said, label=sample.label), 1.0)
         return agent.samples(sample, reward=reward)

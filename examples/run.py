@@ -1,8 +1,7 @@
 """Runs an example on this machine: `python -m examples.run agent_search`, with further flags for the loop behind it.
 
-It writes the example's `rows()` as a dataset, unpacks the demo's model (SmolLM2-135M-Instruct) and starts train.py. On
-two CPU cores a step takes a few minutes; the model is small, so expect runs that work before runs that learn. A model
-that was trained to call tools (`--hf-checkpoint DIR`) needs no telling how.
+It writes the example's `rows()` as a dataset, unpacks the model of the demo (SmolLM2-135M-Instruct) and starts
+train.py. That model was never trained to call tools; `tools.jinja` says how. `--hf-checkpoint DIR` takes another one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ def main(name: str, flags: list[str]) -> None:
     if "--hf-checkpoint" not in flags:
         from recipes.demo.model import unpack
 
-        flags = ["--hf-checkpoint", str(unpack(ROOT / "assets" / "smollm2-135m-instruct")), *flags]
+        model = unpack(ROOT / "assets" / "smollm2-135m-instruct")
+        flags = ["--hf-checkpoint", str(model), "--chat-template", "examples/tools.jinja", *flags]
     command = ["train.py", *FLAGS.split(), *example.FLAGS.split(), "--prompt-data", str(data), *flags]
     os.chdir(ROOT)
     os.execv(sys.executable, [sys.executable, *command])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def test_the_one_command(name: str, siblings: int, tiny_qwen3: Path, tmp_path: Path) -> None:
     """Law: a random model's sessions are trained: every execution of the step, with all its siblings."""
     few = ["--num-rollout", "1", "--rollout-max-response-len", "16", "--device", "cpu"]
-    few += ["--run-dir", str(tmp_path / "run")]
+    few += ["--chat-template", "examples/tools.jinja", "--run-dir", str(tmp_path / "run")]
     rollouts = str(tmp_path / "{rollout_id}.jsonl.zst")
     command = [sys.executable, "-m", "examples.run", name, "--hf-checkpoint", str(tiny_qwen3), *few]
     done = subprocess.run(
