@@ -143,9 +143,8 @@ async def measured(sessions: int, turns: int) -> dict[str, Any]:
             key = adapter.open_session()
             alone += await talk(http, url, key, turns)
             adapter.finish_session(key, Sample())
-        began_with = before = left()
+        looks = [left()]
         for _ in range(2):
-            before = left()
             keys = [adapter.open_session() for _ in range(sessions)]
             began = time.perf_counter()
             await asyncio.gather(*(talk(http, url, key, turns) for key in keys))
@@ -154,8 +153,9 @@ async def measured(sessions: int, turns: int) -> dict[str, Any]:
             samples = [sample for key in keys for sample in adapter.finish_session(key, Sample())]
             assert len(samples) == sessions, "one sample of each"
             del samples, keys
-        after = left()
+            looks.append(left())
     await adapter.close()
+    at_first, before, after = looks
     endless = Endless()
     adapter = AgentAdapter(endless, ConversationTemplate(chat, [end]), decode=chat.decode, sampling=SAMPLING)
     url = await adapter.start()
@@ -169,12 +169,12 @@ async def measured(sessions: int, turns: int) -> dict[str, Any]:
         "turns_per_s": round(sessions * turns / all_s),
         "hang_up_to_abort_s": {"median": round(statistics.median(hang_ups), 4), "worst": round(max(hang_ups), 4)},
         "resident_mb": {
-            "at_first": round(began_with[0]),
+            "at_first": round(at_first[0]),
             "before": round(before[0]),
             "with_all": round(during),
             "after": round(after[0]),
         },
-        "objects": {"at_first": began_with[1], "before": before[1], "after": after[1]},
+        "objects": {"at_first": at_first[1], "before": before[1], "after": after[1]},
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }

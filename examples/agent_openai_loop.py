@@ -9,6 +9,7 @@ what it was answered is what is trained.
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -20,7 +21,7 @@ from slime.core.sample import Sample
 MAX_TURNS = 4
 
 
-def answer_to(call: Any) -> str:
+async def answer_to(call: Any) -> str:
     """The result of a call, as text."""
     written = json.dumps({"name": call.function.name, "arguments": json.loads(call.function.arguments)})
     return calculate(f"<tool_call>{written}</tool_call>") or f"{FAILED} no such tool"
@@ -31,21 +32,24 @@ def client_of(agent: Execution) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0)
 
 
-async def solve(client: AsyncOpenAI, messages: list[Any]) -> None:
-    """Asks until the model calls nothing more."""
+async def solve(
+    client: AsyncOpenAI, messages: list[Any], tools: Any, answer_to: Callable[[Any], Awaitable[str]]
+) -> str:
+    """Asks until the model calls nothing more: its last word; empty if it goes on calling."""
     for _ in range(MAX_TURNS):
-        answer = await client.chat.completions.create(model="slime", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+        answer = await client.chat.completions.create(model="slime", messages=messages, tools=tools)
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
-            return
+            return message.content or ""
         for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer_to(call)})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": await answer_to(call)})
+    return ""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """`--custom-generate-function-path`: one session of the agent."""
     async with execution(sampling_params) as agent, client_of(agent) as client:
         prompt = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
-        await solve(client, [dict(message) for message in prompt])
+        await solve(client, [dict(message) for message in prompt], TOOLS, answer_to)
         return agent.samples(sample)

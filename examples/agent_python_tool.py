@@ -13,16 +13,14 @@ import re
 from contextlib import AsyncExitStack
 from typing import Any
 
-from openai import AsyncOpenAI
-
-from examples.agent_openai_loop import client_of
+from examples.agent_openai_loop import client_of, solve
 from slime.agent.running import execution
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.sample import Sample
 from slime.rollout.turns import count_tool_call, expect_tools
 
 FLAGS = "--custom-generate-function-path examples.agent_python_tool:generate"
-MAX_TURNS, FAILED_CALL, MOST_CHARACTERS, LIMIT_S = 4, 0.1, 400, 10.0
+FAILED_CALL, MOST_CHARACTERS, LIMIT_S = 0.1, 400, 10.0
 HOW = "Compute with Python, then answer with the number alone."
 TOOLS: Any = [
     {
@@ -75,26 +73,17 @@ class Python:
         return (ended.stdout + ended.stderr + late)[-MOST_CHARACTERS:]
 
 
-async def answer(client: AsyncOpenAI, messages: list[Any], sample: Sample, python: Python) -> str:
-    """The model's last word, after programs for as many turns as it has."""
-    for _ in range(MAX_TURNS):
-        turn = await client.chat.completions.create(model="slime", messages=messages, tools=TOOLS)
-        message = turn.choices[0].message
-        messages.append(message.model_dump(exclude_none=True))
-        if not message.tool_calls:
-            return message.content or ""
-        for call in message.tool_calls:
-            before = python.failed
-            result = await python(call.function)  # type: ignore[union-attr]
-            count_tool_call(sample, failed=python.failed > before)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return ""
-
-
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """`--custom-generate-function-path`: one session, one sandbox at most."""
     expect_tools(sample)
     async with execution(sampling_params) as agent, client_of(agent) as client, Python() as python:
-        said = await answer(client, [dict(m) for m in sample.prompt], sample, python)  # type: ignore[arg-type]
+
+        async def ran(call: Any) -> str:
+            before = python.failed
+            result = await python(call.function)
+            count_tool_call(sample, failed=python.failed > before)
+            return result
+
+        said = await solve(client, [dict(m) for m in sample.prompt], TOOLS, ran)  # type: ignore[arg-type]
         right = re.findall(r"-?\d+", said)[-1:] == [str(sample.label)]
         return agent.samples(sample, reward=float(right) - FAILED_CALL * python.failed)

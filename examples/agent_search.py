@@ -17,16 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
-
-from examples.agent_openai_loop import client_of
+from examples.agent_openai_loop import client_of, solve
 from slime.agent.running import execution
 from slime.core.sample import Sample
 from slime.rewards.graders.f1 import TokenF1, words
 from slime.rollout.turns import count_tool_call, expect_tools
 
 FLAGS = "--custom-generate-function-path examples.agent_search:generate"
-MAX_TURNS, NUM_FOUND = 4, 2
+NUM_FOUND = 2
 K1, B = 1.2, 0.75
 HOW = "Search before you answer, then answer in one word."
 TOOLS: Any = [
@@ -85,21 +83,6 @@ def index(file: str | None) -> Index:
     return Index([f"{name}, a {trade}, was born in {town}." for name, town, trade in people()])
 
 
-async def answer(client: AsyncOpenAI, messages: list[Any], sample: Sample, found: Index) -> str:
-    """The model's last word, after searches for as many turns as it has."""
-    for _ in range(MAX_TURNS):
-        turn = await client.chat.completions.create(model="slime", messages=messages, tools=TOOLS)
-        message = turn.choices[0].message
-        messages.append(message.model_dump(exclude_none=True))
-        if not message.tool_calls:
-            return message.content or ""
-        for call in message.tool_calls:
-            result = search(found, call.function)  # type: ignore[union-attr]
-            count_tool_call(sample, failed=result.startswith("error:"))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return ""
-
-
 def search(found: Index, function: Any) -> str:
     """The result of a call, as text."""
     try:
@@ -112,7 +95,14 @@ def search(found: Index, function: Any) -> str:
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """`--custom-generate-function-path`: one session, one reward."""
     expect_tools(sample)
+    found = index(getattr(args, "corpus", None))
+
+    async def searched(call: Any) -> str:
+        result = search(found, call.function)
+        count_tool_call(sample, failed=result.startswith("error:"))
+        return result
+
     async with execution(sampling_params) as agent, client_of(agent) as client:
-        said = await answer(client, [dict(m) for m in sample.prompt], sample, index(getattr(args, "corpus", None)))  # type: ignore[arg-type]
+        said = await solve(client, [dict(m) for m in sample.prompt], TOOLS, searched)  # type: ignore[arg-type]
         reward = TokenF1().grade(Sample(response=said, label=sample.label), 1.0)
         return agent.samples(sample, reward=reward)

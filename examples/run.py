@@ -7,10 +7,12 @@ train.py. That model was never trained to call tools; `tools.jinja` says how. `-
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
+
+from recipes.demo.model import unpack
+from recipes.demo.task import write_jsonl
 
 ROOT = Path(__file__).parents[1]
 FLAGS = """
@@ -24,10 +26,8 @@ def main(name: str, flags: list[str]) -> None:
     example = importlib.import_module(f"examples.{name}")
     data = ROOT / "assets" / "examples" / f"{name}.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text("".join(json.dumps(row) + "\n" for row in example.rows()))
+    write_jsonl(data, example.rows())
     if "--hf-checkpoint" not in flags:
-        from recipes.demo.model import unpack
-
         model = unpack(ROOT / "assets" / "smollm2-135m-instruct")
         flags = ["--hf-checkpoint", str(model), "--chat-template", "examples/tools.jinja", *flags]
     command = ["train.py", *FLAGS.split(), *example.FLAGS.split(), "--prompt-data", str(data), *flags]

@@ -4,12 +4,7 @@
 # claude_code, codex, opencode), CONFIG (a copy of settings.yaml).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-root=$(cd "$here/../.." && pwd)
-if test -f "$root/pyproject.toml"; then cd "$root"; fi
-PY=${PY:-.venv/bin/python}
-SEED=${SEED:-1234}
-# See recipes/demo/run.sh.
-if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16; else DTYPE=--no-bf16; fi
+. "$here/../host.sh"
 RUN_DIR=${RUN_DIR:-runs/coding_agent-$(date +%Y%m%d-%H%M%S)}
 
 "$PY" -m slime.cli.recipes.coding_agent.prepare --out assets/coding_agent --harness "${HARNESS:-small_agent}"

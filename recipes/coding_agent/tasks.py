@@ -8,10 +8,11 @@ Invariant: `answer` passes all hidden tests of its task, and `files` fails all o
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..demo.task import write_jsonl
 
 Calls = tuple[tuple[list[Any], Any], ...]
 """Arguments, and the value that is to come back."""
@@ -202,7 +203,5 @@ TASKS = (
 def write_rows(path: Path, harness: str) -> Path:
     """The dataset, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(json.dumps(task.row(harness)) + "\n" for task in TASKS))
-    partial.replace(path)
+    write_jsonl(path, (task.row(harness) for task in TASKS))
     return path

@@ -3,12 +3,7 @@
 # further flags for the loop. Environment: PY (python), SEED, RUN_DIR. In a checkout it runs in its root, from an
 # installed package where you are.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/../.." && pwd)
-if test -f "$root/pyproject.toml"; then cd "$root"; fi
-PY=${PY:-.venv/bin/python}
-SEED=${SEED:-1234}
-# bfloat16 is fast only where the processor multiplies it; elsewhere it is emulated, about five times slower than float32.
-if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16; else DTYPE=--no-bf16; fi
+. "$(dirname "$0")/../host.sh"
 RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
 
 "$PY" -m slime.cli.recipes.demo.prepare --out assets/demo --model assets/smollm2-135m-instruct

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def to_row(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> int:
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Writes one row per line, whole or not at all; returns how many."""
     partial = path.with_name(path.name + ".partial")
     num_rows = 0

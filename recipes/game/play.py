@@ -23,12 +23,12 @@ TURNS = 3
 def hint(guess: str, answer: str) -> str:
     """What the environment says to a miss."""
     try:
-        said, right = float(guess), float(answer)
+        said = float(guess)
     except ValueError:
-        return "That is no number. Try again."
+        said = math.nan
     if not math.isfinite(said):
         return "That is no number. Try again."
-    return f"No, it is {'more' if right > said else 'less'} than {guess}. Try again."
+    return f"No, it is {'more' if float(answer) > said else 'less'} than {guess}. Try again."
 
 
 async def play(client: AsyncOpenAI, sample: Sample) -> int:

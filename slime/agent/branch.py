@@ -89,12 +89,15 @@ class Branch:
         finish = generation.finish_reason
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
 
+    def trained_turns(self) -> list[Turn]:
+        """Those of this branch with tokens that were sampled here, as the run samples."""
+        return [turn for turn in self.turns if turn.trained and self.num_shared <= turn.start < turn.end]
+
     def loss_mask(self) -> list[int]:
-        """[T] 1 for what was sampled here, as the run samples."""
+        """[T] 1 for the tokens of `trained_turns`."""
         mask = [0] * len(self.tokens)
-        for turn in self.turns:
-            if turn.trained and turn.start >= self.num_shared:
-                mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        for turn in self.trained_turns():
+            mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
         return mask
 
     @property

@@ -207,7 +207,7 @@ class Session:
             stopped = base.copy()
             stopped.status = Status.ABORTED
             return [stopped]
-        kept = [branch for branch in self.branches if any(branch.loss_mask())]
+        kept = [branch for branch in self.branches if branch.trained_turns()]
         made = [self._sample(base, branch, decode) for branch in kept]
         if self.hit_limit and self._last in kept:
             made[kept.index(self._last)].status = Status.TRUNCATED

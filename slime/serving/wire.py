@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from slime.serving.shm import SHM
 from slime.weights.byte_runs import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
@@ -108,7 +109,7 @@ def _remove_abandoned() -> None:
     for name in [name for name, storage in _born.items() if storage.expired()]:
         del _born[name]
         with contextlib.suppress(FileNotFoundError):
-            Path("/dev/shm", name).unlink()
+            Path(SHM, name).unlink()
 
 
 def _shared(tensor: Tensor) -> Any:

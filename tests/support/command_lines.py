@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,24 +11,19 @@ from typing import Any
 
 import pytest
 
+from recipes.coding_agent.prepare import install
 from slime.agent.harness import Harness
+from slime.core.errors import ConfigError
 
 AGENTS = Path(__file__).parents[2] / "assets" / "agents"
 
 
 def folder_with(harness: Harness) -> Path:
     """The folder of the harness's program. Skips the test where npm cannot fetch it."""
-    assert harness.package is not None, "a program of npm"
-    bin_folder = AGENTS / harness.name / "node_modules" / ".bin"
-    if not bin_folder.is_dir():
-        if shutil.which("npm") is None:
-            pytest.skip(f"{harness.package} is fetched by npm, which is not installed")
-        command = ["npm", "install", "--silent", "--prefix", str(AGENTS / harness.name), harness.package]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            shutil.rmtree(AGENTS / harness.name, ignore_errors=True)
-            pytest.skip(f"npm install {harness.package} failed: {done.stderr[-300:]}")
-    return bin_folder
+    try:
+        return install(harness.name, AGENTS) / "node_modules" / ".bin"
+    except ConfigError as problem:
+        pytest.skip(str(problem))
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,13 @@ class OpenSession:
         for task in self.running:
             task.cancel()
 
-    def end_at_limit(self, why: str) -> None:
-        """From now on it takes no request."""
+    def refuse(self, why: str) -> None:
+        """It is at a limit: from now on it takes no request."""
         self.refuses, self.session.hit_limit = why, True
+
+    def end_at_limit(self, why: str) -> None:
+        """As `refuse`; what runs ends, too."""
+        self.refuse(why)
         self.end_requests()
 
 
@@ -251,7 +255,7 @@ class Adapter:
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
-            found.refuses, found.session.hit_limit = f"the execution had its {found.max_turns} turns", True
+            found.refuse(f"the execution had its {found.max_turns} turns")
         if found.refuses:
             raise BadRequest(found.refuses)
         if found.session.aborted:

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from slime.core.registry import Registry
 if TYPE_CHECKING:
     from slime.agent.sandbox.e2b import E2BSandbox
 
-__all__ = ["SANDBOXES", "CommandFailed", "E2BSandbox", "ExecResult", "Sandbox", "checked", "exec_and_wait"]
+__all__ = ["SANDBOXES", "Command", "CommandFailed", "E2BSandbox", "ExecResult", "Sandbox", "exec_and_wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,25 @@ class ExecResult:
     stdout: str
     stderr: str
     timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What `Sandbox.exec` was asked to run."""
+
+    line: str
+    """Of shell."""
+    user: str | None
+    """None: the sandbox's own."""
+    env: Mapping[str, str]
+    timeout_s: float
+    idempotent: bool
+    """It may be sent twice."""
+
+    @property
+    def bounded(self) -> str:
+        """A line that ends with status 137 at the limit, for a sandbox whose image has `timeout`."""
+        return f"exec timeout -s KILL {math.ceil(self.timeout_s)} sh -c {shlex.quote(self.line)} </dev/null"
 
 
 class CommandFailed(RuntimeError):
@@ -58,7 +78,6 @@ class Sandbox(ABC):
     async def __aexit__(self, *error: object) -> None:
         """Ends it with all that runs in it."""
 
-    @abstractmethod
     async def exec(
         self,
         command: str,
@@ -69,8 +88,17 @@ class Sandbox(ABC):
         check: bool = False,
         idempotent: bool = False,
     ) -> ExecResult:
-        """Runs a line of shell. `check`: raises `CommandFailed` for another status than 0. `idempotent`: a sandbox that
-        is far away may send it again when the answer got lost."""
+        """Runs a line of shell in `folder`. `check`: raises `CommandFailed` for another status than 0. `idempotent`: a
+        sandbox that is far away may send it again when the answer got lost."""
+        result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
+        if check and (result.code != 0 or result.timed_out):
+            why = "its time limit" if result.timed_out else f"status {result.code}"
+            raise CommandFailed(f"got {why} from {command[:200]!r}: {result.stderr[-500:]}")
+        return result
+
+    @abstractmethod
+    async def _exec(self, command: Command) -> ExecResult:
+        """Runs a command, whatever its status will be."""
 
     @abstractmethod
     async def write_file(self, path: str, content: bytes | str) -> None:
@@ -81,15 +109,11 @@ class Sandbox(ABC):
         """Reads a file of the sandbox; raises `OSError`."""
 
 
+WRITE_FILE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
+READ_FILE = 'cat <"$1"'
+"""Lines of shell for a sandbox that has nothing better: $1 is the path."""
+
 SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slime.agent.sandbox", contract=Sandbox)
-
-
-def checked(result: ExecResult, command: str, *, check: bool) -> ExecResult:
-    """`result`, unless it is a failure that was to be none."""
-    if check and (result.code != 0 or result.timed_out):
-        why = "its time limit" if result.timed_out else f"status {result.code}"
-        raise CommandFailed(f"got {why} from {command[:200]!r}: {result.stderr[-500:]}")
-    return result
 
 
 async def exec_and_wait(

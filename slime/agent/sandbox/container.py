@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import functools
 import os
 import secrets
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from slime.agent.sandbox import SANDBOXES, ExecResult, Sandbox, checked
-from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, copy_stream
+from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
+from slime.agent.sandbox.local import MAX_OUTPUT_BYTES, forward
 from slime.core.errors import ConfigError, Unconfined
 
 RUNTIMES = ("docker", "podman")
@@ -111,17 +110,10 @@ class ContainerSandbox(Sandbox):
 
     async def _listen(self, host: str, port: int) -> None:
         """The socket that stands for `reach`; its folder is this user's alone, and another one in it is mounted."""
-
-        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.closing(writer), contextlib.suppress(OSError):
-                far_reader, far_writer = await asyncio.open_connection(host, port)
-                with contextlib.closing(far_writer):
-                    await asyncio.gather(copy_stream(reader, far_writer), copy_stream(far_reader, writer))
-
         folder = Path(self._shared.name, "mounted")
         folder.mkdir(mode=0o755)
         (folder / FORWARDER).write_text(FORWARD)
-        self._server = await asyncio.start_unix_server(forward, str(folder / SOCKET))
+        self._server = await asyncio.start_unix_server(functools.partial(forward, host, port), str(folder / SOCKET))
         (folder / SOCKET).chmod(0o666)
 
     def _run_command(self) -> list[str]:
@@ -146,7 +138,7 @@ class ContainerSandbox(Sandbox):
         await self._ready(self._main, f"container of {self.image}")
         if self.reach is not None:
             inside = ["python3", "-I", f"{MOUNTED}/{FORWARDER}", f"{MOUNTED}/{SOCKET}", str(self.reach[1])]
-            self._forwarder = await self._started([*self._exec(self.user), *inside])
+            self._forwarder = await self._started([*self._inside(self.user), *inside])
             await self._ready(self._forwarder, f"python3 in {self.image}, which an address to reach needs")
 
     async def _started(self, command: list[str]) -> asyncio.subprocess.Process:
@@ -163,7 +155,7 @@ class ContainerSandbox(Sandbox):
                 said = (await process.communicate())[1][-500:].decode(errors="replace").strip()
                 raise Unconfined(f"got no {what}; {self._client} says: {said}")
 
-    def _exec(self, user: str) -> list[str]:
+    def _inside(self, user: str) -> list[str]:
         return [self._client, "exec", "--interactive", "--user", user, self.sandbox_id]
 
     async def __aexit__(self, *error: object) -> None:
@@ -178,37 +170,25 @@ class ContainerSandbox(Sandbox):
                 await _ended(client)
         self._shared.cleanup()
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
-        check: bool = False,
-        idempotent: bool = False,
-    ) -> ExecResult:
-        """Runs a line of shell in /work, as the container's user unless `user` names another one."""
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]
-        lines.append(f"exec timeout -s KILL {math.ceil(timeout_s)} sh -c {shlex.quote(command)} </dev/null")
-        client = [*self._exec(user or self.user), "sh"]
+    async def _exec(self, command: Command) -> ExecResult:
+        lines = [*(f"export {name}={shlex.quote(value)}" for name, value in command.env.items()), command.bounded]
+        client = [*self._inside(command.user or self.user), "sh"]
         began = asyncio.get_running_loop().time()
-        code, out, err = await self._run(client, "\n".join(lines).encode(), timeout_s + CLIENT_S)
-        late = code == 137 and asyncio.get_running_loop().time() - began >= timeout_s
-        result = ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
-        return checked(result, command, check=check)
+        code, out, err = await self._run(client, "\n".join(lines).encode(), command.timeout_s + CLIENT_S)
+        late = code == 137 and asyncio.get_running_loop().time() - began >= command.timeout_s
+        return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
     async def write_file(self, path: str, content: bytes | str) -> None:
         """Relative paths are below /work. Raises `OSError`."""
         data = content.encode() if isinstance(content, str) else content
-        await self._file('mkdir -p -- "$(dirname -- "$1")" && cat >"$1"', path, data, "writing")
+        await self._file(WRITE_FILE, path, data, "writing")
 
     async def read_file(self, path: str) -> bytes:
         """As `write_file`."""
-        return await self._file('cat <"$1"', path, b"", "reading")
+        return await self._file(READ_FILE, path, b"", "reading")
 
     async def _file(self, line: str, path: str, data: bytes, doing: str) -> bytes:
-        client = [*self._exec(self.user), "sh", "-c", line, "sh", path]
+        client = [*self._inside(self.user), "sh", "-c", line, "sh", path]
         code, out, err = await self._run(client, data, FILE_S, self.disk_bytes)
         if code != 0:
             raise OSError(f"got status {code} while {doing} {path}: {err[-300:].decode(errors='replace')}")

@@ -18,12 +18,11 @@ import logging
 import math
 import os
 import random
-import shlex
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from slime.agent.sandbox import SANDBOXES, ExecResult, Sandbox, checked
+from slime.agent.sandbox import SANDBOXES, Command, ExecResult, Sandbox
 from slime.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -103,30 +102,19 @@ class E2BSandbox(Sandbox):
         except Exception as problem:  # the service ends it in time; an answer is not worth less for that
             logger.warning("the sandbox %s may live for up to %.0f s: %s", self.sandbox_id, self.lifetime_s, problem)
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
-        check: bool = False,
-        idempotent: bool = False,
-    ) -> ExecResult:
-        """Runs a line of shell in the user's home."""
+    async def _exec(self, command: Command) -> ExecResult:
         e2b, began = package(), asyncio.get_running_loop().time()
-        line = f"exec timeout -s KILL {math.ceil(timeout_s)} sh -c {shlex.quote(command)} </dev/null"
-        given: dict[str, Any] = {"envs": dict(env or {}), "user": user or self.user, "cwd": self.folder}
+        given: dict[str, Any] = {"envs": dict(command.env), "user": command.user or self.user, "cwd": self.folder}
         try:
             ended = await self._tried(
                 "run a command",
-                lambda: self._remote.commands.run(line, timeout=timeout_s + REQUEST_S, **given),
-                tries=self.retries + 1 if idempotent else 1,
+                lambda: self._remote.commands.run(command.bounded, timeout=command.timeout_s + REQUEST_S, **given),
+                tries=self.retries + 1 if command.idempotent else 1,
             )
         except e2b.CommandExitException as exit_:
             ended = exit_
-        late = ended.exit_code == 137 and asyncio.get_running_loop().time() - began >= timeout_s
-        return checked(ExecResult(ended.exit_code, ended.stdout, ended.stderr, late), command, check=check)
+        late = ended.exit_code == 137 and asyncio.get_running_loop().time() - began >= command.timeout_s
+        return ExecResult(ended.exit_code, ended.stdout, ended.stderr, late)
 
     async def write_file(self, path: str, content: bytes | str) -> None:
         """Relative paths are below the user's home. Raises `OSError`."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from slime.agent.sandbox import SANDBOXES, ExecResult, Sandbox, checked
+from slime.agent.sandbox import READ_FILE, SANDBOXES, WRITE_FILE, Command, ExecResult, Sandbox
 from slime.core.errors import ConfigError, Unconfined
 
 logger = logging.getLogger(__name__)
@@ -135,8 +135,8 @@ class LocalSandbox(Sandbox):
         loop.add_reader(self._control, self._hear)
         self._limit = loop.call_later(self.lifetime_s, self._kill)
         if descriptors and self.reach is not None:
-            forward = functools.partial(self._forward, *self.reach)
-            self._server = await asyncio.start_server(forward, sock=socket.socket(fileno=descriptors[0]))
+            forwarding = functools.partial(forward, *self.reach)
+            self._server = await asyncio.start_server(forwarding, sock=socket.socket(fileno=descriptors[0]))
 
     async def __aexit__(self, *error: object) -> None:
         if hasattr(self, "_limit"):
@@ -190,44 +190,24 @@ class LocalSandbox(Sandbox):
         if waiting is not None and not waiting.done():
             waiting.set_result(said["code"])
 
-    async def _forward(self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a command, to what may be reached."""
-        with contextlib.closing(writer):
-            try:
-                far_reader, far_writer = await asyncio.open_connection(host, port)
-            except OSError:
-                return
-            with contextlib.closing(far_writer):
-                await asyncio.gather(copy_stream(reader, far_writer), copy_stream(far_reader, writer))
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
-        check: bool = False,
-        idempotent: bool = False,
-    ) -> ExecResult:
-        """Runs a line of shell in /work. There is one user, `agent`."""
-        if user not in (None, "agent"):
-            raise ConfigError(f"got user {user}, but a local sandbox has one user, agent; leave it out")
-        code, out, err, late = await self._run([command], b"", env or {}, timeout_s, MAX_OUTPUT_BYTES)
-        result = ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
-        return checked(result, command, check=check)
+    async def _exec(self, command: Command) -> ExecResult:
+        """There is one user, `agent`."""
+        if command.user not in (None, "agent"):
+            raise ConfigError(f"got user {command.user}, but a local sandbox has one user, agent; leave it out")
+        code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
+        return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
     async def write_file(self, path: str, content: bytes | str) -> None:
         """Relative paths are below /work. Links lead nowhere but to files of the sandbox."""
         data = content.encode() if isinstance(content, str) else content
-        line = ['mkdir -p -- "$(dirname -- "$1")" && cat >"$1"', "sh", path]
+        line = [WRITE_FILE, "sh", path]
         code, _, err, _ = await self._run(line, data, {}, FILE_S, MAX_OUTPUT_BYTES)
         if code != 0:
             raise OSError(f"got status {code} while writing {path}: {err[-300:].decode(errors='replace')}")
 
     async def read_file(self, path: str) -> bytes:
         """As `write_file`."""
-        line = ['cat <"$1"', "sh", path]
+        line = [READ_FILE, "sh", path]
         code, out, err, _ = await self._run(line, b"", {}, FILE_S, self.disk_bytes)
         if code != 0:
             raise OSError(f"got status {code} while reading {path}: {err[-300:].decode(errors='replace')}")
@@ -299,7 +279,18 @@ class _Pipe:
                 return
 
 
-async def copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def forward(host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One connection of a command, to what may be reached."""
+    with contextlib.closing(writer):
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+        except OSError:
+            return
+        with contextlib.closing(far_writer):
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Until the end of one or the other."""
     with contextlib.suppress(OSError):
         while taken := await reader.read(1 << 16):
