@@ -27,7 +27,7 @@ from typing import Any
 from slime.core.addresses import host_of, is_loopback
 from slime.core.errors import ConfigError, EngineError, SlimeError
 from slime.core.layout import EngineLayout
-from slime.fleet.engine import Engine, State
+from slime.fleet.engine import EXPECTS_ANSWERS, Engine, State
 from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, report
 from slime.serving.discovery import NotAnswering, ServerFacts, ask, server_info, weight_version
 from slime.serving.watch import ServerWatch
@@ -316,7 +316,7 @@ class _Look:
 
     def trouble(self) -> str | None:
         """What is wrong with it, in one line."""
-        return self._watch.trouble(expects_answers=self.state is State.READY)
+        return self._watch.trouble(expects_answers=self.state in EXPECTS_ANSWERS)
 
     def close(self) -> None:
         self._over.set()
