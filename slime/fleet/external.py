@@ -115,7 +115,10 @@ class ExternalEngines:
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
         """Engines at addresses that have joined the list, as soon as they answer and fit."""
-        joined = [url for url in self._list.now() if url not in self._urls]
+        listed = self._list.now()
+        for url in [url for url in self._knocks if url not in listed]:
+            self._drop(url)
+        joined = [url for url in listed if url not in self._urls]
         return [(self._take(url), url) for url in joined if self._knock(url).facts is not None]
 
     def start(self, engine: Engine) -> None:
