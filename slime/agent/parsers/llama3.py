@@ -35,7 +35,7 @@ class Llama3(ToolFormat):
 
 
 def _calls(head: re.Match[str]) -> Found | None:
-    """All that stand in a row. What is inside of JSON that cannot be read, or is no call, is no call either."""
+    """All that stand in a row. Nothing inside JSON that is broken, or not a call itself, counts as one."""
     text, found = head.string, list[tuple[str, str]]()
     at: int | None = head.end()
     end = head.end()
