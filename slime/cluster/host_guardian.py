@@ -34,20 +34,13 @@ import threading
 import time
 from pathlib import Path
 
-from slime.cluster.guardian import (
-    ENDED,
-    GRACE_S,
-    KILL_LIMIT_S,
-    WATCHING,
-    ending_guardians,
-    start_guardian_process,
-)
+from slime.cluster.guardian import ENDED, WATCHING, ending_guardians, start_guardian_process
 from slime.core.errors import DeadlineExceeded, EngineError
 
 MAX_STARTS = 4
 CLOSE_LIMIT_S = 15.0
-OLD_LIMIT_S = GRACE_S + KILL_LIMIT_S + 10.0
-"""How long a guardian whose owner is gone may take, on a busy machine."""
+OLD_LIMIT_S = 60.0
+"""How long a guardian whose owner is gone may take: ten seconds and its looks, on a busy machine."""
 POLL_S = 0.1
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,19 @@
 """The driver's handle of the actor of a host (`HostActor`), and where Ray says which nodes there are.
 
 Consumes: calls of the driver's thread. Produces: an actor on a node, with a guardian there. Waits for nothing but in
-`close`, with limits; what may take long (tokens in folders over a network, the host's answer) a thread of its own waits
-for, one for each host that is taken up. Is woken by nothing.
+`close`, with limits. For each host that is taken up a thread writes the tokens, which may take long in a folder over a
+network, and removes them when it is woken by the host's answer, or by `drop`.
 
-Invariant: the tokens of a contract are there while the host looks for them, and no longer.
+Invariants
+1. The tokens of a contract are there while the host looks for them, and no longer.
+2. Only the driver's thread calls Ray: a call after Ray's end would start a new one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,10 @@ from typing import Any
 import ray
 
 from slime.cluster.host_actor import HostActor
-from slime.cluster.shared_paths import contract_of
+from slime.cluster.shared_paths import Contract, contract_of
 from slime.cluster.slots import on_node
 from slime.cluster.waiting import all_there, wait_for
-from slime.core.errors import SlimeError
+from slime.core.errors import DeadlineExceeded, SlimeError
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
@@ -41,32 +44,49 @@ class HostHandle:
         self.actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]
         self._watching: Any = None
         """Answered when nobody guards the host any more."""
-        self._answer: Future[list[str]] = Future()
-        self._taking: threading.Thread | None = None
+        self._contract: Future[Contract] = Future()
+        self._answered = threading.Event()
+        self._holder: threading.Thread | None = None
+        """Of the tokens."""
+        self._log_dir = Path()
+        self._asked: Any = None
+        self._asked_at = 0.0
 
     def guarded(self) -> None:
         """It has started a guardian: `watches` says for how long."""
         self._watching = self.actor.watching.remote()
 
     def take_up(self, args: Args, log_dir: Path) -> None:
-        """Asks it, in the background, to look for the shared folders and to start a guardian; then `unseen` says."""
+        """Has it look for the shared folders and start a guardian; `unseen` says how that goes on."""
 
-        def take_up() -> None:
+        def hold() -> None:
             try:
                 with contract_of(args, log_dir.parent, under_way=True) as contract:
-                    asked = self.actor.take_up.remote(contract, str(log_dir))
-                    (unseen,) = wait_for([asked], for_what="a host to have a guardian", limit_s=HOST_LIMIT_S)
-                self._answer.set_result(unseen)
+                    self._contract.set_result(contract)
+                    self._answered.wait()
             except BaseException as error:  # raised for whoever asks
-                self._answer.set_exception(error)
+                if self._contract.done():
+                    logger.warning("files by which host %s saw the shared folders are left: %s", self._node_id, error)
+                else:
+                    self._contract.set_exception(error)
 
-        self._taking = threading.Thread(target=take_up, name=f"host {self._node_id[:8]}", daemon=True)
-        self._taking.start()
+        self._log_dir = log_dir
+        self._holder = threading.Thread(target=hold, name=f"host {self._node_id[:8]}", daemon=True)
+        self._holder.start()
 
     def unseen(self) -> list[str] | None:
-        if not self._answer.done():
+        if not self._contract.done():
             return None
-        unseen = self._answer.result()
+        if self._asked is None:
+            self._asked = self.actor.take_up.remote(self._contract.result(), str(self._log_dir))
+            self._asked_at = time.monotonic()
+        if not all_there([self._asked]):
+            if time.monotonic() - self._asked_at > HOST_LIMIT_S:
+                raise DeadlineExceeded.waiting(owner="driver", for_what="a host's answer", limit_s=HOST_LIMIT_S)
+            return None
+        self._answered.set()
+        unseen: list[str]
+        (unseen,) = wait_for([self._asked], for_what="the return of a host", limit_s=HOST_LIMIT_S)
         if not unseen:
             self.guarded()
         return unseen
@@ -75,12 +95,13 @@ class HostHandle:
         return not all_there([self._watching])
 
     def drop(self) -> None:
+        self._answered.set()
         ray.kill(self.actor)
 
     def close(self) -> None:
-        if self._taking is not None and self._watching is None:  # nothing else of the run is there
+        if self._holder is not None and self._watching is None:  # nothing else of the run is there
             self.drop()
-            self._taking.join(TOKENS_LIMIT_S)
+            self._holder.join(TOKENS_LIMIT_S)
             return
         try:
             wait_for([self.actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
