@@ -59,7 +59,7 @@ class HostHandle:
     def take_up(self, args: Args, log_dir: Path) -> None:
         """Has it look for the shared folders and start a guardian; `unseen` says how that goes on."""
 
-        def hold() -> None:
+        def keep_tokens() -> None:
             try:
                 with contract_of(args, log_dir.parent, under_way=True) as contract:
                     self._contract.set_result(contract)
@@ -71,7 +71,7 @@ class HostHandle:
                     self._contract.set_exception(error)
 
         self._log_dir = log_dir
-        self._holder = threading.Thread(target=hold, name=f"host {self._node_id[:8]}", daemon=True)
+        self._holder = threading.Thread(target=keep_tokens, name=f"host {self._node_id[:8]}", daemon=True)
         self._holder.start()
 
     def unseen(self) -> list[str] | None:
