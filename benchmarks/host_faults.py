@@ -22,7 +22,7 @@ from pathlib import Path
 from recipes.tiny.tasks import DIGITS_FILE, write_all
 from tests.support.e2e import digits_task
 from tests.support.fault_storm import require_exact, storm_flags
-from tests.support.host_storm import SIGNALS, SIZES, SYNC_LIMIT_S, host_storm
+from tests.support.host_storm import SIGNALS, SIZES, host_storm
 from tests.support.hosted_run import HostedRun
 from tests.support.hosts import ray_cluster, why_no_hosts
 from tests.support.tiny import write_tiny_model
@@ -46,7 +46,6 @@ def main() -> None:
         model = write_tiny_model(folder / "model", "qwen3")
         write_all(folder / "tasks")
         flags = storm_flags([*digits_task(model, folder / "tasks" / DIGITS_FILE), *STEPS], folder / "rollouts")
-        flags += ["--weight-sync-timeout-s", str(SYNC_LIMIT_S)]
         with (
             ray_cluster(folder, SIZES) as cluster,
             HostedRun(cluster, folder / "run", flags, script="train_async.py") as run,

@@ -51,6 +51,11 @@ class Actors:
         what = f"{method} on {len(refs)} training ranks"
         return wait_for(refs, for_what=what, limit_s=TRAINERS_LIMIT_S, on_poll=on_poll)
 
+    def give_up(self, engine: EngineInfo) -> None:
+        """Tells the training rank that sends weights that an engine is lost. Its answer is not waited for."""
+        for sender in self.trainers[:1]:
+            sender.give_up.remote(engine.url, engine.incarnation)
+
     def on_lenders(self, method: str, *arguments: Any) -> None:
         """Calls a method of every engine that answers and lends its memory to trainers."""
         self.engines.call_lenders(method, *arguments)

@@ -19,8 +19,8 @@ import ray
 
 from slime.cluster.actors import EngineInfo
 from slime.cluster.guarded_hosts import GuardedHosts
-from slime.cluster.waiting import wait_for
-from slime.core.errors import DeadlineExceeded
+from slime.cluster.waiting import all_there, peek, wait_for
+from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import WeightVersion
 from slime.fleet.engine import FROZEN, POLICY, Engine, State
 from slime.fleet.membership import Membership
@@ -32,6 +32,8 @@ LOOK_AGAIN_S = 0.2
 NOTICE_S = 15.0
 """How long it may take until the end of an engine is noticed that a call to it failed of: more than its owner may be
 silent, because the host may be gone without a word."""
+STALLS_EVERY_S = 5.0
+"""Between two questions whether engines bring tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
 """Those that answer."""
 
@@ -80,6 +82,9 @@ class Engines:
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
         self._admissions: dict[str, Any] = {}
         """By address, the answers of the rollout side, which was asked to send to an engine."""
+        self._stalled: Any = None
+        """The answer of the rollout side, which was asked for engines that bring no tokens."""
+        self._ask_for_stalls_at = 0.0
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._dismiss
 
@@ -99,6 +104,7 @@ class Engines:
         self._hosts.tend()
         if self:
             self._supervisor.tend()
+            self._look_for_stalls()
             self._admit()
 
     def tended(self) -> str:
@@ -109,20 +115,22 @@ class Engines:
     def call_lenders(self, method: str, *arguments: Any) -> None:
         """Calls a method of every engine that answers and lends its memory. One may be lost meanwhile."""
         engines = [engine for engine in self.members.of(*ASKED) if engine.lends]
-        refs = [self._port.ask(engine.index, method, *arguments) for engine in engines]
+        calls = {engine.index: self._port.ask(engine.index, method, *arguments) for engine in engines}
+        what, limit_s = f"{method} on {len(calls)} engines", self._args.weight_sync_timeout_s
+
+        def none_lost() -> str:
+            progress = self.tended()
+            if gone := self.gone(engines):  # its answer may never come
+                raise EngineError(f"{gone[0]}, during {what}")
+            return progress
+
         try:
-            wait_for(
-                refs,
-                for_what=f"{method} on {len(refs)} engines",
-                limit_s=self._args.weight_sync_timeout_s,
-                on_poll=self.tended,
-            )
+            wait_for(list(calls.values()), for_what=what, limit_s=limit_s, on_poll=none_lost)
         except Exception:
             if not self.lost_any(engines):
                 raise
-            left = {engine.index for engine in self._still(engines)}
-            others = [ref for engine, ref in zip(engines, refs, strict=True) if engine.index in left]
-            wait_for(others, for_what=f"{method} on {len(others)} engines", limit_s=self._args.weight_sync_timeout_s)
+            left = [calls[engine.index] for engine in self._still(engines)]
+            wait_for(left, for_what=f"{method} on {len(left)} engines", limit_s=limit_s)
 
     @contextmanager
     def frozen_aside(self) -> Iterator[None]:
@@ -156,16 +164,35 @@ class Engines:
         self._supervisor.synced(engines, version)
         self._admit()
 
-    def failed_sync(self, engines: Sequence[Engine], reason: str) -> bool:
-        """A weight sync to these failed. Whether because one of them was lost: then another one may succeed."""
+    def failed_sync(self, engines: Sequence[Engine], error: SlimeError) -> bool:
+        """A weight sync to these failed. Whether another one may succeed, because one of them was lost.
+
+        Where it failed at some engines alone (`SlimeError.engines`) and others are left, those are lost now. After a
+        wait that ran out, one that hangs has the time to show it.
+        """
         if self.lost_any(engines):
             return True
-        self._supervisor.tainted(engines, reason)
-        return False
+        failed = [engine for engine in engines if engine.url in error.engines]
+        if failed and len(failed) < len(self._still(None)):
+            for engine in failed:
+                self._supervisor.lost(engine, f"a weight sync failed at it: {error}")
+            return True
+        self._supervisor.tainted(engines, str(error))
+        return isinstance(error, DeadlineExceeded) and self.lost_any(engines, more_s=self._silence_s)
 
-    def lost_any(self, engines: Sequence[Engine]) -> bool:
-        """Whether one of these is not any more what it was; waits a little for that to show."""
-        return self._tend_until(lambda: len(self._still(engines)) < len(engines), NOTICE_S)
+    def lost_any(self, engines: Sequence[Engine], *, more_s: float = 0.0) -> bool:
+        """Whether one of these is not any more what it was; waits a little for that to show, and `more_s`."""
+        return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S + more_s)
+
+    def gone(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Of these, those that are not any more what they were."""
+        still = {engine.index for engine in self._still(engines)}
+        return [engine for engine in engines if engine.index not in still]
+
+    @property
+    def _silence_s(self) -> float:
+        """After how long an engine that answers nothing counts as lost."""
+        return float(self._args.rollout_health_check_timeout + self._args.rollout_health_check_interval)
 
     def joiners(self) -> tuple[Engine, ...]:
         """Those of the policy's that answer and serve no version."""
@@ -218,6 +245,23 @@ class Engines:
         for engine in self.members.of(State.READY):
             if engine.url and engine.url not in self._admissions:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
+
+    def _look_for_stalls(self) -> None:
+        """Gives up engines that bring no tokens, as their clients see: a scheduler may answer though nothing that it
+        samples comes out. Asks again a while after each answer.
+        """
+        if self._stalled is None:
+            if time.monotonic() >= self._ask_for_stalls_at:
+                self._stalled = self._rollout.stalled.remote()
+        elif all_there([self._stalled]):
+            stalled = peek(self._stalled) or ()
+            self._stalled, self._ask_for_stalls_at = None, time.monotonic() + STALLS_EVERY_S
+            for engine in self.members.of(State.READY):
+                if engine.url in stalled:
+                    limit_s = self._args.request_timeout_s
+                    self._supervisor.lost(
+                        engine, f"it brought none of its requests a token for {limit_s:.0f} s (--request-timeout-s)"
+                    )
 
     def _dismiss(self, engine: Engine) -> None:
         """Nothing is sent there any more. The answer is not waited for: requests there fail by themselves meanwhile."""

@@ -136,11 +136,16 @@ def _check(args: Args, plan: PlacementPlan) -> None:
 
 
 def require_reach(args: Args, plan: PlacementPlan) -> None:
-    """Every engine can see the memory through which weights are to reach it. Raises `ConfigError`."""
+    """Every engine of the policy can see the memory through which weights are to reach it. Raises `ConfigError`."""
     if not plan.train_slots or args.update_weight_transport != "tensor" or args.device == "cuda":
         return  # on cuda each engine is on a GPU of a training rank, which sends to it
     sender = plan.slot_hosts[plan.train_slots[0]]
-    apart = [e.index for e in plan.engines if any(plan.slot_hosts[slot] != sender for slot in e.slots)]
+    running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
+    apart = [
+        placed.index
+        for placed, wanted in zip(plan.engines, running, strict=True)
+        if wanted.model.trained and any(plan.slot_hosts[slot] != sender for slot in placed.slots)
+    ]
     if apart:
         raise ConfigError(
             f"got --update-weight-transport tensor with engines {apart} on other hosts than the training rank that "

@@ -50,6 +50,8 @@ class RankWeightSync:
         self._known: dict[tuple[str, int], Receiver] = {}
         """By address and incarnation, those of the weight sync before. What was started again is a new one: it is in no
         group."""
+        self._given_up: set[tuple[str, int]] = set()
+        """By address and incarnation, engines that were lost; written by another thread."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
             TransportContext(
                 peers=self._peers,
@@ -86,10 +88,14 @@ class RankWeightSync:
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in metrics.items()}
 
+    def give_up(self, url: str, incarnation: int) -> None:
+        """That engine is lost: no answer of it is waited for. From any thread."""
+        self._given_up.add((url, incarnation))
+
     def _receiver(self, info: EngineInfo) -> Receiver:
         control = HttpEngineControl(info.url, info.layout, self._args.weight_sync_timeout_s, info.api_key)
         gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
-        return Receiver(control, gpus)
+        return Receiver(control, gpus, lambda: (info.url, info.incarnation) in self._given_up)
 
     def close(self) -> None:
         """Leaves the group with the engines."""

@@ -32,7 +32,7 @@ from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
 from slime.core.layout import EngineLayout
 from slime.core.topology import WantedEngine
-from slime.fleet.engine import FROZEN, POLICY, Engine, State
+from slime.fleet.engine import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
@@ -209,7 +209,7 @@ class RayEngines:
         asked = self._looks.get(key)
         if asked is None:
             if now - self._seen_at.get(key, 0.0) >= LOOK_EVERY_S:
-                self._looks[key] = self._crews[index][member].problem.remote(state is State.READY), now
+                self._looks[key] = self._crews[index][member].problem.remote(state in EXPECTS_ANSWERS), now
             return None
         ref, since = asked
         if not ray.wait([ref], timeout=0)[0]:

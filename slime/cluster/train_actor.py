@@ -1,6 +1,7 @@
 """One training rank as an actor: `MegatronBackend` and this rank's part of the weight sync.
 
-Consumes: calls of the driver, the same on all ranks; one thread runs them in order, another writes files (`save`).
+Consumes: calls of the driver, the same on all ranks; one thread runs them in order, another writes files (`save`),
+a third one hears of lost engines (`tell`).
 Produces: trained weights, their metrics, and the rank's parts of checkpoints. Waits for: the other ranks in the
 collectives of a call, with the limit of the process group, and for engines in a weight sync. Is woken by: the driver's
 calls alone.
@@ -23,11 +24,11 @@ from slime.observability.logs import setup_logging
 from slime.settings import Args
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"save": 1})
+@ray.remote(max_restarts=0, concurrency_groups={"save": 1, "tell": 1})
 class TrainActor:
     """Shell around `MegatronBackend`. Every method is called on all ranks, in the same order.
 
-    One thread runs them all, but for `write_parts`, which writes files while the others go on.
+    One thread runs them all, but for `write_parts`, which writes files while the others go on, and `give_up`.
     """
 
     def __init__(
@@ -104,6 +105,12 @@ class TrainActor:
         """
         metrics: dict[str, float] = self._weight_sync.sync_weights(engines)
         return metrics | {WEIGHT_VERSION: float(self._backend.weight_version)}
+
+    @ray.method(concurrency_group="tell")
+    def give_up(self, url: str, incarnation: int) -> None:
+        """An engine is lost: the weight sync under way waits for it no longer. For the rank that sends."""
+        if self._weight_sync is not None:
+            self._weight_sync.give_up(url, incarnation)
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Trains one batch; the weights that it leaves are the next version."""

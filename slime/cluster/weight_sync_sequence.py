@@ -7,8 +7,8 @@
     5. memory     the trainer gives those away, engines take room for the cache    `MemoryHandOver`
     6. traffic    the router takes engines that it does not have yet              `Engines`
 
-An engine that is lost on the way is left out and step 3 repeated; one that was started again later gets the weights by
-itself (`join`).
+An engine that is lost on the way, or fails where others do not, is left out and step 3 repeated; one that was started
+again later gets the weights by itself (`join`).
 
 Consumes the trainer's weights. Produces engines that serve them, and the metrics of the transfer. Runs on the driver's
 thread; waits for training ranks, engines and the rollout side, each with a limit; nobody wakes it.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import assert_never
 
@@ -79,7 +79,7 @@ class WeightSyncSequence:
         """Sends the trainer's weights to every engine that answers, and verifies what they hold; then they serve.
 
         `for_save`: a checkpoint follows. Without a trainer (--debug-rollout-only) the engines serve what they loaded,
-        as version 0; without engines nothing happens. If an engine is lost meanwhile, the others get them once more.
+        as version 0; without engines nothing happens. If one is lost or fails alone, the others get them once more.
         Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
         """
         if not self._engines.take_weights:
@@ -106,14 +106,15 @@ class WeightSyncSequence:
             self._try(joiners if fresh else None)
             self._memory.room_for_the_rest()
         self._engines.end_sync(self._takers, self._version)
-        logger.info("engines %s serve again, at version %d", [e.index for e in self._takers], self._version)
+        if self._takers:
+            logger.info("engines %s serve again, at version %d", [e.index for e in self._takers], self._version)
 
     def _ends(self, *, for_save: bool) -> bool:
         """Whether this weight sync ends the requests that run."""
         return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
 
     def _send(self, ends_requests: bool, *, hand_back: bool) -> None:
-        """Steps 2 to 4, until they succeed or fail for another reason than the loss of an engine.
+        """Steps 2 to 4, until they succeed or fail for another reason than one of several engines.
 
         `hand_back`: the Data Buffer gets the tokens of the requests that end.
         """
@@ -123,7 +124,7 @@ class WeightSyncSequence:
                 "pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S, on_poll=tended
             )
         while not (metrics := self._try(None)):
-            logger.warning("an engine was lost during the weight sync; it is repeated with the others")
+            logger.warning("an engine was lost during the weight sync, which is repeated with the others")
         if ends_requests:
             self._actors.on_rollout("resume", for_what="requests to go on", limit_s=REQUESTS_LIMIT_S)
         if metrics[0]:
@@ -132,14 +133,27 @@ class WeightSyncSequence:
     def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
         """One weight sync to these engines, or to all that answer. The ranks' metrics; none if an engine was lost."""
         takers = self._takers = self._engines.begin_sync(engines)
+        infos = self._engines.infos(takers)
         try:
-            metrics = self._actors.on_trainers(
-                "sync_weights", self._engines.infos(takers), on_poll=self._engines.tended
-            )
+            metrics = self._actors.on_trainers("sync_weights", infos, on_poll=self._tended(takers))
         except SlimeError as error:
-            if not self._engines.failed_sync(takers, str(error)):
+            if not self._engines.failed_sync(takers, error):
                 raise
             self._takers = ()
             return []
         self._version = int(metrics[0][WEIGHT_VERSION]) if metrics else 0
         return metrics or [{}]
+
+    def _tended(self, takers: Sequence[Engine]) -> Callable[[], str]:
+        """`Engines.tended`, which tells the sender of those that are lost meanwhile."""
+        told: set[int] = set()
+
+        def tended() -> str:
+            progress = self._engines.tended()
+            for engine in self._engines.gone(takers):
+                if engine.index not in told:
+                    told.add(engine.index)
+                    self._actors.give_up(*self._engines.infos([engine]))
+            return progress
+
+        return tended

@@ -10,6 +10,9 @@ from __future__ import annotations
 class SlimeError(Exception):
     """Root of every error that slime raises on purpose."""
 
+    engines: tuple[str, ...] = ()
+    """Addresses of the engines that failed, where a call to several of them failed at some."""
+
 
 class ConfigError(SlimeError, ValueError):
     """The user asked for something unknown, contradictory or impossible. Raised before any process starts."""

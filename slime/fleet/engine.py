@@ -1,10 +1,10 @@
 """One inference engine as the fleet knows it: where it is, how wide, what it serves, and in which state it is.
 
-    starting ──► syncing ──► ready ──► draining
-        ▲           ▲          │           │
-        │           └──────────┤           │
-        │        tainted ◄─────┤           │
-        └───────── dead ◄──────┴───────────┘
+    starting ──► syncing ──► ready
+        ▲           ▲          │
+        │           └──────────┤
+        │        tainted ◄─────┤
+        └───────── dead ◄──────┘
 
 Only a `ready` engine gets requests. Every state but `dead` may become `dead`.
 """
@@ -34,8 +34,6 @@ class State(str, Enum):
     """It answers, and waits for weights or takes them. It gets no requests."""
     READY = "ready"
     """It serves verified weights."""
-    DRAINING = "draining"
-    """It ends what it has and gets no more."""
     TAINTED = "tainted"
     """A weight sync failed half-way: it holds parts of two versions. It gets no requests until another one succeeds."""
     DEAD = "dead"
@@ -45,12 +43,14 @@ class State(str, Enum):
 NEXT: Mapping[State, frozenset[State]] = {
     State.STARTING: frozenset({State.SYNCING, State.DEAD}),
     State.SYNCING: frozenset({State.READY, State.TAINTED, State.DEAD}),
-    State.READY: frozenset({State.SYNCING, State.DRAINING, State.TAINTED, State.DEAD}),
-    State.DRAINING: frozenset({State.DEAD}),
+    State.READY: frozenset({State.SYNCING, State.TAINTED, State.DEAD}),
     State.TAINTED: frozenset({State.SYNCING, State.DEAD}),
     State.DEAD: frozenset({State.STARTING}),
 }
 """State -> those that may follow it."""
+
+EXPECTS_ANSWERS = (State.READY, State.TAINTED)
+"""Those in which a scheduler that is silent hangs. One that takes weights may be busy for minutes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import Any
 from slime.core.addresses import host_of, is_loopback
 from slime.core.errors import ConfigError, EngineError, SlimeError
 from slime.core.layout import EngineLayout
-from slime.fleet.engine import Engine, State
+from slime.fleet.engine import EXPECTS_ANSWERS, Engine, State
 from slime.fleet.fitting import Wanted, layout_of_server, misfits, refuse, report
 from slime.serving.discovery import NotAnswering, ServerFacts, ask, server_info, weight_version
 from slime.serving.watch import ServerWatch
@@ -115,7 +115,10 @@ class ExternalEngines:
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
         """Engines at addresses that have joined the list, as soon as they answer and fit."""
-        joined = [url for url in self._list.now() if url not in self._urls]
+        listed = self._list.now()
+        for url in [url for url in self._knocks if url not in listed]:
+            self._drop(url)
+        joined = [url for url in listed if url not in self._urls]
         return [(self._take(url), url) for url in joined if self._knock(url).facts is not None]
 
     def start(self, engine: Engine) -> None:
@@ -316,7 +319,7 @@ class _Look:
 
     def trouble(self) -> str | None:
         """What is wrong with it, in one line."""
-        return self._watch.trouble(expects_answers=self.state is State.READY)
+        return self._watch.trouble(expects_answers=self.state in EXPECTS_ANSWERS)
 
     def close(self) -> None:
         self._over.set()

@@ -61,7 +61,7 @@ class Supervisor:
         """Looks once. Raises `EngineError` if an engine cannot be kept alive."""
         for index, reason in self._port.troubles().items():
             if self._membership[index].answers:
-                self._lost(self._membership[index], reason)
+                self.lost(self._membership[index], reason)
         for engine in self._membership.of(State.DEAD):
             if self._clock() >= self._again_at[engine.index] and self._can_start(engine):
                 again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
@@ -127,18 +127,21 @@ class Supervisor:
 
     def _welcome(self, engine: Engine) -> None:
         if not self._port.has_host(engine.index):  # it would start for ever
-            self._lost(engine, "its host was lost while it was starting")
+            self.lost(engine, "its host was lost while it was starting")
             return
         try:
             url = self._port.started(engine.index)
         except EngineError as error:
-            self._lost(engine, str(error))
+            self.lost(engine, str(error))
             return
         if url is not None:
             logger.info("engine %d answers again, at %s", engine.index, url)
             self.up(engine.index, url)
 
-    def _lost(self, engine: Engine, reason: str) -> None:
+    def lost(self, engine: Engine, reason: str) -> None:
+        """One that answers, or should have, is given up; it is started again later. Raises `EngineError` if it cannot
+        be kept alive.
+        """
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
         self._failures[engine.index] += self._port.has_host(engine.index)

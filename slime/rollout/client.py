@@ -155,6 +155,11 @@ class EngineClient:
         """Addresses of the engines that are admitted."""
         return [upstream.url for upstream in self._pool.upstreams]
 
+    @property
+    def stalled(self) -> list[str]:
+        """Addresses of those that bring no request a token (`--request-timeout-s`), though they may answer else."""
+        return [upstream.url for upstream in self._pool.upstreams if upstream.stalls]
+
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
         """Requests may go to these engines, also those that wait for one. `prefill`: they read prompts for others."""
         self._pool.admit(urls, prefill=prefill)

@@ -4,7 +4,7 @@ Consumes: addresses from whoever watches over the engines (`admit`, `dismiss`), 
 (`acquire`), and news of their tries (`heard`, `failed`, `release`). Produces: a `Try`, a place at one engine. A request
 waits for an open gate and an engine with room, within `wait_limit_s` while no engine can be reached; it is woken by a
 place that becomes free, an engine that is admitted or answers again, the gate, or `wake_all`. One task looks now and
-then for tries without progress; it ends when there is nothing to watch. All on one event loop.
+then for tries without progress, and engines without; it ends when there is nothing to watch. All on one event loop.
 
 Invariants
 1. An engine has at most `most_per_engine` tries. One that could not be reached has at most one, which finds out.
@@ -130,6 +130,10 @@ class EnginePool:
         for one in those:
             one.interrupt(why)
         self._slices.add(one.break_off for one in those)
+
+    def has_another(self, upstream: Upstream) -> bool:
+        """Whether there is an engine beside this one that may answer."""
+        return any(one is not upstream and not one.stalls for one in self._upstreams.values())
 
     def close_gate(self) -> None:
         """No request gets a place until `open_gate`."""
@@ -283,8 +287,10 @@ class EnginePool:
         while self._waiting or any(upstream.tries or upstream.waiting for upstream in self._upstreams.values()):
             for upstream in list(self._upstreams.values()):
                 now = _now()
-                late = [one for one in upstream.tries if one.silent_s(now) > self.silence_limit_s]
-                self.interrupt(late, LATE)
+                if late := [one for one in upstream.tries if one.silent_s(now) > self.silence_limit_s]:
+                    waits_for_others = any(one.beside is not None for one in late)
+                    upstream.stalls = not waits_for_others and now - upstream.progress_at > self.silence_limit_s
+                    self.interrupt(late, LATE)
                 await asyncio.sleep(0)
             self._look_for_engines(_now())
             await asyncio.sleep(every_s)

@@ -6,6 +6,7 @@ the call. Waits for nothing.
 Invariants
 1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try.
+2. A request without progress ends its call; but where its whole engine stalls, it goes to another one, once.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Job:
     tries: int = 0
     """Requests in a row that brought no token."""
     internal_errors: int = 0
+    went_on: bool = False
+    """It has left an engine that stalls; a second one would be its own fault."""
 
     def is_over(self) -> bool:
         """Whether it is handed back as it is."""
@@ -59,6 +62,10 @@ class Job:
                 assert reader is not None and reader.trouble is not None, "it was said why the prompt was not read"
                 return self.after(reader.trouble, reader, before, pool)
             case Interrupted(why=why) if why == LATE:
+                if one.upstream.stalls and not self.went_on and pool.has_another(one.upstream):
+                    self.went_on = True
+                    pool.failed(one.upstream)
+                    return 0.0
                 raise DeadlineExceeded.waiting(
                     owner=f"request {one.rid}",
                     for_what=f"a token of {url} (--request-timeout-s)",

@@ -137,6 +137,10 @@ class RolloutManager:
         """These engines are gone, or go: their requests go on at others, or wait for one."""
         self._clients[model].dismiss(urls)
 
+    def stalled(self) -> list[str]:
+        """Addresses of engines, of all models, that bring no request a token (`--request-timeout-s`)."""
+        return [url for client in self._clients.values() for url in client.stalled]
+
     async def pause(self, *, hand_back: bool = True) -> None:
         """Ends the requests of a schedule that generates between steps; it sends no more until `resume`.
 

@@ -45,6 +45,7 @@ class Upstream:
         "prefix",
         "progress_at",
         "served",
+        "stalls",
         "tries",
         "url",
         "waiting",
@@ -62,6 +63,8 @@ class Upstream:
         self.served = -1
         """The latest of them that has got a token."""
         self.progress_at = now
+        self.stalls = False
+        """Whether it has brought none of its requests a token for longer than one may be silent."""
 
     def prefix_of(self, scope: RequestScope | None) -> str:
         """How the ids of the requests of a scope begin, or of those that have none."""
@@ -112,6 +115,7 @@ class Try:
         """Tokens have come. If it falls silent now it may have been sent to the end of the queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
+        upstream.stalls = False
         self._place = upstream.asked - 1
         if not self._served:
             self._served, upstream.served = True, max(upstream.served, self._number)

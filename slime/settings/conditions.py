@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.core.loading import load_object
+from slime.core.topology import ServedModel
 from slime.settings.fields import Need
 from slime.settings.topology import topology_of
 
@@ -60,17 +61,24 @@ def lends_at_start(s: Any) -> bool:
     return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
 
 
-def policy_shares_gpus(s: Any) -> bool:
-    """Whether some engines of the policy share GPUs (on a CPU: slots) with the trainer, to which they then lend them.
+def shares_gpus(s: Any, model: ServedModel) -> bool:
+    """Whether some engines of a model share GPUs (on a CPU: slots) with the trainer, to which they then lend them.
 
     With `--colocate` the first engines of the topology do, whatever they serve, until all GPUs of training are shared.
     """
-    return any(begin < _num_shared(s) for begin, _ in _gpus_of_policy(s))
+    return any(begin < _num_shared(s) for begin, _ in _gpus_of(s, model))
+
+
+def policy_shares_gpus(s: Any) -> bool:
+    """Whether some engines of the policy share GPUs (on a CPU: slots) with the trainer."""
+    policy = topology_of(s).policy
+    return policy is not None and shares_gpus(s, policy)
 
 
 def policy_has_own_gpus(s: Any) -> bool:
     """Whether some engines of the policy have GPUs (on a CPU: slots) where no training rank is."""
-    return any(end > _num_shared(s) for _, end in _gpus_of_policy(s))
+    policy = topology_of(s).policy
+    return policy is not None and any(end > _num_shared(s) for _, end in _gpus_of(s, policy))
 
 
 def _num_shared(s: Any) -> int:
@@ -78,13 +86,13 @@ def _num_shared(s: Any) -> int:
     return int(s.actor_num_nodes * s.actor_num_gpus_per_node) if s.colocate else 0
 
 
-def _gpus_of_policy(s: Any) -> Iterator[tuple[int, int]]:
-    """For each group of the policy's that runs, its GPUs from where to where, in the order in which they are taken."""
+def _gpus_of(s: Any, wanted: ServedModel) -> Iterator[tuple[int, int]]:
+    """For each group of a model that runs, its GPUs from where to where, in the order in which they are taken."""
     end = 0
     for model in topology_of(s).models:
         for group in model.groups:
             begin, end = end, end + group.num_gpus
-            if model.trained and group.runs:
+            if model.name == wanted.name and group.runs:
                 yield begin, end
 
 

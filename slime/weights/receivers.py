@@ -6,15 +6,22 @@ first failures are reported together, by engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import EngineControl
 
 T = TypeVar("T")
+GRACE_S = 5.0
+"""How long engines may take to answer once another one has failed at the same."""
+POLL_S = 0.05
+"""Between two looks at whether an engine was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class Receiver:
     gpu_ids: tuple[str, ...] = ()
     """Per engine rank, stage by stage, the identity of its GPU in the same naming as the trainer's
     (`TransportContext.gpu_id`). Empty on a CPU; only the tensor transport reads it."""
+    is_lost: Callable[[], bool] = field(default=lambda: False, compare=False)
+    """Whether the supervisor of the fleet has given it up; nothing it answers is worth waiting for then."""
 
 
 def _alone(value: Any) -> Any:
@@ -46,17 +55,50 @@ class Peers:
 def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], what: str) -> list[T]:
     """Calls every engine at the same time and returns their answers in order.
 
-    Raises the one failure as it is, or an `EngineError` that names every engine that failed at `what`.
+    Raises the one failure as it is, or an `EngineError` that names every engine that failed at `what`; its `engines`
+    are those. Once one has failed the others have `GRACE_S` to fail, too, or to answer: without that one they may wait
+    for ever. One that was lost is not waited for. Calls that are left go on in threads that nobody waits for.
     """
-    if not receivers:
-        return []
-    with ThreadPoolExecutor(len(receivers), thread_name_prefix="weights") as pool:
-        futures = [pool.submit(call, receiver.control) for receiver in receivers]
-        failures = [(r.control.url, f.exception()) for r, f in zip(receivers, futures, strict=True) if f.exception()]
-        if len(failures) == 1 and failures[0][1] is not None:
-            raise failures[0][1]
+    futures = {_beside(call, receiver.control): receiver for receiver in receivers}
+    failures: dict[str, BaseException] = {}
+    pending, deadline = set(futures), math.inf
+    while pending and time.monotonic() < deadline:
+        done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+        failures |= {futures[f].control.url: error for f in done if (error := f.exception()) is not None}
+        lost = [futures[f].control.url for f in pending if futures[f].is_lost()]
+        failures |= {url: EngineError(f"engine {url} was lost before it could {what}") for url in lost}
+        if lost:
+            break
         if failures:
-            text = "; ".join(f"{url}: {error}" for url, error in failures)
-            kind = DeadlineExceeded if all(isinstance(e, DeadlineExceeded) for _, e in failures) else EngineError
-            raise kind(f"{len(failures)} of {len(receivers)} engines failed to {what}: {text}")
-        return [future.result() for future in futures]
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failures:
+        in_order = {url: failures[url] for r in receivers if (url := r.control.url) in failures}
+        raise _failure(in_order, len(receivers), what)
+    return [future.result() for future in futures]
+
+
+def _failure(failures: Mapping[str, BaseException], num_receivers: int, what: str) -> BaseException:
+    """What `on_all` raises."""
+    if len(failures) == 1:
+        (error,) = failures.values()
+    else:
+        text = "; ".join(f"{url}: {error}" for url, error in failures.items())
+        kind = DeadlineExceeded if all(isinstance(e, DeadlineExceeded) for e in failures.values()) else EngineError
+        error = kind(f"{len(failures)} of {num_receivers} engines failed to {what}: {text}")
+    if isinstance(error, SlimeError):
+        error.engines = tuple(failures)
+    return error
+
+
+def _beside(call: Callable[[EngineControl], T], control: EngineControl) -> Future[T]:
+    """Makes a call in a thread of its own, which does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(control))
+        except BaseException as error:  # the caller's, whatever it is
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"weights {control.url}", daemon=True).start()
+    return future

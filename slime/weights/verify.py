@@ -62,20 +62,25 @@ def require_equal(
     rank may report several times).
     """
     complaints: list[str] = []
+    departing: set[str] = set()
     for url, (layout, ranks) in reports.items():
         if problem := _misreported(layout, ranks):
             complaints.append(f"engine {url} {problem}")
+            departing.add(url)
             continue
         for rank, reported in {(r.rank, tuple(sorted(r.checksums.items()))) for r in ranks}:
             held = {name: d for name, d in reported if not table.carries(name)}
             difference = compare(expected[layout][rank], held)
             if difference:
                 complaints.append(f"engine {url} rank {rank}: {describe(table, difference)}")
+                departing.add(url)
     if complaints:
-        raise WeightSyncError(
+        error = WeightSyncError(
             f"got weights of version {version} by {transport} that differ from the trainer's, so they must not be "
             f"served: {'; '.join(sorted(complaints))}. The engines stay paused; sync again, or replace them"
         )
+        error.engines = tuple(sorted(departing))
+        raise error
 
 
 def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | None:

@@ -19,6 +19,8 @@ from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
 from tests.support.e2e import ROOT, Flags, RealRun, environment
 from tests.support.faults import happened
+from tests.support.forwarding import lying
+from tests.support.ledger import require_balance
 
 pytestmark = pytest.mark.slow
 
@@ -160,6 +162,44 @@ def test_an_engine_leaves_and_another_joins_while_training_runs(
         if "may be paused" in run.output:  # Ctrl-C came in a weight sync
             assert request("POST", f"{last.url}/continue_generation", {}, api_key=KEY)[0] == 200
         assert last.answers()
+
+
+def test_a_server_that_holds_other_weights_is_left_out_until_it_holds_the_right_ones(
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+) -> None:
+    """Law: one engine that fails a weight sync costs no run. The others get it again; it serves when it is right."""
+    folder, run_dir = runs / "external-lies", runs / "external-lies-run"
+    with servers(tiny_qwen3, folder, 2) as (first, second), lying(second.url) as liar:
+        listed = folder / "engines"
+        listed.write_text(f"{first.url}\n{liar.url}\n")
+        more = ["--num-rollout", "100000", "--request-timeout-s", "10"]
+        with RealRun(
+            run_dir, flags_of(digits, tiny_qwen3, f"@{listed}", *more), more_env={"SLIME_ENGINE_API_KEY": KEY}
+        ) as run:
+
+            def steps() -> int:
+                return max(run.metrics("train"), default=-1) if (run_dir / "metrics.jsonl").exists() else -1
+
+            run.wait_until("step 1", lambda: steps() >= 1)
+            assert "engine 1 was lost" not in run.output
+            liar.lies = True
+            run.wait_until("word of the loss", lambda: "engine 1 was lost: a weight sync failed at it" in run.output)
+            assert liar.told, "NOT PROVEN: no report was changed"
+            after = steps()
+            run.wait_until("two steps with one engine", lambda: steps() >= after + 2)
+            liar.lies = False
+            run.wait_until("it to serve again", lambda: "engine 1 serves again" in run.output)
+            after = steps()
+            run.wait_until("two steps with it", lambda: steps() >= after + 2)
+            liar.told, liar.silent = 0, True
+            run.wait_until("word of the silence", lambda: "engine 1 was lost: it brought none of its" in run.output)
+            assert liar.told, "NOT PROVEN: no request was kept"
+            after = steps()
+            run.wait_until("two steps without it", lambda: steps() >= after + 2)
+            assert run.interrupt() == 130, run.tail
+            require_balance(run.metrics("train"))
+            assert not any(row["data/failed"] for row in run.metrics("train").values()), "a prompt failed"
+            assert run.left() == []
 
 
 def served(server: Server) -> str:

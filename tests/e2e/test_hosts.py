@@ -22,7 +22,7 @@ from slime.serving.proctree import read_stat
 from tests.e2e.test_loops import LOUDNESS, MAX_MISMATCH
 from tests.support.e2e import Flags, latest_step
 from tests.support.fault_storm import require_exact, storm_flags
-from tests.support.host_storm import SIGNALS, SIZES, SYNC_LIMIT_S, host_storm
+from tests.support.host_storm import SIGNALS, SIZES, host_storm
 from tests.support.hosted_run import HostedRun
 from tests.support.hosts import FakeCluster, ray_cluster, why_no_hosts
 from tests.support.ledger import require_balance
@@ -315,7 +315,7 @@ def test_a_run_outlives_hosts_that_die_or_freeze(shared: Path, flags: Flags) -> 
     """Law: while a host is away the run goes on with the other one; when it is back, its engine is verified and serves,
     and a guardian watches again. Nothing is lost, nothing is trained twice."""
     rollouts = shared / "storm-rollouts"
-    stormy = [*storm_flags(flags, rollouts), "--weight-sync-timeout-s", str(SYNC_LIMIT_S)]
+    stormy = storm_flags(flags, rollouts)
     with (
         ray_cluster(shared, SIZES) as cluster,
         HostedRun(cluster, shared / "storm", stormy, script="train_async.py") as run,

@@ -31,8 +31,6 @@ from tests.support.hosts import FakeCluster, FakeHost
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 SIZES = [1] + [1] * NUM_ENGINES
 """Slots of the hosts of a storm: one for the trainer, one for each engine."""
-SYNC_LIMIT_S = 30
-"""A weight sync that a frozen host is in fails after this, and is repeated with the others."""
 ASKER = """
 import json, sys, urllib.request
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -39,9 +39,12 @@ class RecordingEngines:
         self._admitted = self.can_answer = True
         self.waiting = ()
 
-    def failed_sync(self, engines: Any, reason: str) -> bool:
+    def failed_sync(self, engines: Any, error: Exception) -> bool:
         self.lose -= 1
         return self.lose >= 0
+
+    def gone(self, engines: Any) -> list[Any]:
+        return list(engines)[: self.lose]
 
     def infos(self, engines: Any) -> list[Any]:
         return [engine.index for engine in engines]
@@ -71,6 +74,9 @@ class RecordingActors:
     def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
         self._note("trainers", method, ())
         return [{"perf/x": 1.0, WEIGHT_VERSION: 3.0}] * self._num_trainers
+
+    def give_up(self, engine: Any) -> None:
+        self._note("sender", "gives up", (engine,))
 
     def on_lenders(self, method: str, *arguments: Any) -> None:
         self._note("engines", method, arguments)

@@ -18,12 +18,12 @@ class FleetSettings:
     """Faults of engines, and of the run."""
 
     use_fault_tolerance: bool = True
-    """An engine that ends or hangs is started again, gets the current weights, verified, and serves again, while the
-    run goes on with the others. --no-use-fault-tolerance: the run ends."""
+    """An engine that ends, hangs or fails a weight sync alone is started again, gets the current weights, verified, and
+    serves again, while the run goes on with the others. --no-use-fault-tolerance: the run ends."""
     rollout_health_check_interval: float = opt(5.0, gt=0)
     """Seconds between two questions to an engine's scheduler. Its processes are looked at every second."""
     rollout_health_check_timeout: float = opt(30.0, gt=0)
-    """Seconds for which a scheduler may be silent before its engine counts as hung."""
+    """Seconds for which a scheduler may be silent, beside one interval, before its engine counts as hung."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
         "on a GPU the first requests compile kernels, and the scheduler answers nobody meanwhile",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.core.topology import PAIRED, EngineGroup, ServedModel
+from slime.settings.conditions import shares_gpus
 from slime.settings.engine_layout import settings_of_group
 from slime.settings.group import Rule
 from slime.settings.topology import topology_of
@@ -50,7 +51,7 @@ def _against_pairs(args: Args, model: ServedModel) -> Iterator[tuple[str, str]]:
             "keys and values that one engine read under old weights could reach another one that has new ones, and the "
             "version of such a token would be wrong; use abort",
         )
-    if args.offload_rollout:
+    if args.offload_rollout and shares_gpus(args, model):
         yield (
             "--offload-rollout (which --colocate means on a GPU)",
             "their memory is registered with the network for good, and cannot be lent; give them GPUs of their own",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import EngineControl
 from slime.settings.conditions import policy_shares_gpus
 from slime.weights.receivers import Receiver, on_all
@@ -103,7 +103,9 @@ class DistributedChannel(Channel):
                 self._group = join_group(self._backend, self._store, world_size, group_name, limit)
             except Exception as error:
                 refusal = invited.exception()
-                raise EngineError(f"the weight update group {group_name} did not form: {refusal or error}") from error
+                failure = EngineError(f"the weight update group {group_name} did not form: {refusal or error}")
+                failure.engines = refusal.engines if isinstance(refusal, SlimeError) else ()
+                raise failure from error
             invited.result()
         self._group_name, self._members = group_name, receivers
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
+from tests.support.forwarding import forward
 from tests.support.loopback import served
 
 
@@ -28,24 +28,13 @@ class SwallowingProxy:
     _over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
         if request.path == "/generate":
             self.requests.append(await request.json())
             if self.to_swallow:
                 self.to_swallow -= 1
                 self.swallowed.append(self.requests[-1])
                 await self._over.wait()
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.request(
-                request.method, f"{self.target}{request.path}", data=body, headers={"Content-Type": "application/json"}
-            ) as answer,
-        ):
-            handed_on = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
-            await handed_on.prepare(request)
-            async for piece in answer.content.iter_any():
-                await handed_on.write(piece)
-            return handed_on
+        return await forward(request, self.target)
 
 
 @contextlib.asynccontextmanager

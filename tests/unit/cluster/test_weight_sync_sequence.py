@@ -163,6 +163,19 @@ def test_a_weight_sync_that_loses_an_engine_is_repeated_with_the_others() -> Non
     assert actors.log == [PAUSE, SYNC, SYNC, SYNC, RESUME, ADMIT] and told["perf/weight_version"] == 3.0
 
 
+def test_the_sender_hears_once_of_each_engine_that_is_lost_while_it_waits() -> None:
+    class Polling(RecordingActors):
+        def on_trainers(self, method: str, *arguments: Any, on_poll: Any = None) -> list[dict[str, float]]:
+            for lost in (0, 1, 1):
+                self.engines.lose = lost
+                assert on_poll() == "none"
+            return super().on_trainers(method, *arguments)
+
+    actors = Polling(num_engines=2)
+    sequence(actors)[0].run(for_save=False)
+    assert actors.log[:2] == ["sender gives up 0", SYNC]
+
+
 @pytest.mark.parametrize(
     "lends, fresh, can_answer, joins",
     [

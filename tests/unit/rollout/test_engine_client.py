@@ -95,6 +95,38 @@ def test_an_expired_request_is_aborted_in_the_engine() -> None:
     assert engine.aborted == [engine.requests[0]["rid"]]
 
 
+@pytest.mark.parametrize("num_silent", [1, 3])
+def test_an_engine_that_brings_no_tokens_is_named_and_its_requests_go_to_another_one_once(num_silent: int) -> None:
+    """Law: a request that two engines in a row have brought no token is at fault itself."""
+    silent, other, third = FakeEngine(), FakeEngine(), FakeEngine()
+    for engine in (silent, other, third)[:num_silent]:
+        engine.faults.extend(["hang"] * 4)
+
+    async def main() -> None:
+        async with serve(silent), serve(other), serve(third):
+            client = EngineClient(silent.url, request_timeout_s=0.2)
+            client.admit([silent.url])
+            first = asyncio.create_task(client.generate([5, 6], PARAMS))
+            while not silent.requests:
+                await asyncio.sleep(0.01)
+            client.admit([other.url])
+            if num_silent == 1:
+                assert (await first).finish_reason == "length" and len(other.requests) == 1
+                assert client.stalled == [silent.url]
+                silent.faults.clear()
+                client.dismiss([other.url])
+                await client.generate([5, 6], PARAMS)
+                assert client.stalled == [], "it brings tokens again"
+            else:
+                client.admit([third.url])
+                with pytest.raises(DeadlineExceeded):
+                    await first
+                assert [len(engine.requests) for engine in (silent, other, third)].count(1) == 2
+            await client.close()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_request_is_aborted_in_the_engine() -> None:
     async def main(engine: FakeEngine) -> None:
         async with serve(engine):

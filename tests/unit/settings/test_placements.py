@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from slime.cluster.hosts import require_reach
 from slime.cluster.placement import EngineDemand, Host, plan_placement
@@ -38,6 +41,20 @@ def test_an_engine_that_reaches_to_another_host_has_no_shared_memory_there(base:
     plan = plan_placement(num_nodes=2, num_per_node=1, engines=[EngineDemand(2)], colocate=True, hosts=hosts)
     with pytest.raises(ConfigError, match=r"engines \[0\] on other hosts"):
         require_reach(args, plan)
+
+
+def test_a_frozen_judge_may_be_where_no_memory_is_shared(base: list[str], tmp_path: Path) -> None:
+    """Law: only who gets weights has to see the memory that they come through."""
+    models = [{"name": name, "server_groups": [{"num_gpus": 1, "num_gpus_per_engine": 1}]} for name in ("a", "judge")]
+    file = tmp_path / "judged.yaml"
+    file.write_text(yaml.safe_dump({"sglang": [models[0], {**models[1], "update_weights": False}]}))
+    flags = ["--sglang-config", str(file), "--update-weight-transport", "tensor", "--ray-address", "10.0.0.1:1"]
+    args = parse_args([*base, *flags, "--colocate"])
+    hosts = [Host(name, f"10.0.0.{i}", num_slots=1, num_cores=1) for i, name in enumerate("ab", start=1)]
+    engines = [EngineDemand(1), EngineDemand(1)]
+    plan = plan_placement(num_nodes=1, num_per_node=1, engines=engines, colocate=True, hosts=hosts)
+    assert [plan.slot_hosts[engine.slots[0]] for engine in plan.engines] == [0, 1]
+    require_reach(args, plan)
 
 
 def accepted(command: list[str]) -> Args:

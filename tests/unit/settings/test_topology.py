@@ -204,3 +204,21 @@ def test_what_pairs_cannot_do_is_refused_before_they_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_args([*base, *in_pairs(tmp_path, overrides=overrides), *flags])
+
+
+def test_a_judge_in_pairs_on_gpus_of_its_own_stands_beside_a_policy_that_lends(base: list[str], tmp_path: Path) -> None:
+    """Law: a rule about memory that is lent asks those who lend any."""
+    halves = [group(1, num_gpus_per_engine=1, worker_type=kind) for kind in ("prefill", "decode")]
+    models = [
+        {"name": "actor", "server_groups": [group(1, num_gpus_per_engine=1)]},
+        {"name": "judge", "update_weights": False, "server_groups": halves},
+    ]
+    for order, accepted in ((models, True), (models[::-1], False)):
+        file = tmp_path / "judged.yaml"
+        file.write_text(yaml.safe_dump({"sglang": order}))
+        flags = [*base, "--sglang-config", str(file), "--colocate", "--device", "cuda"]
+        if accepted:
+            assert parse_args(flags).offload_rollout
+        else:  # the trainer's GPU is that of the first engine
+            with pytest.raises(ConfigError, match="for model judge"):
+                parse_args(flags)

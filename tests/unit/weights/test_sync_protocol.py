@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from slime.core.layout import EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
-from slime.weights.receivers import Peers, Receiver
+from slime.weights import receivers as receivers_module
+from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Channel
 from slime.weights.transports.distributed import DistributedTransport
@@ -166,18 +168,50 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
         assert "resume" not in engine.log
 
 
-def test_errors_of_several_engines_are_told_together() -> None:
-    from slime.weights.receivers import on_all
-
+def three_engines(lost: str = "") -> list[Receiver]:
+    """Engines a, b and c; the supervisor has given one up."""
     table, _ = model()
-    engines = [FakeEngine(f"http://{c}", table, FakeWire()) for c in "ab"]
-    receivers = [Receiver(e) for e in engines]  # type: ignore[arg-type]
+    engines: list[Any] = [FakeEngine(f"http://{c}", table, FakeWire()) for c in "abc"]
+    return [Receiver(engine, is_lost=lambda url=engine.url: url == lost) for engine in engines]  # type: ignore[misc]
 
+
+def test_errors_of_several_engines_are_told_together() -> None:
     def silent(control: Any) -> None:
-        raise DeadlineExceeded.waiting(owner="weight sync", for_what=control.url, limit_s=1)
+        if control.url != "http://c":
+            raise DeadlineExceeded.waiting(owner="weight sync", for_what=control.url, limit_s=1)
 
-    with pytest.raises(DeadlineExceeded, match=r"(?s)http://a.*http://b"):
-        on_all(receivers, silent, "answer")
+    with pytest.raises(DeadlineExceeded, match=r"(?s)http://a.*http://b") as caught:
+        on_all(three_engines(), silent, "answer")
+    assert caught.value.engines == ("http://a", "http://b")
+
+
+@pytest.mark.parametrize("lost", ["", "http://b"])
+def test_an_engine_that_is_lost_and_those_that_wait_for_another_one_hold_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Law: blamed are those that failed, and the lost one, not those that never answer without them."""
+    monkeypatch.setattr(receivers_module, "GRACE_S", 0.0)
+    over = threading.Event()
+
+    def one_fails(control: Any) -> None:
+        if control.url == "http://a" and not lost:
+            raise EngineError("no room")
+        over.wait()
+
+    with pytest.raises(EngineError, match=r"lost before it could answer" if lost else "no room") as caught:
+        on_all(three_engines(lost), one_fails, "answer")
+    over.set()
+    assert caught.value.engines == (lost or "http://a",)
+
+
+def test_who_holds_other_weights_is_named_and_an_error_keeps_its_engines_between_processes() -> None:
+    table, state = model()
+    wire = FakeWire()
+    engines = [FakeEngine("http://a", table, wire), FakeEngine("http://b", table, wire, TP2)]
+    engines[1].drop = "model.norm.weight"
+    with pytest.raises(WeightSyncError) as caught:
+        run(table, state, engines, wire)
+    assert pickle.loads(pickle.dumps(caught.value)).engines == ("http://b",)
 
 
 REFUSING_ENGINE = """
