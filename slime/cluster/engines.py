@@ -2,7 +2,7 @@
 
 Membership, its supervisor and the actors behind them, together with those who follow: the router and the clients (on
 the rollout side) send requests to engines that are ready and to no other; calls go to those that answer; the weight
-sync takes those that answer, and the driver's waits call `tend`.
+sync takes those that answer, and the driver's waits call `tend`, which looks after the guardians of the hosts, too.
 
 Consumes: calls of the driver's thread. Produces: engines that serve. Waits for: calls to actors, with a limit, and for
 one engine to answer where there is none. Is woken by nothing.
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import ray
 
 from slime.cluster.actors import EngineInfo
+from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.waiting import all_there, peek, wait_for
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import WeightVersion
@@ -74,9 +75,9 @@ class EnginesOfRun(EnginePort, Protocol):
 class Engines:
     """All engines of a run; none with --debug-train-only."""
 
-    def __init__(self, args: Args, port: EnginesOfRun, rollout: Any, api_key: str) -> None:
+    def __init__(self, args: Args, port: EnginesOfRun, rollout: Any, api_key: str, hosts: GuardedHosts) -> None:
         """`rollout`: the actor that holds the routers."""
-        self._args, self._port, self._rollout, self._api_key = args, port, rollout, api_key
+        self._args, self._port, self._rollout, self._api_key, self._hosts = args, port, rollout, api_key, hosts
         self.members = Membership(port.engines())
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
         self._admissions: dict[str, Any] = {}
@@ -99,7 +100,8 @@ class Engines:
         self._supervisor.up(index, url)
 
     def tend(self) -> None:
-        """Looks after them once, without waiting. Raises `EngineError` if one cannot be kept alive."""
+        """Looks after them and all hosts once, without waiting. Raises `EngineError` if one cannot be kept alive."""
+        self._hosts.tend()
         if self:
             self._supervisor.tend()
             self._look_for_stalls()

@@ -1,7 +1,8 @@
 """The guardian of a run: when the driver is gone, for whatever reason, so is everything that the run started.
 
 A small process (`python -m slime.cluster.guardian`, standard library only) in a session of its own. The driver starts
-it before Ray and holds the write end of a pipe to it (`Guardian`).
+it before Ray and holds the write end of a pipe to it (`Guardian`). One that was killed is replaced as soon as the
+driver looks (`Guardian.tend`), at the latest at the end.
 
 On other hosts of a run the owner of the guardian is an actor there, in the driver's place (`host_guardian`).
 
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import slime
@@ -48,16 +49,21 @@ KILL_LIMIT_S = 8.0
 LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
 """Between two looks on an idle machine, and on a busy one."""
 _CLOSE_LIMIT_S = 15.0
+START_AGAIN_S = 30.0
+"""After one that did not start."""
 WATCHING, ENDED = b"watching\n", b"ended "
 """What a guardian says when it watches; and, detached, before the number of processes that are left."""
+_MODULE = "slime.cluster.guardian"
 _log = logging.getLogger("slime.guardian")
 
 
 class Guardian:
     """The driver's handle of its guardian."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        """`start` returns a guardian that watches."""
+        self._start, self._process = start, start()
+        self._again_at = 0.0
 
     @property
     def pid(self) -> int:
@@ -74,21 +80,45 @@ class Guardian:
 
         Raises `EngineError` if some are left or the guardian does not answer in time.
         """
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            status = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        status = self._end(timeout_s)
+        if status < 0:
+            _log.warning("the guardian (pid %d) was killed by signal %d; another one ends the run", self.pid, -status)
+            self._process = self._start()
+            status = self._end(timeout_s)
+        if status < 0:
             raise EngineError(
-                f"the guardian (pid {self._process.pid}) did not finish in {timeout_s:.0f} s, because a process of the "
-                "run does not die; look for processes in state D"
-            ) from None
+                f"the guardian was killed by signal {-status}, and so was the one before it: nobody has looked what is "
+                f"left of the run; environment variable {RUN_ID_ENV} marks its processes"
+            )
         if status != 0:
             raise EngineError(
                 f"the guardian ended with status {status}: processes of the run are left; its log names them "
                 f"(environment variable {RUN_ID_ENV} marks them)"
             )
+
+    def tend(self) -> None:
+        """Starts another one if this one was killed. Never raises; tries again later if none starts."""
+        if self.alive or time.monotonic() < self._again_at:
+            return
+        _log.warning("the guardian (pid %d) ended with status %s; another one starts", self.pid, self._process.poll())
+        try:
+            self._process = self._start()
+        except (OSError, EngineError) as error:
+            _log.error("no other guardian started: %s", error)
+            self._again_at = time.monotonic() + START_AGAIN_S
+
+    def _end(self, timeout_s: float) -> int:
+        """Has the guardian do its work; its exit status, negative if a signal ended it before."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise EngineError(
+                f"the guardian (pid {self._process.pid}) did not finish in {timeout_s:.0f} s, because a process of the "
+                "run does not die; look for processes in state D"
+            ) from None
 
 
 def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
@@ -97,12 +127,16 @@ def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str 
     `temp_dirs`: folders to remove at the end; `log_path`: what it did (default: nowhere). Also sets `SPT_NOENV` in
     this process's environment, so that the run's processes keep the mark when they rename themselves.
     """
-    process = start_guardian_process(run_id, temp_dirs, log_path, detached=False)
-    assert process.stdout is not None, "the guardian was started without a pipe for its greeting"
-    with process.stdout as greeting:
-        if greeting.readline() != WATCHING:
-            raise EngineError(f"the guardian ended with status {process.wait()} instead of watching run {run_id}")
-    return Guardian(process)
+
+    def start() -> subprocess.Popen[bytes]:
+        process = start_guardian_process(run_id, temp_dirs, log_path, detached=False)
+        assert process.stdout is not None, "the guardian was started without a pipe for its greeting"
+        with process.stdout as greeting:
+            if greeting.readline() != WATCHING:
+                raise EngineError(f"the guardian ended with status {process.wait()} instead of watching run {run_id}")
+        return process
+
+    return Guardian(start)
 
 
 def start_guardian_process(
@@ -118,7 +152,7 @@ def start_guardian_process(
     root = str(Path(slime.__file__).resolve().parent.parent)
     env = {k: v for k, v in os.environ.items() if k != RUN_ID_ENV}
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "slime.cluster.guardian", "--run-id", run_id, "--driver-pid", str(os.getpid())]
+    command = [sys.executable, "-m", _MODULE, "--run-id", run_id, "--driver-pid", str(os.getpid())]
     for folder in temp_dirs:
         command += ["--temp-dir", str(folder)]
     if log_path is not None:
@@ -134,6 +168,18 @@ def start_guardian_process(
         start_new_session=True,
         cwd="/",
     )
+
+
+def ending_guardians(run_id: str) -> list[int]:
+    """Pids of the guardians of a run on this host whose owners are gone: they end whatever belongs to it."""
+    found = []
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        with contextlib.suppress(OSError):  # gone, or somebody else's
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            if _MODULE in words and run_id in words and _driver_id(pid) is not None:
+                owner = _parse([word for word in words[words.index(_MODULE) + 1 :] if word]).driver_pid
+                found += [pid] * (_driver_id(owner) is None)
+    return found
 
 
 def _driver_id(pid: int) -> ProcessId | None:
@@ -173,7 +219,7 @@ def end_run(family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="slime.cluster.guardian", description="guardian of one run; see the module")
+    parser = argparse.ArgumentParser(prog=_MODULE, description="guardian of one run; see the module")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--driver-pid", type=int, required=True)
     parser.add_argument("--temp-dir", action="append", default=[])

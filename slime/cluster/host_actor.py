@@ -1,8 +1,9 @@
 """One host of a run on which the driver does not run, as an actor: the first process of the run there, and the last.
 
-Consumes: calls of the driver, one at a time. Produces: what this host has, what it does not see of the shared folders,
-and a guardian that ends the run here (`host_guardian`). Waits for: shared folders to show what is new, and the guardian
-at the end, each with a limit. Is woken by: the driver's calls alone.
+Consumes: calls of the driver, one at a time beside `watching`. Produces: what this host has, what it does not see of
+the shared folders, and a guardian that ends the run here (`host_guardian`). Waits for: shared folders to show what is
+new, and the guardian at the end, each with a limit; `watching` for as long as a guardian watches. Is woken by: the
+driver's calls, and `watching` by the guardian's end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def facts_here() -> HostFacts:
     return HostFacts(socket.gethostname(), len(os.sched_getaffinity(0)))
 
 
-@ray.remote(max_restarts=0, num_cpus=0)
+@ray.remote(max_restarts=0, num_cpus=0, max_concurrency=2)
 class HostActor:
     """Shell around `HostGuardian`, with eyes."""
 
@@ -60,6 +61,11 @@ class HostActor:
         if not problems:
             self.guard(log_dir)
         return problems
+
+    def watching(self) -> None:
+        """Returns when no guardian watches here any more, and none follows."""
+        assert self._guardian is not None, "nobody watches yet"
+        self._guardian.wait()
 
     def close(self) -> None:
         """Ends what is left of the run here, this process spared."""

@@ -7,18 +7,22 @@ driver is gone, so this is how a host hears of it:
     the driver          Ray, which ends its actors        end-of-file on the pipe: the guardian ends the run
     this host's raylet  its workers, the actor too        the same
     Ray's head          the raylets, after their limit    the same
-    the actor           the guardian, by its pipe         the same; the driver hears of actors that died
+    the actor           the guardian, by its pipe         the same; the driver hears of it and starts another actor,
+                                                          which waits until that guardian has done (`guarded_hosts`)
     the guardian        the actor, by the other pipe      it starts another one, in a tenth of a second; an actor that
-                                                          is killed in that time leaves none
+                                                          is killed in that time leaves none, until the driver's next
+    the guardian, for   the driver: `wait` returns        another actor with another guardian
+    the fourth time
 
-Consumes the guardian's words. Produces a guardian as long as this process lives, and at `close` an empty host. `close`
-waits for the guardian's last word, with a limit. One thread waits for the guardian's next word and is woken by it, or
-by its end.
+Consumes the guardian's words. Produces a guardian as long as this process lives, and at `close` an empty host. Waits,
+with limits, for guardians of the run here whose owners are gone before it starts its own, and in `close` for the
+guardian's last word. One thread waits for the guardian's next word and is woken by it, or by its end.
 
 Invariants
 1. The guardian is not a child of this process: Ray ends the children of an actor with it.
 2. It has no pipe but the two of this process, so its end-of-file is this process's end.
 3. `close` ends the guardian that watches, and none starts after it.
+4. No guardian that ends what is left of the run here is there when a new one starts to watch: it would end new things.
 """
 
 from __future__ import annotations
@@ -27,13 +31,17 @@ import contextlib
 import logging
 import subprocess
 import threading
+import time
 from pathlib import Path
 
-from slime.cluster.guardian import ENDED, WATCHING, start_guardian_process
+from slime.cluster.guardian import ENDED, WATCHING, ending_guardians, start_guardian_process
 from slime.core.errors import DeadlineExceeded, EngineError
 
 MAX_STARTS = 4
 CLOSE_LIMIT_S = 15.0
+OLD_LIMIT_S = 60.0
+"""How long a guardian whose owner is gone may take: ten seconds and its looks, on a busy machine."""
+POLL_S = 0.1
 logger = logging.getLogger(__name__)
 
 
@@ -41,12 +49,18 @@ class HostGuardian:
     """Keeps a guardian on this host."""
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
+        """Raises `EngineError` if none starts, `DeadlineExceeded` if one of another owner does not end."""
+        _wait_for_old(run_id)
         self._run_id, self._log_path = run_id, log_path
         self._lock, self._closing, self._over = threading.Lock(), False, threading.Event()
         self._num_left: int | None = None
         self._process = self._start()
         self._thread = threading.Thread(target=self._listen, name="guardian", daemon=True)
         self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when no guardian watches any more, and this one starts no other."""
+        self._over.wait()
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Ends the run's processes on this host, this one spared, and waits until none is left.
@@ -90,3 +104,17 @@ class HostGuardian:
                     logger.exception("no other guardian started")
                     break
         self._over.set()
+
+
+def _wait_for_old(run_id: str) -> None:
+    """Until every guardian of the run here has an owner."""
+    deadline = time.monotonic() + OLD_LIMIT_S
+    while old := ending_guardians(run_id):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded.waiting(
+                owner="a host's actor",
+                for_what="the guardian of the one before it to end",
+                limit_s=OLD_LIMIT_S,
+                last_progress=f"it is pid {old[0]}",
+            )
+        time.sleep(POLL_S)

@@ -4,8 +4,8 @@
     a Ray cluster that runs already  a plan over the free slots of its hosts, then an actor on each of them but the
                                      driver's: facts, shared folders, guardian (`hosts_of_run`)
 
-Consumes what Ray says of its nodes. Produces the plan, and at its end an empty host for each. Waits for the actors of
-hosts, with a limit, on the driver's thread; nobody wakes it.
+Consumes what Ray says of its nodes. Produces the plan with its guarded hosts (`guarded_hosts` keeps them so), and at
+its end an empty host for each. Waits for the actors of hosts, with a limit, on the driver's thread; nobody wakes it.
 
 Invariants
 1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
@@ -22,17 +22,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from slime.cluster.guarded_hosts import GuardedHosts, OwnGuardian
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.core.addresses import LOOPBACK
-from slime.core.errors import ConfigError, SlimeError
+from slime.core.errors import ConfigError
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
 from slime.settings.topology import topology_of
 
 logger = logging.getLogger(__name__)
-
-HOST_LIMIT_S = 120.0
-"""Limit of a call to the hosts' actors: a process starts, and may wait for a shared folder."""
 
 
 def plan_here(args: Args) -> PlacementPlan:
@@ -42,23 +40,35 @@ def plan_here(args: Args) -> PlacementPlan:
 
 
 @contextmanager
-def hosts_of_run(args: Args, folder: RunFolder) -> Iterator[PlacementPlan]:
+def hosts_of_run(args: Args, folder: RunFolder, guardian: OwnGuardian) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
     """On a Ray cluster that the driver has joined: the plan, with everything that the hosts have to hold for it.
 
-    Raises `ConfigError` if the hosts have too little, or do not share what they must.
+    `guardian`: of this host. Raises `ConfigError` if the hosts have too little, or do not share what they must.
     """
+    from slime.cluster.host_handle import HostHandle, RayNodes
+    from slime.cluster.slots import give_back
+
     plan = _plan(args, nodes_of_cluster(args))
-    actors = _actors_on(plan.hosts[1:])
+    handles = [HostHandle(str(host.node_id)) for host in plan.hosts[1:]]
+    actors = [handle.actor for handle in handles]
+    hosts: GuardedHosts | None = None
     try:
-        plan = _with_facts(args, plan, list(actors.values()))
+        plan = _with_facts(args, plan, actors)
         _check(args, plan)
         if actors:
-            _require_shared(args, folder, plan.hosts[1:], list(actors.values()))
-            _on_all(list(actors.values()), "guard", "guardians to watch", str(folder.logs))
+            _require_shared(args, folder, plan.hosts[1:], actors)
+            _on_all(actors, "guard", "guardians to watch", str(folder.logs))
             _tell(args, plan)
-        yield plan
+        for handle in handles:
+            handle.guarded()
+        nodes = RayNodes(args, log_dir=folder.logs)
+        hosts = GuardedHosts(guardian, nodes, dict(zip(plan.hosts[1:], handles, strict=True)))
+        yield plan, hosts
     finally:
-        _close(actors)
+        if handles:
+            give_back()
+        for left in handles if hosts is None else [hosts]:
+            left.close()
 
 
 def nodes_of_cluster(args: Args) -> list[Host]:
@@ -98,17 +108,6 @@ def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:
         hosts=hosts,
         max_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None,
     )
-
-
-def _actors_on(hosts: Sequence[Host]) -> dict[str, Any]:
-    """Node -> its actor."""
-    if not hosts:
-        return {}
-    from slime.cluster.host_actor import HostActor
-    from slime.cluster.slots import on_node
-
-    actor: Any = HostActor
-    return {str(host.node_id): actor.options(**on_node(host.node_id)).remote() for host in hosts}
 
 
 def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> PlacementPlan:
@@ -180,27 +179,8 @@ def _tell(args: Args, plan: PlacementPlan) -> None:
 
 
 def _on_all(actors: list[Any], method: str, for_what: str, *arguments: Any) -> list[Any]:
+    from slime.cluster.host_handle import HOST_LIMIT_S
     from slime.cluster.waiting import wait_for
 
     calls = [getattr(actor, method).remote(*arguments) for actor in actors]
     return wait_for(calls, for_what=for_what, limit_s=HOST_LIMIT_S)
-
-
-def _close(actors: dict[str, Any]) -> None:
-    """Ends what is left on the other hosts. Never raises: an error that ends the run is the one to tell."""
-    from slime.cluster.slots import give_back
-
-    if actors:
-        give_back()
-    for node_id, actor in actors.items():
-        end_host(node_id, actor)
-
-
-def end_host(node_id: str, actor: Any) -> None:
-    """Waits until nothing of the run is left on a host but its actor. Never raises."""
-    from slime.cluster.waiting import wait_for
-
-    try:
-        wait_for([actor.close.remote()], for_what="a host to be empty", limit_s=HOST_LIMIT_S)
-    except SlimeError as error:  # Ray ends its actor with the driver, and the guardian follows
-        logger.warning("host %s did not say that it is empty: %s", node_id, str(error).splitlines()[0])

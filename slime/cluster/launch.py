@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.cluster.environment import prepare_environment
+from slime.cluster.guarded_hosts import GuardedHosts, OwnGuardian
 from slime.cluster.hosts import hosts_of_run, plan_here
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import PlacementPlan
@@ -77,14 +78,14 @@ def launch(args: Args) -> Iterator[Run]:
     startup = StartUp(began_s)
     try:
         with (
-            guarded(run_id, log_path=folder.logs / "guardian.log", own_ray=args.ray_address is None),
+            guarded(run_id, log_path=folder.logs / "guardian.log", own_ray=args.ray_address is None) as guardian,
             MemoryWatch(run_id) as memory,
             Tracker.with_views(_views(args, settings), folder) as tracker,
         ):
             try:
-                with _placed(args, startup, folder) as plan:
+                with _placed(args, startup, folder, guardian) as (plan, hosts):
                     with _explained(memory, folder):
-                        run = start(args, plan, folder, tracker, startup)
+                        run = start(args, plan, hosts, folder, tracker, startup)
                     yield from _used(run, memory, folder)
             except BaseException as error:  # after the end of a save in the background
                 if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt)):
@@ -99,7 +100,9 @@ def launch(args: Args) -> Iterator[Run]:
 
 
 @contextmanager
-def _placed(args: Args, startup: StartUp, folder: RunFolder) -> Iterator[PlacementPlan]:
+def _placed(
+    args: Args, startup: StartUp, folder: RunFolder, guardian: OwnGuardian
+) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
     """The block has a Ray cluster, and hosts that can hold the run; how long that took are phases of the start."""
     from slime.cluster.session import JoinedRay, RaySession
 
@@ -108,13 +111,13 @@ def _placed(args: Args, startup: StartUp, folder: RunFolder) -> Iterator[Placeme
         num_gpus = plan.num_slots if args.device == "cuda" else 0
         session = RaySession(args.run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)
         with _timed(startup, "ray", "Ray is up", session):
-            yield plan
+            yield plan, GuardedHosts(guardian)
         return
     with (
         _timed(startup, "ray", f"the run has joined {args.ray_address}", JoinedRay(args)),
-        _timed(startup, "hosts", "the hosts are ready", hosts_of_run(args, folder)) as plan,
+        _timed(startup, "hosts", "the hosts are ready", hosts_of_run(args, folder, guardian)) as placed,
     ):
-        yield plan
+        yield placed
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Invariants
 1. An actor and all below it are dead before another one starts in its place: a server dies with its owner, whatever
    ends that.
 2. On GPUs that a trainer lends, an engine that starts again takes memory only while it is lent.
+3. An engine starts again where a guardian watches; while a host has lost its own, the engine waits.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from ray.exceptions import RayError
 
 from slime.cluster.engine_actor import EngineActor, Node
 from slime.cluster.failures import translated
-from slime.cluster.placement import PlacementPlan
-from slime.cluster.returned_hosts import ReturnedHosts
+from slime.cluster.guarded_hosts import GuardedHosts
+from slime.cluster.placement import Host, PlacementPlan
 from slime.cluster.slots import Slots
 from slime.core.errors import EngineError
 from slime.core.layout import EngineLayout
@@ -66,12 +67,14 @@ class _Ending:
 class RayEngines:
     """One actor per engine, or one on each of its hosts, of which the first answers for it."""
 
-    def __init__(self, args: Args, plan: PlacementPlan, slots: Slots, *, log_dir: Path, api_key: str) -> None:
+    def __init__(
+        self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, api_key: str
+    ) -> None:
         """Creates the first actors, whose servers start at once."""
-        self._args, self._plan, self._slots, self._log_dir, self._api_key = args, plan, slots, log_dir, api_key
+        self._args, self._plan, self._slots, self._hosts = args, plan, slots, hosts
+        self._log_dir, self._api_key = log_dir, api_key
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
         self._placed = list(zip(plan.engines, running, strict=True))
-        self._hosts = ReturnedHosts(args, plan, log_dir=log_dir)
         self.may_take_memory: Callable[[], bool] = lambda: True
         """Whether the trainer lends its memory now; set by who knows."""
         self.dismissed: Callable[[Engine], None] = lambda engine: None
@@ -125,12 +128,12 @@ class RayEngines:
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Asks all actors of these engines to end; references to their answers."""
-        return [actor.stop.remote() for index in indices for actor in self.crew(index)]
+        """Asks all actors of these engines to end that were not asked before; references to their answers."""
+        return [actor.stop.remote() for index in indices if index not in self._ending for actor in self.crew(index)]
 
     def close(self) -> None:
-        """Ends what is left on hosts that came back; an actor that has ended is looked at by nobody."""
-        self._hosts.close()
+        """An actor that has ended is looked at by nobody."""
+        self._watched.clear()
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
         """None: the plan has all engines that the run starts."""
@@ -189,8 +192,7 @@ class RayEngines:
                 raise EngineError(f"engine {index} cannot start: on its host {member}, {problem}")
 
     def has_host(self, index: int) -> bool:
-        hosts = {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
-        return all([self._hosts.has(host) for host in hosts])
+        return all(self._hosts.has(host) for host in self._hosts_of(index))
 
     def dismiss(self, engine: Engine) -> None:
         self.watch(engine.moved(State.DEAD))
@@ -264,6 +266,9 @@ class RayEngines:
             worker=wanted.group.worker,
         )
 
+    def _hosts_of(self, index: int) -> set[Host]:
+        return {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
+
     def _gpus(self, slots: Sequence[int]) -> tuple[int, ...] | None:
         """Their numbers on their host; None where Ray shows a process the one that it has."""
         return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
@@ -272,8 +277,10 @@ class RayEngines:
         return layout_of_group(self._args, wanted.model, wanted.group)
 
     def _replaced(self, index: int) -> bool:
-        """Whether the old actors are gone, by force if need be, and the new ones are being made."""
+        """Whether the old actors are gone, by force if need be, and the new ones are being made, on guarded hosts."""
         ending = self._ending[index]
+        if not all(self._hosts.is_guarded(host) for host in self._hosts_of(index)):
+            return False
         done, _ = ray.wait(ending.stopped, num_returns=len(ending.stopped), timeout=0)
         if len(done) < len(ending.stopped) and time.monotonic() < ending.deadline:
             return False

@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 import ray
 
 from slime.cluster.environment import SETUP_HOOK, for_actors
-from slime.cluster.guardian import start_guardian
+from slime.cluster.guardian import Guardian, start_guardian
 from slime.core.blame import one_line
 from slime.core.errors import ActorFailed, ClusterFailed
 from slime.settings import Args
@@ -47,7 +47,7 @@ def ray_folder(run_id: str) -> Path:
 
 
 @contextmanager
-def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[None]:
+def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[Guardian]:
     """Nothing of the run outlives the block on this host, nor this process.
 
     `log_path`: where the guardian writes what it did. `own_ray`: the run starts its own Ray.
@@ -55,7 +55,7 @@ def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[No
     temp_dirs = [str(ray_folder(run_id))] if own_ray else []
     guardian = start_guardian(run_id, temp_dirs=temp_dirs, log_path=log_path)
     try:
-        yield
+        yield guardian
     finally:
         guardian.close()
 

@@ -43,8 +43,11 @@ class Contract:
 
 
 @contextmanager
-def contract_of(args: Args, run_dir: Path) -> Iterator[Contract]:
-    """Writes the tokens, and removes them after the block."""
+def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterator[Contract]:
+    """Writes the tokens, and removes them after the block.
+
+    `under_way`: the run has started; folders of checkpoints, which it may be writing now, are not listed.
+    """
     tokens: dict[str, tuple[str, str]] = {}
     made: list[Path] = []
     try:
@@ -53,7 +56,7 @@ def contract_of(args: Args, run_dir: Path) -> Iterator[Contract]:
             file, token = folder / f".seen-by-every-host-{secrets.token_hex(4)}", secrets.token_hex(16)
             file.write_text(token)
             tokens[flag] = (str(file), token)
-        digests = {flag: (str(folder), listing(folder)) for flag, folder in _read(args).items()}
+        digests = {flag: (str(folder), listing(folder)) for flag, folder in _read(args, under_way).items()}
         yield Contract(tokens, digests, os.getcwd())
     finally:
         for name, _ in tokens.values():
@@ -107,8 +110,9 @@ def _written(args: Args, run_dir: Path) -> dict[str, Path]:
     return {flag: folder.absolute() for flag, folder in found.items()}
 
 
-def _read(args: Args) -> dict[str, Path]:
-    """Flag -> folder, or file, that is there before the run and that every rank reads."""
+def _read(args: Args, under_way: bool) -> dict[str, Path]:
+    """Flag -> folder, or file, that is there before the run, that every rank reads, and that nobody changes now."""
+    changing = {Path(path).absolute() for path in (args.load, args.save) if path} if under_way else set()
     given = {
         "--hf-checkpoint": args.hf_checkpoint,
         "--load": args.load,
@@ -119,7 +123,8 @@ def _read(args: Args) -> dict[str, Path]:
             {f"--sglang-config, model {m.name}": m.path for m in topology_of(args).models} if args.sglang_config else {}
         ),
     }
-    return {flag: Path(path).absolute() for flag, path in given.items() if path and Path(path).exists()}
+    found = {flag: Path(path).absolute() for flag, path in given.items() if path and Path(path).exists()}
+    return {flag: path for flag, path in found.items() if path not in changing}
 
 
 def _make(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ import ray
 
 from slime.cluster.actors import Actors
 from slime.cluster.engines import Engines
+from slime.cluster.guarded_hosts import GuardedHosts
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.ray_engines import RayEngines
 from slime.cluster.rollout_actor import RolloutActor
@@ -39,7 +40,9 @@ TRAIN_SHARE = 0.4
 """Of a slot's GPU (or CPU) that a training rank reserves: beside it an engine fits one colocated slot."""
 
 
-def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, startup: StartUp) -> Run:
+def start(
+    args: Args, plan: PlacementPlan, hosts: GuardedHosts, folder: RunFolder, tracker: Tracker, startup: StartUp
+) -> Run:
     """Starts everything and returns the verbs. Raises what the first process that failed raised."""
     slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
     # Other users of the machine can reach loopback; without this token they cannot reach the engines.
@@ -51,7 +54,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
             port, heads = _external(args, api_key, note), []
             args = _with_external(args, port)
         else:
-            port = RayEngines(args, plan, slots, log_dir=folder.logs, api_key=api_key)
+            port = RayEngines(args, plan, slots, hosts, log_dir=folder.logs, api_key=api_key)
             heads = port.heads
         trainers = _create_trainers(args, plan, folder, slots, _address_of(port, plan))
         rollout = _create_rollout(args, plan, folder, len(port.engines()), api_key)
@@ -76,7 +79,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
             [*building, *ready, *data, *lent, *opened],  # a failed build is named, not the lending that it fails
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
             limit_s=args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
-            on_poll=lambda: _told(port, progress),
+            on_poll=lambda: _told(port, hosts, progress),
         )
     for name, seconds in (results[len(building) - 1] if building else {}).items():
         startup.part(f"trainer_{name}", seconds)
@@ -88,7 +91,7 @@ def start(args: Args, plan: PlacementPlan, folder: RunFolder, tracker: Tracker, 
                 limit_s=args.weight_sync_timeout_s,
             )
     assert ray.is_initialized(), "Ray ended while the run was starting"
-    fleet = Engines(args, port, rollout, api_key)
+    fleet = Engines(args, port, rollout, api_key, hosts)
     for index, url in enumerate(results[len(building) : len(building) + len(ready)] or port.urls):
         fleet.up(index, url)
     actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)
@@ -180,8 +183,9 @@ def _placed(actor: Any, **options: Any) -> Any:
     return actor.options(**options)
 
 
-def _told(port: RayEngines | ExternalEngines, progress: StartProgress) -> str:
-    """The progress of the start. Raises `EngineError` if an engine on several hosts has lost one of them."""
+def _told(port: RayEngines | ExternalEngines, hosts: GuardedHosts, progress: StartProgress) -> str:
+    """The progress of the start; looks after the hosts. Raises `EngineError` if an engine has lost one of several."""
+    hosts.tend()
     if isinstance(port, RayEngines):
         for index in range(len(port.heads)):
             port.require_followers(index)

@@ -234,6 +234,56 @@ def test_nothing_is_left_on_any_host(killed: str, two: FakeCluster, shared: Path
             assert [h.ports() - ports for h, ports in zip(cluster.hosts, before, strict=True)] == [set(), set()]
 
 
+def test_a_host_that_loses_who_guards_it_is_guarded_again(two: FakeCluster, shared: Path, flags: Flags) -> None:
+    """Law: when the driver's guardian is killed, another one watches; when the actor of another host is killed, nothing
+    starts there before another guardian watches, then its engine serves again, verified, although it is the only one;
+    the end is in order."""
+    own, other = two.hosts
+    with HostedRun(two, shared / "unguarded", [*flags, "--num-rollout", "1000"]) as run:
+        run.wait_until("the first step", lambda: 0 in run.metrics("train"))
+        log = run.run_dir / "logs" / "driver.log"
+        gone = own.kill("slime.cluster.guardian")
+        run.wait_until("another guardian", lambda: bool(set(own.pids_of("slime.cluster.guardian")) - {gone}))
+        (old,) = other.detached("slime.cluster.guardian")
+        other.kill("ray::HostActor")
+        run.wait_until("the engine", lambda: "engine 0 serves again" in log.read_text())
+        said = log.read_text()
+        assert said.index(f"host {other.name} ({other.address}) has a guardian again") < said.index("engine 0 answers")
+        (new,) = other.detached("slime.cluster.guardian")
+        assert new != old
+        after = max(run.metrics("train"))
+        run.wait_until("two steps more", lambda: max(run.metrics("train")) >= after + 2)
+        own.kill("slime.cluster.guardian")
+        assert run.interrupt() == 130, run.tail
+        assert "processes of the run are left" not in run.tail, run.tail
+        require_agreement(run)
+        require_balance(run.metrics("train"))
+        assert run.left_on_hosts() == []
+
+
+def test_a_host_that_is_refused_is_asked_again(three: FakeCluster, shared: Path, flags: Flags) -> None:
+    """Law: a host that does not see a shared folder when it is to be guarded again is not used, and the run goes on
+    with the others; when the folder is there again, so is the host."""
+    run_dir, other = shared / "refused", three.hosts[2]
+    with HostedRun(three, run_dir, [*flags, "--num-rollout", "1000", "--rollout-num-gpus", "2"]) as run:
+        run.wait_until("the first step", lambda: 0 in run.metrics("train"))
+        log = run_dir / "logs" / "driver.log"
+        other.run(["mount", "-t", "tmpfs", "tmpfs", str(run_dir)])
+        other.kill("ray::HostActor")
+        told = f"host {other.name} ({other.address}) is not used, because it does not see --run-dir"
+        run.wait_until("the refusal", lambda: told in log.read_text())
+        run.wait_until("word of the engine", lambda: "engine 1 waits for its host" in log.read_text())
+        after = max(run.metrics("train"))
+        run.wait_until("two steps more", lambda: max(run.metrics("train")) >= after + 2)
+        other.run(["umount", str(run_dir)])
+        run.wait_until("the engine", lambda: "engine 1 serves again" in log.read_text())
+        assert run.interrupt() == 130, run.tail
+        require_agreement(run)
+        require_balance(run.metrics("train"))
+        assert run.left_on_hosts() == []
+        assert not list(run_dir.glob(".seen-by*"))
+
+
 def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flags) -> None:
     """Law: the run goes on with the engines of other hosts; when the last of them is lost it is planned over what is
     left, which is too little here, and says so."""

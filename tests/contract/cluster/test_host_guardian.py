@@ -7,13 +7,16 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from slime.cluster.host_guardian import HostGuardian
+from slime.cluster.guardian import ending_guardians
+from slime.cluster.host_guardian import MAX_STARTS, HostGuardian
+from slime.core.errors import EngineError
 from slime.core.ids import RUN_ID_ENV
 from slime.serving.proctree import has_mark, read_stat
 
@@ -73,6 +76,62 @@ def test_a_guardian_that_is_killed_is_replaced_and_the_last_one_empties_the_host
     finally:
         child.kill()
         child.wait()
+
+
+def test_who_asks_hears_when_no_guardian_follows(tmp_path: Path) -> None:
+    """Law: `wait` returns when the last guardian is killed, not before; the end without one is told as such."""
+    run_id = secrets.token_hex(6)
+    guardian = HostGuardian(run_id, log_path=tmp_path / "guardian.log")
+    over = threading.Event()
+
+    def wait() -> None:
+        guardian.wait()
+        over.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    killed: set[int] = set()
+    while len(killed) < MAX_STARTS:
+        until("a guardian", lambda: bool(set(guardians(run_id)) - killed))
+        with guardian._lock:  # the one that is seen watches when its start is over
+            assert not over.is_set(), f"{len(killed)} were killed"
+        (pid,) = set(guardians(run_id)) - killed
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+    assert over.wait(LIMIT_S)
+    with pytest.raises(EngineError, match="no word from the guardian"):
+        guardian.close()
+
+
+def test_a_new_guardian_waits_until_an_old_one_has_emptied_the_host(tmp_path: Path) -> None:
+    """Law: what belongs to a run and starts under a new owner is not ended by the guardian of an old one."""
+    run_id = secrets.token_hex(6)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, run_id, str(tmp_path / "guardian.log")], stdout=subprocess.PIPE, text=True
+    )
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(300)"
+    left = subprocess.Popen(
+        [sys.executable, "-uc", stubborn], env={**os.environ, RUN_ID_ENV: run_id}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == "up\n", "no owner"
+        assert left.stdout is not None and left.stdout.readline() == "up\n"
+        (old,) = guardians(run_id)
+        assert ending_guardians(run_id) == [], "its owner lives"
+        os.kill(old, signal.SIGSTOP)  # it is still to end the run when the next owner comes
+        owner.kill()
+        owner.wait()
+        assert ending_guardians(run_id) == [old]
+        threading.Timer(1.0, os.kill, (old, signal.SIGCONT)).start()
+        new = HostGuardian(run_id, log_path=tmp_path / "new.log")
+        assert left.poll() == -signal.SIGKILL, "the old one had done its work"
+        child = subprocess.Popen(SLEEPER, env={**os.environ, RUN_ID_ENV: run_id})
+        assert old not in guardians(run_id) and len(guardians(run_id)) == 1 and child.poll() is None
+        new.close()
+        assert child.wait(1) == -signal.SIGTERM
+    finally:
+        for process in (owner, left):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow

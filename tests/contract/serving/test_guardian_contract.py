@@ -109,6 +109,32 @@ def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: P
         stranger.wait()
 
 
+@pytest.mark.parametrize("looked", [True, False])
+def test_a_guardian_that_is_killed_is_replaced(looked: bool) -> None:
+    """Law: when the driver looks, and at the end if it did not: what is left is ended, and nobody says that it is."""
+    run_id = secrets.token_hex(6)
+    guardian = start_guardian(run_id)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(300)"], env={**os.environ, RUN_ID_ENV: run_id}
+    )
+    try:
+        first = guardian.pid
+        guardian.tend()
+        assert guardian.pid == first, "it lives"
+        os.kill(first, signal.SIGKILL)
+        while read_stat(first) is not None and guardian.alive:
+            time.sleep(0.01)
+        if looked:
+            guardian.tend()
+            assert guardian.alive and guardian.pid != first
+        guardian.close()
+        assert child.wait(1) == -signal.SIGTERM
+        assert not guardian.alive
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_close_returns_when_all_are_gone_and_may_be_called_again() -> None:
     run_id = secrets.token_hex(6)
     guardian = start_guardian(run_id)

@@ -10,6 +10,7 @@ import pytest
 
 from slime.cluster import engines as engines_module
 from slime.cluster.engines import Engines
+from slime.cluster.guarded_hosts import GuardedHosts
 from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.fleet.engine import EXPECTS_ANSWERS, Engine
 from slime.fleet.membership import Membership
@@ -62,7 +63,8 @@ class Fleet(Engines):
             request_timeout_s=600.0,
         )
         self.rollout = rollout = Rollout()
-        super().__init__(args, port, rollout, "key")  # type: ignore[arg-type]
+        own_guardian = SimpleNamespace(tend=lambda: None)
+        super().__init__(args, port, rollout, "key", GuardedHosts(own_guardian))  # type: ignore[arg-type]
         self.port.members = self.members
         for i in range(3):
             self.up(i, f"http://{i}")

@@ -56,6 +56,19 @@ def test_each_kind_of_blindness_is_told(args: Any, tmp_path: Path) -> None:
         assert "a (10.0.0.1)" not in str(told.value) and "same place" in str(told.value)
 
 
+def test_a_run_under_way_does_not_list_what_it_writes(args: Any, tmp_path: Path) -> None:
+    """Law: a host that comes back while a checkpoint is being written sees the same folders nevertheless."""
+    for name in ("load", "save"):
+        (tmp_path / name).mkdir()
+    args.load, args.save, args.critic_load = str(tmp_path / "load"), str(tmp_path / "save"), str(tmp_path / "save")
+    with contract_of(args, tmp_path / "run") as contract:
+        assert set(contract.digests) == {"--hf-checkpoint", "--ref-load", "--load", "--critic-load"}
+    with contract_of(args, tmp_path / "run", under_way=True) as contract:
+        (tmp_path / "load" / "new").write_text("half")
+        (tmp_path / "save" / "new").write_text("half")
+        assert set(contract.digests) == {"--hf-checkpoint", "--ref-load"} and not_seen(contract, limit_s=0) == []
+
+
 def test_a_copy_of_the_model_will_do(args: Any, tmp_path: Path) -> None:
     with contract_of(args, tmp_path / "run") as contract:
         shutil.move(tmp_path / "model", tmp_path / "away")
