@@ -89,9 +89,13 @@ class Branch:
         finish = generation.finish_reason
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
 
+    def own_turns(self) -> list[Turn]:
+        """Those that were sampled in this branch, not in the one that it left."""
+        return [turn for turn in self.turns if self.num_shared <= turn.start]
+
     def trained_turns(self) -> list[Turn]:
-        """Those of this branch with tokens that were sampled here, as the run samples."""
-        return [turn for turn in self.turns if turn.trained and self.num_shared <= turn.start < turn.end]
+        """Those of them with tokens, which were sampled as the run samples."""
+        return [turn for turn in self.own_turns() if turn.trained and turn.start < turn.end]
 
     def loss_mask(self) -> list[int]:
         """[T] 1 for the tokens of `trained_turns`."""

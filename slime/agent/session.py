@@ -30,7 +30,7 @@ from typing import Any
 from slime.agent.branch import Branch, Turn
 from slime.agent.messages import Message
 from slime.agent.template import ConversationTemplate, NotAppended
-from slime.core.sample import Sample, Status
+from slime.core.sample import TURN_COUNTS, Sample, Status
 from slime.rollout.generation import Generation
 
 FIRST = "first"
@@ -209,11 +209,20 @@ class Session:
             return [stopped]
         kept = [branch for branch in self.branches if branch.trained_turns()]
         made = [self._sample(base, branch, decode) for branch in kept]
+        if made:
+            self._book_counts(base, made[0])
         if self.hit_limit and self._last in kept:
             made[kept.index(self._last)].status = Status.TRUNCATED
         for sample in made:
             sample.reward = dict(reward) if isinstance(reward, Mapping) else reward
         return made
+
+    @staticmethod
+    def _book_counts(base: Sample, first: Sample) -> None:
+        """What a generate function counted in `base` goes with one sample; no other session of `base` repeats it."""
+        counts = base.metadata.pop(TURN_COUNTS, None)
+        if isinstance(counts, dict):
+            first.metadata[TURN_COUNTS] = {**counts, **first.metadata[TURN_COUNTS]}
 
     def _sample(self, base: Sample, branch: Branch, decode: Callable[[Sequence[int]], str] | None) -> Sample:
         start, end = branch.turns[0].start, branch.turns[-1].end
@@ -224,13 +233,15 @@ class Session:
         sample.rollout_routed_experts = None if branch.experts is None else branch.experts.upto(end - 1)
         sample.response = decode(sample.tokens[start:]) if decode is not None else ""
         sample.status = Status.TRUNCATED if branch.turns[-1].finish == "length" else Status.COMPLETED
+        own = branch.own_turns()
         sample.metadata["agent"] = {
             "branch": branch.why,
-            "turns": len(branch.turns),
-            "ill_formed_calls": sum(turn.ill_formed for turn in branch.turns),
-            "otherwise_sampled": sum(not turn.trained for turn in branch.turns),
+            "turns": len(own),
+            "ill_formed_calls": sum(turn.ill_formed for turn in own),
+            "otherwise_sampled": sum(not turn.trained for turn in own),
             "origins": branch.spans(),
         }
+        sample.metadata[TURN_COUNTS] = {"turns": len(own)}
         sample.validate()
         return sample
 

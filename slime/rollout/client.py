@@ -37,7 +37,7 @@ from slime.rollout.engines import EnginePool
 from slime.rollout.generation import Generation, check_request
 from slime.rollout.job import MAY_RUN_STATUSES, Job
 from slime.rollout.pairing import PairPool
-from slime.rollout.scope import REQUEST_SCOPE, RequestScope
+from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
 from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
 
@@ -269,7 +269,7 @@ class EngineClient:
             experts_from=experts_from,
             end=self._end,
         )
-        return Job(call, REQUEST_SCOPE.get(), session, partial, interval, streams)
+        return Job(call, REQUEST_SCOPE.get(), HANDBACK.get(), session, partial, interval, streams)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
         """Request after request, until the answer has ended or the call is handed back."""
@@ -279,6 +279,7 @@ class EngineClient:
         while call.finish is None:
             one = await self._pool.acquire(session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over)
             if one is None:
+                job.hand_back()
                 return
             delay_s, before = 0.0, len(call.tokens)
             try:
@@ -296,6 +297,7 @@ class EngineClient:
                 self._pool.release(one)
             if call.finish is None:
                 if job.partial or job.is_over():
+                    job.hand_back()
                     return
                 require_joinable(call, handed_out)
                 await asyncio.sleep(delay_s)

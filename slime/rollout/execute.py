@@ -3,7 +3,8 @@
 Outcomes of an execution, and what it leaves behind for a later try
 - finished: samples that are complete and scored.
 - aborted: interrupted, by the loop or by the engine; its tokens stay with `--partial-rollout`, otherwise it is as
-  before the try.
+  before the try. So does one of which the run ended a request, and whose code then raised or gave up, whatever it
+  raised: an SDK wraps the abort in an error of its own.
 - failed, unscored, expired, rejected: engine, grader or user code failed; it is as before the try, and `reason` says
   why. Never a reward of zero.
 
@@ -43,6 +44,7 @@ from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load
 from slime.rollout.sampling import seeded
+from slime.rollout.scope import HANDBACK, Handback
 
 T = TypeVar("T")
 
@@ -140,7 +142,8 @@ async def run_execution(
         return Execution(siblings, Outcome.FINISHED)
     sample = siblings[0] if len(siblings) == 1 else reset(siblings[0])
     sample.session_id = sample.session_id or uuid.uuid4().hex
-    before = sample.copy()
+    before, handback = sample.copy(), Handback()
+    HANDBACK.set(handback)  # of this execution's task, or until the next one in it
     try:
         if sample.status not in FINISHED:
             if sample.generate_function_path:
@@ -153,6 +156,8 @@ async def run_execution(
         else:
             result = [sample]
         statuses = {s.status for s in result}
+        if Status.FAILED in statuses and handback.happened:
+            return Execution([before], Outcome.ABORTED, "interrupted")
         if Status.FAILED in statuses:
             reason = next(
                 str(s.metadata.get("failure", "no reason given")) for s in result if s.status is Status.FAILED
@@ -179,14 +184,22 @@ async def run_execution(
         return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
     except FATAL:
         raise
-    except RequestRejected as refusal:
-        return Execution([before], Outcome.REJECTED, str(refusal))
-    except DeadlineExceeded as expiry:
-        return Execution([before], Outcome.EXPIRED, str(expiry))
     except Exception as problem:
-        logger.warning("execution %s of group %s failed", sample.index, sample.group_index, exc_info=problem)
-        reason = f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
-        return Execution([before], Outcome.FAILED, context.progress.failed(reason))
+        if handback.happened:
+            return Execution([before], Outcome.ABORTED, "interrupted")
+        return _failed(context, before, problem)
+
+
+def _failed(context: RolloutContext, before: Sample, problem: Exception) -> Execution:
+    """What an error means that is not the end of the run."""
+    match problem:
+        case RequestRejected():
+            return Execution([before], Outcome.REJECTED, str(problem))
+        case DeadlineExceeded():
+            return Execution([before], Outcome.EXPIRED, str(problem))
+    logger.warning("execution %s of group %s failed", before.index, before.group_index, exc_info=problem)
+    reason = f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
+    return Execution([before], Outcome.FAILED, context.progress.failed(reason))
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -18,7 +18,7 @@ import aiohttp
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.rollout.call import Call, Refused
 from slime.rollout.engines import EnginePool
-from slime.rollout.scope import RequestScope
+from slime.rollout.scope import Handback, RequestScope
 from slime.rollout.upstream import ABORTED, DISMISSED, LATE, PAUSED, UNREAD, Interrupted, Try
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
@@ -34,6 +34,8 @@ class Job:
 
     call: Call
     scope: RequestScope | None
+    handback: Handback | None
+    """Of the execution that asks."""
     session: str | None
     partial: bool
     interval: int
@@ -49,6 +51,11 @@ class Job:
         """Whether it is handed back as it is."""
         scope = self.scope
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
+
+    def hand_back(self) -> None:
+        """It comes back as it is, and its execution may learn why."""
+        if self.handback is not None and self.is_over():
+            self.handback.happened = True
 
     def after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
         """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end.

@@ -1,6 +1,7 @@
 """`RequestScope`: the requests of one rollout, wherever they are in user code, so that the run can end them together.
 
-Tasks inherit it through `REQUEST_SCOPE`. Consumes nothing; `client` puts the tries in that run. All on one event loop.
+Tasks inherit it through `REQUEST_SCOPE`; through `HANDBACK` they inherit what tells an execution that it happened.
+Consumes nothing; `client` puts the tries in that run, and marks what it hands back. All on one event loop.
 """
 
 from __future__ import annotations
@@ -38,3 +39,13 @@ class RequestScope:
 
 
 REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope", default=None)
+
+
+@dataclass(slots=True, eq=False)
+class Handback:
+    """Of one execution: whether the run ended a request of it, wherever that came from."""
+
+    happened: bool = False
+
+
+HANDBACK: ContextVar[Handback | None] = ContextVar("slime_handback", default=None)

@@ -7,11 +7,15 @@
 The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors`, and `turns` where a
 function knows better than the tokens. They travel with the sample through retries, checkpoints and recordings; a sample
 that starts over starts from zero. Turns need no report: a turn is a run of sampled tokens between context.
+
+Counts are of an execution. Those of a fan-out add up, so siblings that share turns or calls say them once
+(`slime.agent.session` does); metrics are per execution.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from slime.core.sample import NOT_SAMPLED, TURN_COUNTS, Sample
@@ -53,15 +57,19 @@ def tool_counts(sample: Sample) -> dict[str, int]:
 
 
 def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics under `prefix/` of turns, per sample, if any has several or tools; of tool calls, if any has tools."""
-    counts = [tool_counts(sample) for sample in samples]
-    if not any(counts):
+    """Metrics under `prefix/` of turns, per execution, if any has several or tools; of tool calls, if any has tools."""
+    executions: dict[tuple[int | None, int | None], Counter[str]] = {}
+    for sample in samples:
+        counts = executions.setdefault((sample.group_index, sample.index), Counter())
+        counts.update({**tool_counts(sample), "num_turns": num_turns(sample)})
+    turns = [counts["num_turns"] for counts in executions.values()]
+    has_tools = any("tool_calls" in counts for counts in executions.values())
+    if not has_tools and max(turns, default=0) < 2:
         return {}
-    turns = [num_turns(sample) for sample in samples]
     metrics = {f"{prefix}/num_turns/mean": statistics.fmean(turns), f"{prefix}/num_turns/max": float(max(turns))}
-    if not any("tool_calls" in c for c in counts):
+    if not has_tools:
         return metrics
-    calls, errors = ([c.get(name, 0) for c in counts] for name in ("tool_calls", "tool_errors"))
+    calls, errors = ([counts[name] for counts in executions.values()] for name in ("tool_calls", "tool_errors"))
     metrics[f"{prefix}/tool_calls/mean"] = statistics.fmean(calls)
     metrics[f"{prefix}/tool_calls/max"] = float(max(calls))
     metrics[f"{prefix}/tool_errors/mean"] = statistics.fmean(errors)

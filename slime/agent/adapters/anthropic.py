@@ -196,7 +196,9 @@ def _text(content: Any) -> str:
         return content
     for block in content:
         if _kind(block) != "text":
-            raise BadRequest(f"got a block of type {_kind(block)!r} where this model reads text alone")
+            raise BadRequest(
+                f"got a block of type {_kind(block)!r}, which is not supported here: the model reads text alone"
+            )
     return "\n".join(str(block.get("text", "")) for block in content)
 
 

@@ -152,7 +152,7 @@ def text_of(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise BadRequest(f"got a content part of type {kind!r}: this model reads text alone")
+            raise BadRequest(f"got a content part of type {kind!r}, which is not supported: the model reads text alone")
         parts.append(str(part.get("text", part.get("refusal", ""))))
     return "".join(parts)
 

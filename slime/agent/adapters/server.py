@@ -39,7 +39,7 @@ from slime.agent.template import ConversationTemplate
 from slime.core.addresses import http_url
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError
 from slime.core.sample import Sample
-from slime.rollout.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, Handback, RequestScope
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class OpenSession:
     """Why it takes no more requests; empty while it does."""
     scope: RequestScope | None = None
     """Of the execution that opened it: what ends its requests ends those of the agent."""
+    handback: Handback | None = None
+    """Of that execution: what tells it that the run ended one of them."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def end_requests(self) -> None:
@@ -143,6 +145,7 @@ class Adapter:
             max_context_tokens or self._max_context,
             max_turns or self._max_turns,
             scope=REQUEST_SCOPE.get(),
+            handback=HANDBACK.get(),
         )
         if time_limit_s is not None:
             why = f"the execution had its {time_limit_s:g} seconds"
@@ -262,6 +265,7 @@ class Adapter:
             raise RunEnds("the run takes no more requests of this session")
         found.num_turns += 1
         REQUEST_SCOPE.set(found.scope)  # of this request's task alone
+        HANDBACK.set(found.handback)
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         found.running.add(task)

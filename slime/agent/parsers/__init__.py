@@ -84,22 +84,29 @@ class Reader:
         """Line feeds beside a mark of thinking belong to it."""
         self._thoughts: list[str] = []
         self._words: list[str] = []
-        self._calls: str | None = None
+        self._calls: list[str] | None = None
+        self._blank: list[str] = []
+        """White space before all else, which belongs to a mark of thinking if one follows."""
 
     def feed(self, text: str) -> list[tuple[str, str]]:
         """Parts ("thinking" | "text", text) that are certain now."""
         if self._calls is not None:
-            self._calls += text
+            self._calls.append(text)
             return []
-        self._held += text
+        if not self._begun and not self._held and (not text or text.isspace()):
+            self._blank.append(text)
+            return []
+        self._held = "".join([self._held, *self._blank, text])
+        self._blank.clear()
         return self._out(last=False)
 
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
         """The parts that were held back, and all of it."""
+        self._held += "".join(self._blank)
         parts = self._out(last=True)
         calls = Calls(())
         if self._calls is not None:
-            calls = self._format.read(self._calls, self._tools)
+            calls = self._format.read("".join(self._calls), self._tools)
             if calls.rest:
                 parts.append(self._say(calls.rest))
         text, thoughts = "".join(self._words), "".join(self._thoughts)
@@ -149,7 +156,7 @@ class Reader:
         parts = [self._say(self._held[:end])] if end else []
         self._held = self._held[end:]
         if places:
-            self._calls, self._held = self._held, ""
+            self._calls, self._held = [self._held], ""
         return parts
 
     def _say(self, text: str) -> tuple[str, str]:

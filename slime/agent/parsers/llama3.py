@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
-from slime.agent.parsers.scan import Found, call_of, followed, functions, json_at, scan
+from slime.agent.parsers.scan import Found, call_of, followed, functions, json_at, json_or_break, scan
 
 _TAG = "<|python_tag|>"
 _TAGGED = re.compile(re.escape(_TAG))
@@ -28,22 +28,24 @@ class Llama3(ToolFormat):
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         if _TAG in text:
             return scan(text, _TAGGED, _calls)
-        known = functions(tools)
+        known = list(functions(tools))  # a name may be anything
         got = json_at(text, 0)
         meant = got is None or (isinstance(got[0], dict) and got[0].get("name") in known)
         return scan(text, _BARE, _calls) if meant else Calls((), text)
 
 
 def _calls(head: re.Match[str]) -> Found | None:
-    """All that stand in a row."""
+    """All that stand in a row. Nothing inside JSON that is broken, or not a call itself, counts as one."""
     text, found = head.string, list[tuple[str, str]]()
     at: int | None = head.end()
     end = head.end()
-    while at is not None and (got := json_at(text, at)) is not None:
-        call = call_of(got[0])
+    while at is not None:
+        got = json_or_break(text, at)
+        if isinstance(got, int):
+            return [], got
+        call, end = call_of(got[0]), got[1]
         if call is None:
-            return None
+            return [], end
         found.append(call)
-        end = got[1]
         at = followed(text, end, ";")
-    return (found, end) if found and at is None else None
+    return found, end

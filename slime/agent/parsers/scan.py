@@ -32,8 +32,9 @@ def scan(
 ) -> Calls:
     """Reads the calls behind each match of `head`.
 
-    `call`: None if it cannot read what begins there. `frames`: marks around all calls, left out of the text.
-    `end`: stands behind every call; where none follows, nothing more is looked for.
+    `call`: None if it cannot read what begins there; no calls and a place, if the next is looked for from there on.
+    `frames`: marks around all calls, left out of the text. `end`: stands behind every call; where none follows, nothing
+    more is looked for.
     """
     found: list[tuple[str, str]] = []
     rest: list[str] = []
@@ -41,8 +42,8 @@ def scan(
     ill_formed = False
     while match := head.search(text, look):
         got = call(match) if match.end() <= last or not end else None
-        if got is None:
-            ill_formed, look = True, max(match.end(), match.start() + 1)
+        if got is None or not got[0]:
+            ill_formed, look = True, max(match.end(), match.start() + 1, got[1] if got else 0)
             if look > last and end:
                 break
             continue
@@ -61,10 +62,23 @@ def scan(
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
     """The JSON value that begins there, and where it ends."""
+    got = json_or_break(text, at)
+    return None if isinstance(got, int) else got
+
+
+def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
+    """As `json_at`; of what cannot be read where it breaks, which is the end of the text if it nests too deep."""
     try:
-        return _DECODER.raw_decode(text, _skip(text, at))
-    except UNREADABLE:
-        return None
+        value, end = _SCAN(text, _skip(text, at))
+    except StopIteration:  # nothing begins there
+        return at
+    except RecursionError:
+        return len(text)
+    except json.JSONDecodeError as error:
+        return error.pos
+    except ValueError:  # a number that JSON does not have: nobody says where
+        return at
+    return value, end
 
 
 def followed(text: str, at: int, by: str) -> int | None:
@@ -174,4 +188,5 @@ def _skip(text: str, at: int) -> int:
     return found.end()
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_SCAN: Callable[[str, int], tuple[Any, int]]
+_SCAN = json.JSONDecoder(parse_constant=_refuse).scan_once  # type: ignore[attr-defined]  # the stubs leave it out

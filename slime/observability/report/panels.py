@@ -189,7 +189,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Turns and tool calls",
-        "Means per sample.",
+        "Means per execution.",
         SAMPLES,
         (
             Line("rollout/num_turns/mean", "turns"),

@@ -11,6 +11,7 @@ import pytest
 
 from slime.agent.running import Execution
 from slime.core.sample import Sample, Status
+from slime.rollout.turns import count_tool_call, expect_tools, turn_metrics
 from tests.support.agent_room import Room, agent_room
 
 USER: Any = [{"role": "user", "content": "What is the weather?"}]
@@ -71,6 +72,29 @@ async def test_sampling_of_an_agents_own_is_context_and_the_runs_is_trained() ->
         assert sample.metadata["agent"]["otherwise_sampled"] == 1 and sample.loss_mask is not None
         kept = [t for t, m in zip(sample.tokens[sample.prompt_length :], sample.loss_mask, strict=True) if m]
         assert room.tokenizer.decode(kept) == "two<|im_end|>three<|im_end|>"
+
+
+async def test_what_was_counted_is_counted_once_over_the_branches_and_sessions_of_an_execution() -> None:
+    """Law: a fork doubles no metric: turns that branches share, and calls of tools, are reported once."""
+    async with agent_room() as room:
+        room.says("one", "two", "another", "of a second session")
+        client, base = client_of(room, room.key), Sample(index=0, group_index=0)
+        answer = await client.chat.completions.create(model="m", messages=USER)
+        messages: Any = [*USER, {"role": "assistant", "content": answer.choices[0].message.content}]
+        for words in ("Go on.", "No, like this."):
+            await client.chat.completions.create(model="m", messages=[*messages, {"role": "user", "content": words}])
+        second = room.adapter.open_session()
+        await client_of(room, second).chat.completions.create(model="m", messages=USER)
+        expect_tools(base)
+        for failed in (False, True):
+            count_tool_call(base, failed=failed)
+        samples = [s for key in (room.key, second) for s in room.adapter.finish_session(key, base, reward=1.0)]
+        assert [s.metadata["agent"]["branch"] for s in samples] == ["first", "edited", "first"]
+        assert [s.metadata["agent"]["turns"] for s in samples] == [2, 1, 1]
+        metrics = turn_metrics("rollout", samples)
+        assert metrics["rollout/num_turns/mean"] == 4
+        assert (metrics["rollout/tool_calls/mean"], metrics["rollout/tool_errors/mean"]) == (2, 1)
+        assert [s.metadata["turn_counts"].get("tool_calls") for s in samples] == [2, None, None]
 
 
 @pytest.mark.parametrize(

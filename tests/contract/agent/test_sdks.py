@@ -262,3 +262,53 @@ def test_what_ends_an_execution_ends_the_requests_of_its_agent() -> None:
         assert sample.status is Status.ABORTED and not sample.tokens
 
     in_room(work)
+
+
+PNG = "iVBORw0KGgo="
+CHAT_IMAGE: Any = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+RESPONSES_IMAGE: Any = {"type": "input_image", "detail": "auto", "image_url": f"data:image/png;base64,{PNG}"}
+CLAUDE_IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_image_is_refused_in_the_shape_of_each_api(streams: bool) -> None:
+    """Law: a client learns by HTTP 400 which part is not supported; the conversation goes on without it."""
+
+    def in_openais_shape(error: openai.BadRequestError, kind: str) -> None:
+        said = error.response.json()["error"]
+        assert error.status_code == 400 and set(said) == {"message", "type", "param", "code"}
+        assert said["type"] == "invalid_request_error"
+        assert f"{kind!r}, which is not supported" in said["message"]
+
+    async def work(room: Room) -> None:
+        client, claude = aopenai(room), aanthropic(room)
+        text: Any = {"type": "text", "text": "What is this?"}
+        with pytest.raises(openai.BadRequestError) as chat:
+            content = [text, CHAT_IMAGE]
+            await client.chat.completions.create(
+                model="m", stream=streams, messages=[{"role": "user", "content": content}]
+            )
+        in_openais_shape(chat.value, "image_url")
+        asked: Any = {"role": "user", "content": [{"type": "input_text", "text": "What?"}, RESPONSES_IMAGE]}
+        result: Any = {"type": "function_call_output", "call_id": "c", "output": [RESPONSES_IMAGE]}
+        for item in (asked, result):
+            with pytest.raises(openai.BadRequestError) as responses:
+                await client.responses.create(model="m", stream=streams, input=[item])
+            in_openais_shape(responses.value, "input_image")
+        shown: Any = {"type": "tool_result", "tool_use_id": "t", "content": [CLAUDE_IMAGE]}
+        for block in (CLAUDE_IMAGE, shown):
+            messages: Any = [{"role": "user", "content": [text, block]}]
+            with pytest.raises(anthropic.BadRequestError) as claudes:
+                await claude.messages.create(model="m", max_tokens=9, stream=streams, messages=messages)
+            with pytest.raises(anthropic.BadRequestError) as counted:
+                await claude.messages.count_tokens(model="m", messages=messages)
+            for error in (claudes.value, counted.value):
+                body = error.response.json()
+                assert error.status_code == 400 and body["type"] == "error"
+                assert body["error"]["type"] == "invalid_request_error"
+                assert "'image', which is not supported" in body["error"]["message"]
+        assert not room.adapter.session(room.key).branches and not room.model.requests
+        room.says("fine")
+        await client.chat.completions.create(model="m", messages=USER)
+
+    in_room(work, max_turns=1)

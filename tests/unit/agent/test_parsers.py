@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.agent.parsers import CLOSE, FORMATS, OPEN, Parsed, Reader, format_of
+from slime.agent.parsers import CLOSE, FORMATS, OPEN, Parsed, Reader, format_of, scan
 from slime.agent.parsers.scan import typed_arguments
 from tests.support.chat_hooks import tokenizer_folder
 from tests.support.written_calls import CALLS, TEXTS, TOOLS, WAYS, Written
@@ -110,6 +112,7 @@ UNREADABLE = {
         '<|python_tag|>print("a")',
         '{"name": "look_up", "parameters": {"a',
         '{"name": "look_up", "parameters": 1}',
+        '<|python_tag|>{"name": {"name": "look_up", "parameters": {}}}',
     ],
 }
 
@@ -156,8 +159,9 @@ def test_a_value_may_hold_marks(name: str, text: str, word: str) -> None:
     assert (decoded(got), got.text, got.ill_formed) == ([("look_up", {"word": word})], "", False)
 
 
-def test_json_that_names_no_tool_is_an_answer() -> None:
-    text = '{"name": "Ada", "parameters": {"born": 1815}}'
+@pytest.mark.parametrize("name", ['"Ada"', '{"first": "Ada"}', "[]", "null"])
+def test_json_that_names_no_tool_is_an_answer(name: str) -> None:
+    text = f'{{"name":{name}, "parameters": {{"born": 1815}}}}'
     assert read("llama3", text) == Parsed(text, None, (), False)
 
 
@@ -226,3 +230,80 @@ def test_the_format_of_a_template(name: str | None, template: str) -> None:
 def test_the_format_of_a_real_template(family: str, name: str | None) -> None:
     template = Path(tokenizer_folder(family), "chat_template.jinja").read_text()
     assert format_of(template) == name
+
+
+class Counted:
+    """Reads JSON, and counts the characters that it reads, whether they are JSON or not."""
+
+    def __init__(self) -> None:
+        self._scan, self.num_read = scan._SCAN, 0
+
+    def __call__(self, text: str, at: int) -> tuple[Any, int]:
+        end = len(text)
+        try:
+            value, end = self._scan(text, at)
+            return value, end
+        except StopIteration:
+            end = at
+            raise
+        except json.JSONDecodeError as error:
+            end = error.pos
+            raise
+        finally:
+            self.num_read += end - at
+
+
+def steps_of(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Calls of functions, built-in ones too, and characters of JSON that reading a text takes."""
+    reads, num_calls = Counted(), 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    monkeypatch.setattr(scan, "_SCAN", reads)
+    format, before = FORMATS.build(name, None), sys.getprofile()
+    sys.setprofile(count)
+    try:
+        format.read(text, TOOLS)
+    finally:
+        sys.setprofile(before)
+    return num_calls + reads.num_read // 8
+
+
+QWEN = "<function=f><parameter=a>", "x</parameter><parameter=b>"
+GLM = "<tool_call>f<arg_key>a</arg_key><arg_value>", "x</arg_value><arg_key>b</arg_key><arg_value>"
+HALF = '"\\ud800"'
+HOSTILE: list[tuple[str, tuple[str, ...], str]] = [
+    *((name, (mark,), "") for name in FORMAT_NAMES for mark in FORMATS.get(name).marks),
+    *((name, (mark + '{"a": ["',), "") for name in FORMAT_NAMES for mark in FORMATS.get(name).marks),
+    *((way.format, (way.write([("look_up", {"word": "a"})])[:-3],), "") for way in WAYS),
+    ("qwen3_coder", QWEN, "</function"),
+    ("qwen3_coder", (*QWEN, "</parameter></function>"), ""),
+    ("qwen3_coder", QWEN[:1], f"x</parameter><parameter=b>{HALF}</parameter></function>"),
+    ("qwen3_coder", (f"<tool_call>{QWEN[0]}", QWEN[1]), "</parameter></function>"),
+    ("glm45", GLM, "</tool_call"),
+    ("glm45", (*GLM, "</arg_value></tool_call>"), ""),
+    ("glm45", GLM[:1], f"{GLM[1]}{HALF}</arg_value></tool_call>"),
+    ("llama3", ('{"name": "look_up"};',), '{"name": 1}'),
+    ("llama3", ('<|python_tag|>{"name": "look_up"};',), ""),
+    ("llama3", ('{"name":' * 60 + "]",), ""),
+    ("llama3", ('{"name":' * 60 + "1" + "}" * 60,), ""),
+]
+"""(format, what is repeated, one after the other, what ends the text)."""
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)), ids=[f"{i}-{name}" for i, (name, *_) in enumerate(HOSTILE)])
+def test_the_work_grows_with_the_text_and_not_with_its_square(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: no answer holds up the event loop: four times the text is about four times the work."""
+    name, parts, end = HOSTILE[number]
+    texts = ["".join(part * size for part in parts) + end for size in (100, 400)]
+    short, long = (steps_of(name, text, monkeypatch) for text in texts)
+    assert long <= 6 * short + 200, (short, long)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_no_expression_searches_for_the_end_of_a_value(name: str) -> None:
+    """Law: an expression reads a tag and what is beside it; values are found by their ends, once for a text."""
+    expressions = [v for v in vars(sys.modules[FORMATS.get(name).__module__]).values() if isinstance(v, re.Pattern)]
+    assert not [one for one in expressions if re.search(r"\.[*+]", one.pattern)]

@@ -148,6 +148,7 @@ def test_tool_calls_and_errors_are_counted_and_averaged() -> None:
         count_tool_call(busy, failed=failed)
     expect_tools(busy)
     expect_tools(idle)
+    idle.index = 1
     assert tool_counts(busy) == {"num_turns": 2, "tool_calls": 3, "tool_errors": 2}
     assert turn_metrics("rollout", [busy, idle]) == {
         "rollout/num_turns/mean": 2.0,
@@ -159,6 +160,16 @@ def test_tool_calls_and_errors_are_counted_and_averaged() -> None:
     }
     assert "rollout/tool_error_ratio" not in turn_metrics("rollout", [idle])
     assert set(turn_metrics("rollout", [conversation()])) == {"rollout/num_turns/mean", "rollout/num_turns/max"}
+
+
+def test_counts_of_siblings_are_of_one_execution() -> None:
+    first, second, other = conversation(), conversation(), conversation()
+    other.index = 1
+    count_tool_call(first)
+    second.metadata["turn_counts"] = {"turns": 1}
+    metrics = turn_metrics("rollout", [first, second, other])
+    assert (metrics["rollout/num_turns/mean"], metrics["rollout/num_turns/max"]) == (2.5, 3.0)
+    assert (metrics["rollout/tool_calls/mean"], metrics["rollout/tool_calls/max"]) == (0.5, 1.0)
 
 
 def test_one_turn_without_tools_has_no_such_metrics() -> None:

@@ -1,0 +1,127 @@
+"""What the run ends by itself is no failure of an agent, whatever the agent's program makes of the broken request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from slime.agent.running import execution
+from slime.core.sample import Sample, Status
+from slime.rollout.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.context import RolloutContext, use
+from slime.rollout.execute import Execution, Outcome, run_execution
+from slime.rollout.types import Progress
+from tests.support.agent_room import Room, agent_room
+from tests.support.chat_hooks import tokenizer_folder
+from tests.support.rollout import rollout_args, write_checkpoint_stub
+
+USER: Any = [{"role": "user", "content": "What is the weather?"}]
+PARAMS = {"temperature": 1.0, "max_new_tokens": 900}
+
+
+@asynccontextmanager
+async def rollout(tmp_path: Path) -> AsyncIterator[tuple[Room, RolloutContext, RequestScope]]:
+    """A model that speaks slowly, a context in front of it, and what ends the requests of its executions."""
+    model = write_checkpoint_stub(tmp_path / "chat")
+    shutil.copytree(tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
+    args = rollout_args(tmp_path, "--hf-checkpoint", str(model), "--rollout-max-response-len", "900")
+    async with agent_room() as room:
+        room.model.tick_s = 0.01
+        room.says("word " * 1000)
+        loop, scope = asyncio.get_running_loop(), RequestScope()
+        context = RolloutContext(args, room.client, room.tokenizer, None, Progress("rollout", 0, 1), loop)
+        REQUEST_SCOPE.set(scope)
+        with use(context):
+            yield room, context, scope
+
+
+async def asked(url: str, key: str, *, streams: bool) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        answer: Any = await client.chat.completions.create(model="m", messages=USER, stream=streams)
+        if streams:
+            async for _ in answer:
+                pass
+
+
+async def raises_the_sdks_error(args: Any, sample: Sample, params: Any) -> list[Sample]:
+    async with execution(params) as agent:
+        await asked(agent.url, agent.key, streams=False)
+        return agent.samples(sample, reward=1.0)
+
+
+async def raises_the_sdks_error_of_a_stream(args: Any, sample: Sample, params: Any) -> list[Sample]:
+    async with execution(params) as agent:
+        await asked(agent.url, agent.key, streams=True)
+        return agent.samples(sample, reward=1.0)
+
+
+async def raises_its_own_error(args: Any, sample: Sample, params: Any) -> list[Sample]:
+    try:
+        return await raises_the_sdks_error(args, sample, params)
+    except openai.APIError:
+        raise ValueError("the agent broke") from None
+
+
+async def raises_in_another_task(args: Any, sample: Sample, params: Any) -> list[Sample]:
+    return await asyncio.create_task(raises_its_own_error(args, sample, params))
+
+
+async def gives_up(args: Any, sample: Sample, params: Any) -> Sample:
+    try:
+        await raises_the_sdks_error(args, sample, params)
+    except openai.APIError:
+        sample.status, sample.metadata["failure"] = Status.FAILED, "no answer"
+    return sample
+
+
+HOOKS = (
+    raises_the_sdks_error,
+    raises_the_sdks_error_of_a_stream,
+    raises_its_own_error,
+    raises_in_another_task,
+    gives_up,
+)
+
+
+async def ended_by(hook: Any, end: str, tmp_path: Path) -> Execution:
+    """How an execution ends whose request the run, or its engine, ends while it is being answered."""
+    async with rollout(tmp_path) as (room, context, scope):
+        sample = Sample(group_index=0, index=0, prompt=USER)
+        running = asyncio.create_task(run_execution(context, [sample], PARAMS, hook))
+        async with asyncio.timeout(120):
+            while not room.model.running:
+                await asyncio.sleep(0.01)
+            if end == "abort":
+                await room.client.abort_scope(scope)
+            elif end == "pause":
+                await room.client.pause(scope)
+            else:
+                room.model.faults.extend([400] * 9)
+                room.model.transports[next(iter(room.model.transports))].close()
+            return await running
+
+
+@pytest.mark.parametrize("end", ["abort", "pause"])
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+async def test_what_the_run_ended_is_aborted_whatever_the_agent_raised(hook: Any, end: str, tmp_path: Path) -> None:
+    """Law: it goes back to the buffer as it was, and counts as no failure."""
+    ended = await ended_by(hook, end, tmp_path)
+    assert (ended.outcome, ended.reason) == (Outcome.ABORTED, "interrupted")
+    [sample] = ended.samples
+    assert sample.status is Status.PENDING and not sample.tokens and "failure" not in sample.metadata
+
+
+async def test_what_an_engine_refused_failed(tmp_path: Path) -> None:
+    """Law: only the run's own abort is one."""
+    ended = await ended_by(raises_its_own_error, "engine", tmp_path)
+    assert ended.outcome is Outcome.FAILED and "the agent broke" in ended.reason
