@@ -21,7 +21,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.account import Account
-from slime.buffer.groups import BufferFilter, age, apply_filter, flatten, group_index_of, reset_group, to_json
+from slime.buffer.groups import BufferFilter, apply_filter, flatten, group_index_of, oldest_version, reset_group
 from slime.buffer.ledger import Ledger
 from slime.buffer.origin import BLANK, Issued, Origin, make_group, note_quarantines, num_quarantines
 from slime.buffer.prompts import Prompts, PromptWalk
-from slime.buffer.snapshot import Snapshot, check_format
-from slime.buffer.storage import read_json, write_json
+from slime.buffer.records import GroupRecord
+from slime.buffer.snapshot import SavedState, Snapshot, check_dataset
+from slime.buffer.storage import read_json
 from slime.core.errors import CheckpointError, DataError
 from slime.core.sample import Group, Sample
 
@@ -64,10 +64,8 @@ class DataBuffer:
         self.weight_version = 1
         """Version of the weights that the next batch is trained on; each trained step makes the next one."""
         self._lock = threading.RLock()
-        self._queue: list[Group] = []
-        self._finished: list[Group] = []
-        self._texts: dict[int, str] = {}
-        """Buffered groups as they will be saved, written when they came: a save need not convert millions of tokens."""
+        self._queue: list[GroupRecord] = []
+        self._finished: list[GroupRecord] = []
         self._account = Account(self._is_buffered)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
@@ -78,13 +76,11 @@ class DataBuffer:
             raise DataError(f"got a request for {n} groups; it must not be negative")
         with self._lock:
             taken = self._take_buffered(n)
-            for group in taken:
-                self._issue(group)
             return [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
 
-    def _issue(self, group: Group) -> None:
-        text = self._texts.pop(group.group_index, None) or to_json(group)
-        self._account.in_flight[group.group_index] = Issued(group.attempts, text)
+    def _issue(self, group: Group, record: GroupRecord | None = None) -> None:
+        """`record`: of the group as it is now, if there is one."""
+        self._account.in_flight[group.group_index] = Issued(group.attempts, record or GroupRecord.of(group))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """`get_groups` under its public name, for user rollout functions: a list of samples per prompt."""
@@ -106,17 +102,23 @@ class DataBuffer:
         return make_group(row, group_index, origin, attempts)
 
     def _take_buffered(self, n: int) -> list[Group]:
-        """Removes up to `n` groups from the queue, by the user's filter if there is one."""
+        """Issues up to `n` groups of the queue, chosen by the user's filter if there is one."""
         if self._buffer_filter is None or not self._queue or n == 0:
             taken, self._queue = self._queue[:n], self._queue[n:]
-            return taken
-        chosen, kept = apply_filter(self._buffer_filter, self._queue, n)
+            return [self._issue_again(record) for record in taken]
+        chosen, kept = apply_filter(self._buffer_filter, [record.group() for record in self._queue], n)
         self._account.drop(
-            {g.group_index for g in self._queue} - {g.group_index for g in (*chosen, *kept)}, "buffer_filter"
+            {r.group_index for r in self._queue} - {g.group_index for g in (*chosen, *kept)}, "buffer_filter"
         )
-        self._queue = kept
-        self._texts.clear()  # the filter may have written into what it saw
+        self._queue = [GroupRecord.of(group) for group in kept]  # the filter may have written into what it saw
+        for group in chosen:
+            self._issue(group)
         return chosen
+
+    def _issue_again(self, record: GroupRecord) -> Group:
+        group = record.group()
+        self._issue(group, record)
+        return group
 
     def start_over(self, group: Group) -> Group:
         """A group in flight as it was before any generation: what older weights began is dropped.
@@ -137,7 +139,12 @@ class DataBuffer:
 
     def is_stale(self, group: Group) -> bool:
         """Whether a token of the group is older than training now allows."""
-        return self.max_staleness is not None and age(group, self.weight_version) > self.max_staleness
+        return self._is_too_old(oldest_version(group))
+
+    def _is_too_old(self, oldest: int | None) -> bool:
+        if self.max_staleness is None or oldest is None:
+            return False
+        return self.weight_version - oldest > self.max_staleness
 
     def _not_stale(self, group: Group) -> Group:
         if not self.is_stale(group):
@@ -148,7 +155,6 @@ class DataBuffer:
     def _fresh(self, group: Group, attempts: int) -> Group:
         """From its dataset row, with the count of its quarantines; a group made outside loses its responses only."""
         origin = self._account.origins.get(group.group_index)
-        self._texts.pop(group.group_index, None)
         if origin is not None:
             return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
         return replace(reset_group(group), attempts=attempts)
@@ -164,15 +170,13 @@ class DataBuffer:
         """
         with self._lock:
             self._account.require_in_flight([g.group_index for g in groups], "put back")
-            back, texts = [], {}
+            back = []
             for group in groups:
                 attempts = self._account.in_flight[group.group_index].attempts + 1
                 again = replace(group, attempts=attempts) if keep_partial else self._fresh(group, attempts)
-                texts[group.group_index] = to_json(again)
-                back.append(again)
-            for group in back:
+                back.append((again, GroupRecord.of(again)))
+            for group, _ in back:
                 del self._account.in_flight[group.group_index]
-            self._texts |= texts
             self._account.returned[reason] += len(back)
             self._keep(back)
 
@@ -180,9 +184,8 @@ class DataBuffer:
         """Takes a finished group in flight, which waits to be trained. Raises as `put_back` does."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "kept as finished")
-            self._texts[group.group_index] = to_json(group, finished=True)
+            self._finished.append(GroupRecord.of(group, finished=True))
             del self._account.in_flight[group.group_index]
-            self._finished.append(group)
 
     def take_finished(self, n: int) -> list[Group]:
         """`n` finished groups, those of the oldest weights first, in flight from now on; none while there are fewer.
@@ -190,15 +193,16 @@ class DataBuffer:
         Finished groups that are stale go back to be worked on from their prompt.
         """
         with self._lock:
-            stale = [self._fresh(g, g.attempts + 1) for g in self._finished if self.is_stale(g)]
-            self._keep(stale)
+            stale = [record.group() for record in self._finished if self._is_too_old(record.oldest)]
+            again = [self._fresh(group, group.attempts + 1) for group in stale]
+            self._keep([(group, GroupRecord.of(group)) for group in again])
             self._account.returned.update(["stale"] * len(stale))
-            fresh = [g for g in self._finished if not self.is_stale(g)]
-            fresh.sort(key=lambda g: -age(g, self.weight_version))
-            taken, self._finished = (fresh[:n], fresh[n:]) if len(fresh) >= n else ([], fresh)
-            for group in taken:
-                self._issue(group)
-            return taken
+            self._finished = [record for record in self._finished if not self._is_too_old(record.oldest)]
+            self._finished.sort(key=lambda record: self.weight_version if record.oldest is None else record.oldest)
+            if len(self._finished) < n:
+                return []
+            taken, self._finished = self._finished[:n], self._finished[n:]
+            return [self._issue_again(record) for record in taken]
 
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
         """`put_back` under its public name: lists of samples per prompt, fan-out nests flattened.
@@ -209,7 +213,8 @@ class DataBuffer:
             samples = flatten(nest)
             if {s.group_index for s in samples} == {None}:
                 with self._lock:
-                    self._keep([self._adopt(nest)])
+                    group = self._adopt(nest)
+                    self._keep([(group, GroupRecord.of(group))])
             else:
                 index = group_index_of(samples)
                 self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
@@ -221,12 +226,12 @@ class DataBuffer:
             for sample in flatten([execution]):
                 sample.group_index, sample.index = group_index, first_index + i
         group = Group(group_index=group_index, samples=tuple(flatten(nest)))
-        self._texts[group_index] = to_json(group)  # first: it may not be JSON
+        GroupRecord.of(group)  # first: it may not be JSON
         self._account.add_group(len(nest))
         return group
 
-    def _keep(self, groups: Sequence[Group]) -> None:
-        self._queue.extend(groups)
+    def _keep(self, groups: Sequence[tuple[Group, GroupRecord]]) -> None:
+        self._queue.extend(record for _, record in groups)
 
     def mark_trained(self, group_indices: Iterable[int]) -> None:
         """Settles groups that an optimizer step used. Raises `LedgerError` for one not in flight (trained twice)."""
@@ -288,7 +293,7 @@ class DataBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, JSON-serialisable, sharing nothing with the live buffer. Raises `LedgerError` if unbalanced."""
-        return dict(json.loads(self._snapshot().to_json()))
+        return self._snapshot().plain()
 
     def _snapshot(self) -> Snapshot:
         """The state of this moment. Raises `LedgerError`."""
@@ -296,8 +301,8 @@ class DataBuffer:
             self.ledger().check()
             return Snapshot(
                 figures=self._figures(),
-                buffered=[self._texts.get(g.group_index) or to_json(g) for g in self._queue],
-                finished=[self._texts.get(g.group_index) or to_json(g, finished=True) for g in self._finished],
+                buffered=list(self._queue),
+                finished=list(self._finished),
                 in_flight=list(self._account.in_flight.items()),
             )
 
@@ -306,34 +311,39 @@ class DataBuffer:
         return {"walk": walk, "weight_version": self.weight_version, **self._account.figures()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the state. Raises `CheckpointError` if it belongs to other data, order or format."""
-        check_format(state, has_walk=self._walk is not None)
+        """Replaces the state by what `state_dict` returned. Raises `CheckpointError` if it belongs to other data or
+        another order.
+        """
+        self._load(SavedState.of(state))
+
+    def _load(self, saved: SavedState) -> None:
+        state = saved.state
+        check_dataset(state, has_walk=self._walk is not None)
         with self._lock:
             if self._walk is not None:
                 self._walk.load_state_dict(state["walk"])
             self._account.load(state)
             again = [
-                Group.from_dict(g["group"])
-                if g["group"] is not None
-                else self._make(g["group_index"], self._account.origins[g["group_index"]], g["attempts"])
-                for g in state["in_flight"]
+                issued.record or GroupRecord.of(self._make(index, self._account.origins[index], issued.attempts))
+                for index, issued in saved.in_flight
             ]
-            self._queue = again + [Group.from_dict(g) for g in state["buffered"]]
-            self._finished = [Group.from_dict(g) for g in state.get("finished", ())]
+            self._queue = again + saved.buffered
+            self._finished = saved.finished
             self.weight_version = state.get("weight_version", self.weight_version)
-            self._texts = {}
             self.ledger().check()
         if again:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes the state of this moment. The call, in any thread, writes it to the file `path`: JSON, durably."""
+        """Takes the state of this moment. The call, in any thread, writes it durably: JSON to the file `path`,
+        texts and arrays of groups beside it (`snapshot`).
+        """
         snapshot = self._snapshot()
-        return lambda: write_json(path, snapshot.to_json())
+        return lambda: snapshot.write(path)
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
         """Restores a saved state. Raises `CheckpointError` if the file is missing, damaged or of other data."""
         try:
-            self.load_state_dict(read_json(path))
+            self._load(SavedState.of(read_json(path), path))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"got a damaged buffer state in {path}: {type(error).__name__}: {error}") from error

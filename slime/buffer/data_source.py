@@ -9,12 +9,14 @@ the buffer's lock. Waits for: what these methods wait for; nobody wakes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import flatten, group_index_of, to_json
+from slime.buffer.groups import flatten, group_index_of
+from slime.buffer.records import GroupRecord
+from slime.buffer.snapshot import SavedState
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample
 
@@ -87,14 +89,13 @@ class DataSourceBuffer(DataBuffer):
                 f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
-        self._texts[index] = to_json(group)
+        GroupRecord.of(group)  # first: it may not be JSON
         self._account.add_foreign_group(index, max(executions))
         return group
 
-    def _keep(self, groups: Sequence[Group]) -> None:
-        self._lent.update({group.group_index: group.attempts for group in groups})
-        self._texts = {i: t for i, t in self._texts.items() if i not in self._lent}  # it may give back something else
-        self._source.add_samples([list(group.samples) for group in groups])
+    def _keep(self, groups: Sequence[tuple[Group, GroupRecord]]) -> None:
+        self._lent.update({group.group_index: group.attempts for group, _ in groups})
+        self._source.add_samples([list(group.samples) for group, _ in groups])
 
     def _is_buffered(self, group_index: int) -> bool:
         return group_index in self._lent or super()._is_buffered(group_index)
@@ -109,10 +110,10 @@ class DataSourceBuffer(DataBuffer):
     def _figures(self) -> dict[str, Any]:
         return {**super()._figures(), "lent": [list(item) for item in self._lent.items()], "saved_at": self._saved_at}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._lent = {index: attempts for index, attempts in state["lent"]}
-        self._saved_at = state["saved_at"]
-        super().load_state_dict(state)
+    def _load(self, saved: SavedState) -> None:
+        self._lent = {index: attempts for index, attempts in saved.state["lent"]}
+        self._saved_at = saved.state["saved_at"]
+        super()._load(saved)
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
         """Takes our account and calls the source's own `save(rollout_id)`, so that both are of one moment.

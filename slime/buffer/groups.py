@@ -1,4 +1,4 @@
-"""Small pure operations on groups: nests, ids, starting over, JSON, and the contract of a user's buffer filter."""
+"""Small pure operations on groups: nests, ids, starting over, age, and the contract of a user's buffer filter."""
 
 from __future__ import annotations
 
@@ -76,29 +76,19 @@ def reset_group(group: Group) -> Group:
     return group.with_samples([reset(s) for s in reversed(first.values())])
 
 
-def age(group: Group, version: int) -> int:
-    """How many versions before `version` its oldest token was sampled; 0 without a sampled token."""
-    return version - min((v for s in group.samples for v in s.weight_versions), default=version)
+def oldest_version(group: Group) -> int | None:
+    """Of the weights that its oldest token was sampled with; None without a sampled token."""
+    return min((v for s in group.samples for v in s.weight_versions), default=None)
 
 
-def _with_bounded_text(sample: Sample, finished: bool) -> Sample:
+def with_bounded_text(sample: Sample, finished: bool) -> Sample:
+    """The sample as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is truncated once no grader will read it.
+
+    That is in scored samples, and in all of a `finished` group. Others would be graded, or continued, with a part of
+    their text: they start over after a resume.
+    """
     if len(sample.response) <= MAX_SAVED_TEXT:
         return sample
     logger.warning("checkpoint: truncated a text of %d characters of sample %s", len(sample.response), sample.index)
     keep = finished or sample.reward is not None
     return dataclasses.replace(sample, response=sample.response[:MAX_SAVED_TEXT]) if keep else reset(sample)
-
-
-def to_json(group: Group, *, finished: bool = False) -> str:
-    """The group as a checkpoint holds it: text beyond `MAX_SAVED_TEXT` is truncated once no grader will read it.
-
-    That is in scored samples, and in all of a `finished` group. Others would be graded, or continued, with a part of
-    their text: they start over after a resume. Raises `DataError` if a user put anything but JSON into it.
-    """
-    try:
-        return group.with_samples([_with_bounded_text(s, finished) for s in group.samples]).to_json()
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"got group {group.group_index} holding something that is not JSON ({error}), because the buffer is part "
-            "of every checkpoint; do: keep plain numbers, strings, lists and dicts in the fields of samples"
-        ) from error

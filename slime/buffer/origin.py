@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+from slime.buffer.records import GroupRecord
 from slime.core.prompt import PromptRow
 from slime.core.sample import Group, Sample
 
@@ -24,10 +25,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A group in flight, as it was when issued. JSON text, because the rollout works on the samples in place."""
+    """A group in flight, as it was when issued. A record, because the rollout works on the samples in place."""
 
     attempts: int
-    snapshot: str | None
+    record: GroupRecord | None
     """None: it was new, and its origin says it all."""
 
 

@@ -1,20 +1,40 @@
-"""The saved state of the Data Buffer: what is taken of it at one moment, and the JSON made of that.
+"""The saved state of the Data Buffer: what is taken of it at one moment, and the files made of that.
 
-Taking is quick, because groups are kept as text since they came; putting the text together may run in any thread.
+    data_buffer.json                     the account, and which groups wait, are finished or in flight
+    data_buffer.<save>.1.safetensors     their records: texts and arrays, named after group and place; more such files
+
+Taking is quick, because groups are kept as records since they came; writing may run in any thread. Records are on disk
+before the JSON, which names their files, is there under its name; files of an earlier save beside it go then. Records
+are read when their group is wanted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 from typing import Any
 
-from slime.buffer.origin import Issued
-from slime.core.errors import CheckpointError
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-FORMAT = 1
-"""Version of the saved state."""
+from slime.buffer.origin import Issued
+from slime.buffer.records import Content, GroupRecord
+from slime.buffer.storage import write_json
+from slime.core.columns import Numbers
+from slime.core.durable import sync_to_disk
+from slime.core.errors import CheckpointError
+from slime.core.sample import Group
+
+FORMAT = 2
+"""Version of the saved state. Format 1 had the groups in the JSON; it is still read."""
+MOST_BYTES = 256 * 2**20
+"""Of the records in one file, unless one record alone is larger: writing takes that much memory more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +43,161 @@ class Snapshot:
 
     figures: Mapping[str, Any]
     """The walk, the account and the weight version."""
-    buffered: Sequence[str]
-    """Groups to be worked on, as JSON, in their order."""
-    finished: Sequence[str]
-    """Groups to be trained, as JSON."""
+    buffered: Sequence[GroupRecord]
+    """Groups to be worked on, in their order."""
+    finished: Sequence[GroupRecord]
+    """Groups to be trained."""
     in_flight: Sequence[tuple[int, Issued]]
     """In the order of issue."""
 
-    def to_json(self) -> str:
-        """One JSON object."""
-        issued = '{{"group_index": {}, "attempts": {}, "group": {}}}'
-        in_flight = [issued.format(index, one.attempts, one.snapshot or "null") for index, one in self.in_flight]
-        parts = {"buffered": self.buffered, "finished": self.finished, "in_flight": in_flight}
-        groups = ", ".join(f'"{name}": [{", ".join(texts)}]' for name, texts in parts.items())
-        return f"{json.dumps({'format': FORMAT, **self.figures})[:-1]}, {groups}}}"
+    def plain(self) -> dict[str, Any]:
+        """Everything as one JSON-serialisable dict, of format 1."""
+        in_flight = [
+            {
+                "group_index": index,
+                "attempts": one.attempts,
+                "group": None if one.record is None else one.record.saved_group().to_dict(),
+            }
+            for index, one in self.in_flight
+        ]
+        waiting = {"buffered": self.buffered, "finished": self.finished}
+        groups = {name: [record.saved_group().to_dict() for record in records] for name, records in waiting.items()}
+        return {"format": 1, **self.figures, **groups, "in_flight": in_flight}
+
+    def write(self, path: Path) -> None:
+        """Writes the JSON to `path` and the records beside it, durably."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        issued = [one.record for _, one in self.in_flight if one.record is not None]
+        records = [*self.buffered, *self.finished, *issued]
+        save = f"{path.stem}.{secrets.token_hex(4)}"
+        names = (path.with_name(f"{save}.{number}.safetensors") for number in count(1))
+        files = [_write(name, tensors) for name, tensors in zip(names, _in_files(records))]  # noqa: B905
+        in_flight = [
+            {"group_index": index, "attempts": one.attempts, "record": one.record and _described(one.record)}
+            for index, one in self.in_flight
+        ]
+        waiting = {"buffered": self.buffered, "finished": self.finished}
+        groups = {name: [_described(record) for record in records] for name, records in waiting.items()}
+        state = {"format": FORMAT, **self.figures, **groups, "in_flight": in_flight, "files": files}
+        write_json(path, json.dumps(state))
+        for earlier in set(path.parent.glob(f"{path.stem}.*.safetensors")) - {path.with_name(name) for name in files}:
+            earlier.unlink(missing_ok=True)
 
 
-def check_format(state: Mapping[str, Any], *, has_walk: bool) -> None:
-    """Raises `CheckpointError` for a state of another format, or of a run with (without) a dataset."""
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"got a buffer state of format {state.get('format')}; this version reads {FORMAT}")
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state that was read, of either format, with records in the places of groups."""
+
+    state: Mapping[str, Any]
+    """The JSON."""
+    buffered: list[GroupRecord]
+    finished: list[GroupRecord]
+    in_flight: list[tuple[int, Issued]]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], path: Path | None = None) -> SavedState:
+        """A state of format 1, or one of format 2 whose files are beside `path`. Raises `CheckpointError`."""
+        if state.get("format") not in (1, FORMAT):
+            raise CheckpointError(
+                f"got a buffer state of format {state.get('format')}; this version reads 1 and {FORMAT}"
+            )
+        read: Callable[[Mapping[str, Any]], GroupRecord] = _of_group
+        if state["format"] == FORMAT:
+            if path is None:
+                raise CheckpointError("got the JSON of a buffer state alone; its records are in the files beside it")
+            read = _Files([path.with_name(name) for name in state["files"]]).record
+        entry = "record" if state["format"] == FORMAT else "group"
+        issued = [
+            (one["group_index"], Issued(one["attempts"], None if one[entry] is None else read(one[entry])))
+            for one in state["in_flight"]
+        ]
+        return cls(state, [read(g) for g in state["buffered"]], [read(g) for g in state.get("finished", ())], issued)
+
+
+def _of_group(group: Mapping[str, Any]) -> GroupRecord:
+    return GroupRecord.of(Group.from_dict(dict(group)))
+
+
+def _described(record: GroupRecord) -> dict[str, Any]:
+    return {"group_index": record.group_index, "attempts": record.attempts, "oldest": record.oldest}
+
+
+def _in_files(records: Sequence[GroupRecord]) -> Iterator[dict[str, Numbers]]:
+    """The tensors of each file."""
+    tensors: dict[str, Numbers] = {}
+    size = 0
+    for record in records:
+        content = record.saved.read()
+        if tensors and size + content.nbytes > MOST_BYTES:
+            yield tensors
+            tensors, size = {}, 0
+        size += content.nbytes
+        tensors[f"{record.group_index}"] = np.frombuffer(content.text, np.uint8)
+        tensors |= {f"{record.group_index}.{i}": array for i, array in enumerate(content.arrays)}
+    if tensors:
+        yield tensors
+
+
+def _write(path: Path, tensors: dict[str, Numbers]) -> str:
+    """Writes one file of records; its name."""
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
+    sync_to_disk(path)
+    return path.name
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a saved state, open: a checkpoint may be pruned while its records wait."""
+
+    paths: Sequence[Path]
+    handles: dict[str, Any] = field(default_factory=dict)
+    """Name of a tensor -> the file that has it."""
+
+    def __post_init__(self) -> None:
+        for path in self.paths:
+            with _readable(path):
+                handle = safe_open(path, framework="np")
+                self.handles.update(dict.fromkeys(handle.keys(), handle))
+
+    def record(self, described: Mapping[str, Any]) -> GroupRecord:
+        name = str(described["group_index"])
+        if name not in self.handles:
+            raise CheckpointError(
+                f"got no record of group {name} in {[str(p) for p in self.paths]}; it was saved there"
+            )
+        body = _OnDisk(self, name)
+        return GroupRecord(body=body, saved=body, **described)
+
+    def read(self, name: str) -> Content:
+        with _readable(*self.paths):
+            arrays: list[Numbers] = []
+            while (one := f"{name}.{len(arrays)}") in self.handles:
+                arrays.append(self.handles[one].get_tensor(one))
+            return Content(self.handles[name].get_tensor(name).tobytes(), tuple(arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """The body of a record in the files of a checkpoint."""
+
+    files: _Files
+    name: str
+
+    def read(self) -> Content:
+        return self.files.read(self.name)
+
+
+@contextlib.contextmanager
+def _readable(*paths: Path) -> Iterator[None]:
+    """Raises `CheckpointError` for what a damaged or missing file leads to."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        names = ", ".join(map(str, paths))
+        raise CheckpointError(f"got no readable records in {names} ({error}); the checkpoint is incomplete") from error
+
+
+def check_dataset(state: Mapping[str, Any], *, has_walk: bool) -> None:
+    """Raises `CheckpointError` for a state of a run with (without) a dataset."""
     if (state["walk"] is not None) != has_walk:
         raise CheckpointError("got a buffer state with a dataset for a run without one, or the other way round")

@@ -104,12 +104,14 @@ def _placed(
     args: Args, startup: StartUp, folder: RunFolder, guardian: OwnGuardian
 ) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
     """The block has a Ray cluster, and hosts that can hold the run; how long that took are phases of the start."""
-    from slime.cluster.session import JoinedRay, RaySession
+    from slime.cluster.session import JoinedRay, RaySession, store_bytes_for
 
     if args.ray_address is None:
         plan = plan_here(args)
         num_gpus = plan.num_slots if args.device == "cuda" else 0
-        session = RaySession(args.run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus)
+        session = RaySession(
+            args.run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, store_bytes=store_bytes_for(args)
+        )
         with _timed(startup, "ray", "Ray is up", session):
             yield plan, GuardedHosts(guardian)
         return

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
+import psutil
 import ray
 
 from slime.cluster.environment import SETUP_HOOK, for_actors
@@ -36,8 +37,24 @@ logger = logging.getLogger(__name__)
 
 SLOW_START = "timed out during startup"
 """In Ray's message (2.60)."""
-OBJECT_STORE_BYTES = 512 * 2**20
-"""Object store of a local run: the batches of two steps, with much room."""
+LEAST_STORE_BYTES = 512 * 2**20
+"""Object store of a local run, at least."""
+BYTES_PER_TOKEN = 32
+"""Of a batch at most (`core.batch`), but for routed experts: ids, mask, log-probs of two policies, versions."""
+NUM_BATCHES = 3
+"""In the store at once: two steps, and what is about to be freed."""
+MEMORY_SHARE = 0.3
+"""Of the host's memory, and of its shared memory, that the store may be at most."""
+
+
+def store_bytes_for(args: Args) -> int:
+    """Size of the object store for the batches of a run, within what this host has. Its pages are taken when used."""
+    num_samples = args.rollout_batch_size * args.n_samples_per_prompt
+    length = args.rollout_max_context_len or (args.rollout_max_prompt_len or 0) + args.rollout_max_response_len
+    shared = os.statvfs("/dev/shm")
+    room = min(psutil.virtual_memory().total, shared.f_blocks * shared.f_frsize)
+    wanted = num_samples * length * BYTES_PER_TOKEN * NUM_BATCHES
+    return max(LEAST_STORE_BYTES, min(wanted, int(room * MEMORY_SHARE)))
 
 
 def ray_folder(run_id: str) -> Path:
@@ -63,10 +80,10 @@ def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[Gu
 class RaySession:
     """Context manager around the Ray cluster of one run, which it starts on this host."""
 
-    def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int) -> None:
-        """`num_cpus`, `num_gpus`: what the cluster has to give."""
+    def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int, store_bytes: int = LEAST_STORE_BYTES) -> None:
+        """`num_cpus`, `num_gpus`: what the cluster has to give; `store_bytes`: size of its object store."""
         self.run_id = run_id
-        self._num_cpus, self._num_gpus = num_cpus, num_gpus
+        self._num_cpus, self._num_gpus, self._store_bytes = num_cpus, num_gpus, store_bytes
 
     def __enter__(self) -> RaySession:
         self._start()
@@ -74,7 +91,7 @@ class RaySession:
         return self
 
     def _start(self) -> None:
-        _start_local(self.run_id, self._num_cpus, self._num_gpus)
+        _start_local(self.run_id, self._num_cpus, self._num_gpus, self._store_bytes)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -112,11 +129,11 @@ def _join(args: Args) -> None:
         ) from error
 
 
-def _start_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
+def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:
     """Raises `ClusterFailed` if Ray does not start: it gives its own processes 30 s, too few on a busy machine."""
     for last in (False, False, True):
         try:
-            _init_local(run_id, num_cpus, num_gpus)
+            _init_local(run_id, num_cpus, num_gpus, store_bytes)
             return
         except Exception as error:
             ray.shutdown()
@@ -127,7 +144,7 @@ def _start_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
             logger.warning("Ray did not start in 30 s on this busy machine; again")
 
 
-def _init_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
+def _init_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:
     ray.init(
         address="local",  # whatever RAY_ADDRESS says
         num_cpus=num_cpus,
@@ -135,7 +152,7 @@ def _init_local(run_id: str, num_cpus: int, num_gpus: int) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        object_store_memory=OBJECT_STORE_BYTES,
+        object_store_memory=store_bytes,
         namespace=f"slime-{run_id}",
         _temp_dir=str(ray_folder(run_id)),
     )

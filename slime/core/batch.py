@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from slime.core.columns import Numbers
 from slime.core.errors import DataError
 from slime.core.routed_experts import Ids
 from slime.core.sample import NOT_SAMPLED, Sample
@@ -71,23 +73,22 @@ class TrainSample:
             )
         if sample.group_index is None or sample.index is None:
             raise DataError(f"sample without identity: group_index={sample.group_index} index={sample.index}")
-        mask = (
-            np.ones(num_response, np.float32) if sample.loss_mask is None else np.asarray(sample.loss_mask, np.float32)
-        )
+        mask = _as(sample.column("loss_mask"), np.float32)
+        mask = np.ones(num_response, np.float32) if mask is None else mask
         if sample.remove_sample:
             mask = np.zeros_like(mask)
-        log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs, np.float32)
+        log_probs = _as(sample.column("rollout_log_probs"), np.float32)
         if log_probs is not None and not np.isfinite(log_probs[mask > 0]).all():
             raise DataError(f"sample {sample.index}: a trained token has a non-finite rollout log-prob")
-        teacher = None if sample.teacher_log_probs is None else np.asarray(sample.teacher_log_probs, np.float32)
+        teacher = _as(sample.column("teacher_log_probs"), np.float32)
         if teacher is not None and not np.isfinite(teacher[mask > 0]).all():
             raise DataError(f"sample {sample.index}: a trained token has a non-finite teacher log-prob")
-        versions = sample.token_versions if sample.token_versions is not None else [NOT_SAMPLED] * num_response
+        versions = _as(sample.column("token_versions"), np.int32)
         return cls(
-            tokens=np.asarray(sample.tokens, np.int64),
+            tokens=np.asarray(sample.column("tokens"), np.int64),
             loss_mask=mask,
             rollout_log_probs=log_probs,
-            token_versions=np.asarray(versions, np.int32),
+            token_versions=np.full(num_response, NOT_SAMPLED, np.int32) if versions is None else versions,
             reward=float(reward),
             group_index=sample.group_index,
             index=sample.index,
@@ -95,6 +96,11 @@ class TrainSample:
             teacher_log_probs=teacher,
             routed_experts=None if sample.rollout_routed_experts is None else sample.rollout_routed_experts.ids,
         )
+
+
+def _as(column: Numbers | None, dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
+    """A column as an array of this type."""
+    return None if column is None else np.asarray(column, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ Invariants
 3. A position with `loss_mask == 1` was sampled by an engine: it has that engine's log-prob and weight version.
 4. `reward is None` means "not scored"; a failure is never turned into a number.
 5. `rollout_routed_experts` has at most one row per token but the last, from the first token on.
+
+Once it is finished, or waits, its lists of numbers are arrays (`pack`); who reads such a field gets a list again.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import contextlib
 import copy
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import orjson
 
+from slime.core.columns import Column, Numbers, UnpackedList
 from slime.core.errors import DataError
 from slime.core.routed_experts import RoutedExperts, join
 
@@ -143,17 +147,36 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         """Number of ids before the response."""
-        return len(self.tokens) - self.response_length
+        return len(self.held("tokens")) - self.response_length
 
     @property
     def effective_response_length(self) -> int:
         """Number of trained tokens."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+        mask = self.held("loss_mask")
+        if mask is None:
+            return self.response_length
+        return int(mask.array.sum(dtype=np.int64)) if isinstance(mask, Column) else sum(mask)
 
     @property
     def weight_versions(self) -> list[int]:
         """The distinct versions that sampled this response, in order of first use."""
-        return [v for v in dict.fromkeys(self.token_versions or ()) if v != NOT_SAMPLED]
+        versions = self.held("token_versions")
+        known = versions.distinct.tolist() if isinstance(versions, Column) else versions or ()
+        return [v for v in dict.fromkeys(known) if v != NOT_SAMPLED]
+
+    def pack(self) -> None:
+        """Holds its lists of numbers as arrays, exactly; it reads as before, and lists that were read stay lists."""
+        for name in PER_TOKEN:
+            _FIELDS[name].pack(self)
+
+    def held(self, name: str) -> Any:
+        """One of the fields of `PER_TOKEN` as it is held: a list, a `Column`, or None."""
+        return _FIELDS[name].packed(self)
+
+    def column(self, name: str) -> Numbers | None:
+        """[T or R] one of the fields of `PER_TOKEN` as an array that nobody writes to; None if it is not set."""
+        value = self.held(name)
+        return value.array if isinstance(value, Column) else None if value is None else np.asarray(value)
 
     def get_reward_value(self, reward_key: str | None = None) -> float | None:
         """The reward as a number; `reward_key` picks from a dict. None while unscored. `DataError` without the key."""
@@ -169,31 +192,40 @@ class Sample:
 
     def validate(self) -> None:
         """Raises `DataError` if invariant 1, 2 or 5 of the module does not hold."""
-        if not 0 <= self.response_length <= len(self.tokens):
-            raise DataError(f"sample {self.index}: response_length {self.response_length} of {len(self.tokens)} tokens")
+        num_tokens = len(self.held("tokens"))
+        if not 0 <= self.response_length <= num_tokens:
+            raise DataError(f"sample {self.index}: response_length {self.response_length} of {num_tokens} tokens")
         for name in PER_TOKEN[1:]:
-            value = getattr(self, name)
+            value = self.held(name)
             if value is not None and len(value) != self.response_length:
                 raise DataError(
                     f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
                 )
         experts = self.rollout_routed_experts
-        if experts is not None and (experts.start or experts.end >= max(len(self.tokens), 1)):
+        if experts is not None and (experts.start or experts.end >= max(num_tokens, 1)):
             raise DataError(
                 f"sample {self.index}: routed experts of tokens {experts.start} to {experts.end} for "
-                f"{len(self.tokens)} tokens; they begin with the first, and the last one has none"
+                f"{num_tokens} tokens; they begin with the first, and the last one has none"
             )
 
     def copy(self) -> Sample:
         """Shares nothing with this one. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
-        lists = (getattr(self, name) for name in PER_TOKEN)
-        return copy.deepcopy(self, {id(values): list(values) for values in lists if values is not None})
+        lists = [values for name in PER_TOKEN if isinstance(values := self.held(name), list)]
+        return copy.deepcopy(self, {id(values): list(values) for values in lists})
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, self.held_fields()
+
+    def held_fields(self) -> dict[str, Any]:
+        """All fields, as they are held."""
+        return {f.name: (self.held if f.name in _FIELDS else self.__getattribute__)(f.name) for f in FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy; `from_dict` restores it exactly."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": self.status.value}
+        values = {k: v.tolist() if isinstance(v, Column) else v for k, v in self.held_fields().items()}
         experts = self.rollout_routed_experts
-        return values | {"rollout_routed_experts": None if experts is None else experts.to_dict()}
+        own = {"status": self.status.value, "rollout_routed_experts": None if experts is None else experts.to_dict()}
+        return values | own
 
     def to_json(self, *, allow_nan: bool = True) -> bytes:
         """`to_dict` as JSON, at a microsecond per eight tokens; `json` alone takes seven times as long.
@@ -201,25 +233,38 @@ class Sample:
         Raises `TypeError` or `ValueError` on what is not JSON; without `allow_nan`, on NaN and infinity, too.
         """
 
-        def part(name: str, value: Any) -> orjson.Fragment:
-            if name in PER_TOKEN and isinstance(value, list | tuple):
-                with contextlib.suppress(TypeError):  # no number, or beyond 64 bits: json knows better
-                    text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-                    if b"n" not in text:  # null, which it makes of NaN, too
-                        return orjson.Fragment(text)
-            return orjson.Fragment(json.dumps(value, allow_nan=allow_nan))
-
-        return orjson.dumps({name: part(name, value) for name, value in self.to_dict().items()})
+        return fields_to_json(self.to_dict(), allow_nan=allow_nan)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
         """Restores what `to_dict` wrote. Raises `DataError` on unknown fields."""
-        unknown = set(data) - {f.name for f in dataclasses.fields(cls)}
+        unknown = set(data) - {f.name for f in FIELDS}
         if unknown:
             raise DataError(f"got unknown sample fields {sorted(unknown)}; written by another version of slime?")
         experts = data.get("rollout_routed_experts")
         restored = None if experts is None else RoutedExperts.from_dict(experts)
         return cls(**{**data, "status": Status(data["status"]), "rollout_routed_experts": restored})
+
+
+def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
+    """Fields of a sample as JSON. Raises as `Sample.to_json` does."""
+
+    def part(name: str, value: Any) -> orjson.Fragment:
+        if name in PER_TOKEN and isinstance(value, list | tuple):
+            with contextlib.suppress(TypeError):  # no number, or beyond 64 bits: json knows better
+                text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+                if b"n" not in text:  # null, which it makes of NaN, too
+                    return orjson.Fragment(text)
+        return orjson.Fragment(json.dumps(value, allow_nan=allow_nan))
+
+    return orjson.dumps({name: part(name, value) for name, value in fields.items()})
+
+
+FIELDS = dataclasses.fields(Sample)
+_FIELDS = {name: UnpackedList(Sample.__dict__[name]) for name in PER_TOKEN}
+"""Of the fields that may be held as arrays, who reads and writes them."""
+for _name, _field in _FIELDS.items():
+    setattr(Sample, _name, _field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +287,11 @@ class Group:
     @property
     def num_executions(self) -> int:
         return len({s.index for s in self.samples})
+
+    def pack(self) -> None:
+        """`Sample.pack` of all of them."""
+        for sample in self.samples:
+            sample.pack()
 
     def with_samples(self, samples: Sequence[Sample]) -> Group:
         """The same group holding other samples."""

@@ -229,6 +229,7 @@ class GroupLoop:
             self.counts.num_surplus += 1
             self.source.put_back([group], "surplus")
         elif await self._is_kept(group):
+            group.pack()
             self.policy.accept(self, group)
 
     async def _is_kept(self, group: Group) -> bool:

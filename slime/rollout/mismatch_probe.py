@@ -29,7 +29,9 @@ class MismatchProbe:
 
     def remember(self, groups: Sequence[Sequence[Sample]]) -> None:
         """Takes the prompts of a batch."""
-        self._prompts = [group[0].tokens[: group[0].prompt_length] for group in groups[:NUM_PROMPTS]]
+        firsts = [group[0] for group in groups[:NUM_PROMPTS]]
+        prompts = [(column, one.prompt_length) for one in firsts if (column := one.column("tokens")) is not None]
+        self._prompts = [column[:length].tolist() for column, length in prompts]
 
     async def ask(self, client: EngineClient | None, args: RolloutSettings) -> TrainBatch:
         """Answers of the weights that the engines hold now. Raises `HookError` before any generation."""

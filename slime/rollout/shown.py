@@ -103,8 +103,9 @@ class Showcase:
         self, sample: Sample, reward: float | None, *, kind: Kind, step: int, dataset: str | None, picked: Picked
     ) -> ShownSample:
         start, limit = sample.prompt_length, self._args.log_samples_max_chars
-        prompt = self._text(sample.tokens[:start], sample.prompt)
-        response = self._text(sample.tokens[start:], sample.response)
+        ids = sample.column("tokens")
+        prompt_ids, response_ids = ([], []) if ids is None else (ids[:start].tolist(), ids[start:].tolist())
+        prompt, response = self._text(prompt_ids, sample.prompt), self._text(response_ids, sample.response)
         versions = sample.weight_versions
         without = sample.label is None or (isinstance(sample.label, str) and not sample.label)
         label = None if without else shorten(visible(_as_text(sample.label)), MAX_LABEL_CHARS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from slime.core.errors import LedgerError
@@ -15,12 +14,16 @@ def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: 
 
     Raises `LedgerError` beyond the limit.
     """
-    ages = [now - v for group in groups for s in group for v in s.token_versions or () if v != NOT_SAMPLED]
-    if not ages:
+    columns = [column for group in groups for s in group if (column := s.column("token_versions")) is not None]
+    sampled = [column[column != NOT_SAMPLED] for column in columns]
+    num = sum(map(len, sampled))
+    if not num:
         return {}
-    if limit is not None and max(ages) > limit:
+    oldest = now - min(int(versions.min()) for versions in sampled if len(versions))
+    if limit is not None and oldest > limit:
         raise LedgerError(
-            f"got a token {max(ages)} versions older than the weights to be trained, because the rollout function "
+            f"got a token {oldest} versions older than the weights to be trained, because the rollout function "
             f"returned it; do: leave out what is older than --max-weight-staleness {limit}, or raise it"
         )
-    return {"rollout/staleness/mean": statistics.fmean(ages), "rollout/staleness/max": float(max(ages))}
+    mean = now - sum(int(versions.sum(dtype="int64")) for versions in sampled) / num
+    return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(oldest)}

@@ -40,8 +40,11 @@ def num_turns(sample: Sample) -> int:
     reported = _counts(sample).get("turns")
     if reported is not None:
         return reported
-    versions = sample.token_versions or ()
-    return sum(v != NOT_SAMPLED and (i == 0 or versions[i - 1] == NOT_SAMPLED) for i, v in enumerate(versions))
+    versions = sample.column("token_versions")
+    if versions is None or not len(versions):
+        return 0
+    sampled = versions != NOT_SAMPLED
+    return int(sampled[0]) + int((sampled[1:] & ~sampled[:-1]).sum())
 
 
 def tool_counts(sample: Sample) -> dict[str, int]:

@@ -18,7 +18,6 @@ import pytest
 
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError, HookError
-from slime.core.sample import Group
 from slime.data.chat import ChatRenderer
 from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager
@@ -189,7 +188,7 @@ def test_groups_go_round_through_the_buffer_and_its_filter(
         first, metrics = await manager.generate(0)
         manager.commit(0)
         assert metrics["rollout/num_surplus_groups"] == metrics["rollout/num_aborted_groups"] == 2
-        waiting: list[Group] = list(manager._source._queue)
+        waiting = [record.group() for record in manager._source._queue]
         await manager.save(tmp_path)
         manager.load(tmp_path)
         manager._args = rollout_args(

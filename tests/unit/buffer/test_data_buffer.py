@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -252,7 +253,9 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             make().load(cut)
     with pytest.raises(CheckpointError, match="missing"):
         make().load(tmp_path / "missing.json")
-    state = json.loads(text)
+    with pytest.raises(CheckpointError, match="files beside it"):
+        make().load_state_dict(json.loads(text))
+    state = buffer.state_dict()
     state["trained"] += 1
     with pytest.raises(LedgerError):
         make().load_state_dict(state)
@@ -321,11 +324,15 @@ class BufferMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError):
                 self.buffer.mark_trained([index])
 
-    @rule()
-    def crash_and_resume(self) -> None:
-        state = json.loads(json.dumps(self.buffer.state_dict()))
-        self.buffer = make(**self.options)
-        self.buffer.load_state_dict(state)
+    @rule(by_file=st.booleans())
+    def crash_and_resume(self, by_file: bool) -> None:
+        before, self.buffer = self.buffer, make(**self.options)
+        if by_file:
+            with tempfile.TemporaryDirectory() as folder:
+                before.begin_save(Path(folder) / "b.json")()
+                self.buffer.load(Path(folder) / "b.json")  # and then the folder is gone
+        else:
+            self.buffer.load_state_dict(json.loads(json.dumps(before.state_dict())))
         self.queue = [(i, self.as_issued[i]) for i in self.out] + self.queue
         self.out = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
+from slime.buffer import snapshot
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import MAX_SAVED_TEXT, to_json
+from slime.buffer.groups import MAX_SAVED_TEXT
 from slime.buffer.origin import note_quarantines, num_quarantines
-from slime.core.errors import DataError, LedgerError
+from slime.buffer.records import GroupRecord
+from slime.core.errors import CheckpointError, DataError, LedgerError
 from slime.core.prompt import Fingerprint, PromptRow
+from slime.core.routed_experts import RoutedExperts
 from slime.core.sample import Group, Sample, Status
 
 
@@ -77,13 +82,13 @@ def test_numbers_of_numpy_are_written_as_numbers(kind: type) -> None:
 @pytest.mark.parametrize("values", [np.asarray([5, 6]), np.asarray([5]), torch.ones(2), [5, object()], [{5}], {5, 6}])
 def test_what_is_no_list_of_numbers_is_refused_by_its_group(values: Any) -> None:
     with pytest.raises(DataError, match=r"group 3 .* not JSON serializable.* fields of samples"):
-        to_json(Group(3, (Sample(group_index=3, teacher_log_probs=values),)))
+        GroupRecord.of(Group(3, (Sample(group_index=3, teacher_log_probs=values),)))
 
 
 @pytest.mark.parametrize("values", [[], [None, -0.5], [2**70, 10**400], [True, -0.0, 5e-324], (1, 2)])
 def test_what_json_can_say_is_kept(values: Any) -> None:
     group = Group(3, (Sample(group_index=3, teacher_log_probs=values),))
-    (again,) = Group.from_dict(json.loads(to_json(group))).samples
+    (again,) = GroupRecord.of(group).group().samples
     assert repr(again.teacher_log_probs) == repr(list(values))
 
 
@@ -146,3 +151,118 @@ def test_what_waits_is_saved_as_it_came() -> None:
     assert buffer.state_dict() == came
     buffer.take_finished(1)
     assert [g["group"] and g["group"]["group_index"] for g in buffer.state_dict()["in_flight"]] == [None, 0]
+
+
+def long_work(group: Group, version: int, length: int = 2000) -> None:
+    """Finished answers whose numbers are worth arrays, with routed experts."""
+    for sample in group.samples:
+        sample.append_response_tokens(
+            [(sample.index or 0) + 3 * i for i in range(length)],
+            log_probs=[-i / 7 if i == 5 else -i / 8 for i in range(length)],
+            weight_version=version,
+            text=f"answer {sample.index} \u00e9" * length,
+            finish_reason="stop",
+        )
+        sample.append_response_tokens([1] * length)
+        sample.status, sample.reward, sample.metadata = Status.COMPLETED, 0.5, {"turns": [{"a": 1}]}
+        rows = np.arange(length * 4, dtype=np.int64).reshape(length, 2, 2) % 200
+        sample.rollout_routed_experts = RoutedExperts(rows.astype(np.uint8))
+
+
+def saved(buffer: DataBuffer, path: Path) -> list[str]:
+    """Names of the files of a save."""
+    buffer.begin_save(path)()
+    return sorted(one.name for one in path.parent.iterdir())
+
+
+def busy() -> tuple[DataBuffer, dict[str, Any]]:
+    """A buffer with long work in every place, and its state."""
+    buffer = make()
+    finished, waiting, noted = buffer.get_groups(3)
+    for group in (finished, waiting, noted):
+        long_work(group, 1 + group.group_index)
+    buffer.put_finished(finished)
+    buffer.put_back([waiting], "surplus")
+    buffer.note(noted)
+    return buffer, buffer.state_dict()
+
+
+def test_a_save_is_a_small_ledger_and_arrays_that_read_back_exactly(tmp_path: Path) -> None:
+    """Law: groups are read when they are wanted, also after their checkpoint was pruned."""
+    buffer, state = busy()
+    path = tmp_path / "b.json"
+    names = saved(buffer, path)
+    assert names[1:] == ["b.json"] and names[0].endswith(".1.safetensors")
+    assert path.stat().st_size < 2000 and b"answer" not in path.read_bytes()
+    num_numbers = 9 * 4000
+    size = sum(one.stat().st_size for one in tmp_path.iterdir())
+    assert size < num_numbers * (2 + 8 + 4 + 0.2) + 20_000, (
+        "2 for a token, 8 for a log-prob that needs it, 4 of experts"
+    )
+    resumed = make()
+    resumed.load(path)
+    for one in tmp_path.iterdir():
+        one.unlink()
+    assert resumed.state_dict() == {**state, "buffered": [], "in_flight": []} | {
+        "buffered": [state["in_flight"][0]["group"], *state["buffered"]],
+    }
+    assert [group.to_dict() for group in resumed.take_finished(1)] == state["finished"]
+    assert resumed.get_groups(1)[0].to_dict() == state["in_flight"][0]["group"]
+    saved(resumed, path)
+    again = make()
+    again.load(path)
+    assert again.state_dict()["finished"] == [] and again.num_buffered == 3
+
+
+def test_a_later_save_takes_the_place_of_an_earlier_one_and_of_no_other(tmp_path: Path) -> None:
+    buffer, _ = busy()
+    other, first = saved(buffer, tmp_path / "other.json"), saved(buffer, tmp_path / "b.json")
+    names = saved(buffer, tmp_path / "b.json")
+    assert len(names) == 4 and set(other) < set(names) and len(set(first) & set(names)) == 3
+
+
+def test_the_groups_of_a_large_save_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MOST_BYTES", 100_000)
+    buffer, state = busy()
+    assert len(saved(buffer, tmp_path / "b.json")) == 4
+    resumed = make()
+    resumed.load(tmp_path / "b.json")
+    assert resumed.state_dict()["finished"] == state["finished"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short", "another save's"])
+def test_a_damaged_file_of_records_is_named_before_anything_is_issued(tmp_path: Path, damage: str) -> None:
+    buffer, _ = busy()
+    (name, _) = saved(buffer, tmp_path / "b.json")
+    file = tmp_path / name
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        save_file({"7": np.zeros(1)}, file)
+    with pytest.raises(CheckpointError, match=name):
+        make().load(tmp_path / "b.json")
+
+
+def test_a_state_of_before_is_still_read(tmp_path: Path) -> None:
+    """Format 1 had all groups in its JSON."""
+    buffer, state = busy()
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps(state))
+    assert state["format"] == 1
+    resumed = make()
+    resumed.load(path)
+    assert resumed.state_dict()["finished"] == state["finished"] and resumed.num_buffered == buffer.num_buffered + 1
+
+
+def test_finished_groups_of_the_oldest_weights_go_first_and_stale_ones_start_over() -> None:
+    buffer = make()
+    groups = buffer.get_groups(3)
+    for group, version in zip(groups, (3, 1, 2), strict=True):
+        long_work(group, version, 1)
+        buffer.put_finished(group)
+    buffer.max_staleness, buffer.weight_version = 1, 3
+    assert buffer.take_finished(3) == [] and buffer.num_finished == 2
+    assert [g.group_index for g in buffer.take_finished(2)] == [2, 0]
+    assert buffer.get_groups(1)[0].samples[0].response_length == 0
