@@ -26,6 +26,7 @@ import pytest
 
 from recipes.tiny.tasks import digits_rows, write_rows
 from slime.buffer.prompts import PromptWalk
+from slime.buffer.snapshot import SavedState
 from slime.core.prompt import Fingerprint
 from slime.core.sample import Group, Status
 from tests.support.e2e import Flags, RealRun, digits_task, latest_step, rank_settings, recorded_groups
@@ -189,17 +190,19 @@ class History:
     def check_checkpoint(self) -> None:
         """The laws of the last checkpoint and the steps up to it."""
         step = latest_step(self.save)
-        state = json.loads((self.save / f"step_{step:06d}" / "data_buffer.json").read_text())
+        path = self.save / f"step_{step:06d}" / "data_buffer.json"
+        state = json.loads(path.read_text())
+        held = SavedState.of(state, path)
         version = next(iter(rank_settings(self.save, step).values()))["weight_version"]
         assert version == state["weight_version"] == step + 2, f"versions of {version} and {state['weight_version']}"
         trained = self.trained_until(step)
         assert state["trained"] == len(trained) == BATCH * (step + 1), f"{state['trained']} trained after step {step}"
         assert not state["failed"] and not state["filtered"] and "stale" not in state["returned"], state["returned"]
-        saved = [g["group"] for g in state["in_flight"] if g["group"]] + state["buffered"] + state["finished"]
+        under_way = [issued.record for _, issued in held.in_flight if issued.record is not None]
         waiting = [g["group_index"] for g in state["in_flight"] + state["buffered"] + state["finished"]]
         everything = sorted([*trained, *waiting])
         assert everything == list(range(state["issued"])), f"not each group once: {everything} of {state['issued']}"
-        for group in map(Group.from_dict, saved):
+        for group in (record.group() for record in (*under_way, *held.buffered, *held.finished)):
             if "--fully-async" in self.flags and any(s.response_length for s in group.samples):
                 self.waiting[group.group_index] = group
 
