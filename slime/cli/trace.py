@@ -1,4 +1,4 @@
-"""`slime trace RUN`: what the driver did in all starts of a run, in one file and on one time axis."""
+"""`slime trace RUN`: what driver and rollout side did in all starts of a run, in one file and on one time axis."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def run(options: argparse.Namespace) -> int:
     events = [event for part in parts for event in read_trace(part)]
     out = options.out or options.run_dir / "trace.json"
     out.write_text(json.dumps({"traceEvents": events}))
-    print(f"{len(events)} events of {len(parts)} starts in {out}; open it at https://ui.perfetto.dev")
+    print(f"{len(events)} events of {len(parts)} processes in {out}; open it at https://ui.perfetto.dev")
     return 0

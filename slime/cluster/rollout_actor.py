@@ -26,6 +26,7 @@ import ray
 from slime.core.batch import TrainBatch
 from slime.core.topology import ServedModel, Topology, Worker
 from slime.observability.logs import setup_logging
+from slime.observability.spans import start_recording
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
 from slime.rollout.types import StepNews
@@ -87,6 +88,7 @@ class RolloutActor:
     def __init__(self, args: Args, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
         """`num_engines`: those of the start, of all models; `api_key`: the token that they ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
+        self._spans = start_recording("rollout", Path(log_dir).parent / "traces")
         self._routers: Routers | None = None
         self._has_settled = False
         if num_engines:
@@ -185,6 +187,7 @@ class RolloutActor:
         await self._manager.close()
         if self._routers is not None:
             await asyncio.to_thread(self._routers.close)
+        self._spans.close()
 
     async def _settle_once(self) -> None:
         """Before the first requests: those of a user's function may go through routers."""

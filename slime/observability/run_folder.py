@@ -7,7 +7,7 @@
       metrics.jsonl   one line per logged step
       samples.jsonl   a few samples of each step and evaluation, as text
       logs/           one file per process
-      traces/         a Chrome trace of the driver for each start
+      traces/         a Chrome trace of the driver, and of the rollout side, for each start
       tensorboard/
       non_finite/       samples whose loss was not finite
       report.html report.png report.md

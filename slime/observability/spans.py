@@ -52,10 +52,10 @@ class Spans:
         finally:
             self._record(name, start_s, time.perf_counter(), timed, facts)
 
-    def note(self, name: str, begin_s: float, end_s: float, **facts: Any) -> None:
-        """Writes down what another process did, from its own clock (Unix time), for the trace only. A name is a row."""
+    def note(self, name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
+        """Writes down what happened somewhere else, in Unix time, for the trace only. `row`: else the name's own."""
         with self._lock:
-            self._event(name, begin_s, end_s, ("noted", name), facts)
+            self._event(name, begin_s, end_s, ("noted", row or name), facts)
 
     def _record(self, name: str, start_s: float, end_s: float, timed: bool, facts: dict[str, Any]) -> None:
         with self._lock:
@@ -122,9 +122,9 @@ def span(name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
         yield
 
 
-def note_span(name: str, begin_s: float, end_s: float, **facts: Any) -> None:
-    """Notes what another process did in this process's trace (see `Spans.note`)."""
-    _recorder.note(name, begin_s, end_s, **facts)
+def note_span(name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
+    """Notes what happened somewhere else in this process's trace (see `Spans.note`)."""
+    _recorder.note(name, begin_s, end_s, row=row, **facts)
 
 
 def collect() -> dict[str, float]:

@@ -84,6 +84,7 @@ class Call:
         self._texts: list[str] = []
         self._experts: RoutedExperts | None = None
         self._version, self._prompt_tokens, self._cached_tokens = NOT_SAMPLED, 0, 0
+        self._read = (0, 0)
         self._joint = 0
         """Tokens that earlier requests sampled."""
         self._received, self._start = 0, 0
@@ -93,7 +94,7 @@ class Call:
     def payload(self, rid: str, stream_interval: int) -> dict[str, Any]:
         """The next request: goes on behind the tokens that there are. `stream_interval`: tokens of an event."""
         self.num_requests += 1
-        self._joint, self._received = len(self.tokens), 0
+        self._joint, self._received, self._read = len(self.tokens), 0, (0, 0)
         params = {**self._params, "no_stop_trim": False, "stream_interval": stream_interval}
         if self._joint and params["max_new_tokens"] is not None:
             params["max_new_tokens"] -= self._joint
@@ -136,6 +137,11 @@ class Call:
         if ended and self.finish is None:
             self.settle()
         return kept if kept.finish_reason == "abort" else replace(kept, finish_reason="abort"), ended or stopped
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """Tokens that the latest request's engine read before its first token, and how many of them it had cached."""
+        return self._read
 
     def settle(self) -> None:
         """After an interruption: sets `finish` if the tokens are a whole answer."""
@@ -193,6 +199,7 @@ class Call:
         self._texts.append(part.text)
         if part.prompt_tokens:
             self._prompt_tokens = part.prompt_tokens - self._joint
+            self._read = (part.prompt_tokens, part.cached_tokens)
             if self.num_requests == 1:
                 self._cached_tokens = part.cached_tokens
 

@@ -38,6 +38,7 @@ from slime.rollout.generation import Generation, check_request
 from slime.rollout.job import MAY_RUN_STATUSES, Job
 from slime.rollout.pairing import PairPool
 from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
+from slime.rollout.traffic import Traffic
 from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
 
@@ -91,6 +92,7 @@ class EngineClient:
         limits: dict[str, Any] = {"silence_limit_s": request_timeout_s, "wait_limit_s": engine_wait_s}
         limits |= {"most_per_engine": max_concurrency}
         self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)
+        self._traffic = Traffic()
         self._handing_back: list[RequestScope] = []
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
         self._in_front: list[Callable[[], Awaitable[None]]] = []
@@ -154,6 +156,10 @@ class EngineClient:
     def engines(self) -> list[str]:
         """Addresses of the engines that are admitted."""
         return [upstream.url for upstream in self._pool.upstreams]
+
+    def traffic(self) -> dict[str, float]:
+        """Metrics of the requests since the last call (`traffic`)."""
+        return self._traffic.collect(self._pool.upstreams, asyncio.get_running_loop().time())
 
     @property
     def stalled(self) -> list[str]:
@@ -276,12 +282,18 @@ class EngineClient:
         call, handed_out = job.call, False
         ids = call.input_ids
         prompt = hash((len(ids), *ids[:64], *ids[-64:]))
+        now = asyncio.get_running_loop().time
         while call.finish is None:
-            one = await self._pool.acquire(session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over)
+            lap, one, before = self._traffic.begin(now()), None, len(call.tokens)
+            try:
+                one = await self._pool.acquire(session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over)
+            finally:
+                if one is None:
+                    self._traffic.end(lap, None, now(), tokens=0, read=(0, 0), again=call.num_requests > 0)
             if one is None:
                 job.hand_back()
                 return
-            delay_s, before = 0.0, len(call.tokens)
+            delay_s, again = 0.0, call.num_requests > 0
             try:
                 async with aclosing(self._listen(one, job)) as parts:
                     async for part in parts:
@@ -295,6 +307,8 @@ class EngineClient:
                     delay_s = job.after(problem, one, before, self._pool)
             finally:
                 self._pool.release(one)
+                new = len(call.tokens) - before
+                self._traffic.end(lap, one, now(), tokens=max(0, new), read=call.read, again=again)
             if call.finish is None:
                 if job.partial or job.is_over():
                     job.hand_back()

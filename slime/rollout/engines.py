@@ -169,7 +169,7 @@ class EnginePool:
                     if key:
                         self._remember(key, upstream)
                 one = Try(upstream, scope, _now())
-                upstream.tries.add(one)
+                upstream.add(one, one.placed_at)
                 if not upstream.failures:
                     self._loads.put(upstream)
                 if scope is not None:
@@ -188,7 +188,7 @@ class EnginePool:
     def release(self, one: Try) -> None:
         """A try has ended: its place is free."""
         upstream = one.upstream
-        upstream.tries.discard(one)
+        upstream.remove(one, _now())
         if one.scope is not None:
             one.scope.tries.discard(one)
         if upstream.admitted:

@@ -99,7 +99,8 @@ class RolloutManager:
         self._probe.remember(output.samples)
         self.showcase.add_rollout(rollout_id, output.samples)
         seconds = time.monotonic() - started
-        metrics = output.metrics | speed(output.samples, seconds, num_gpus=self._args.rollout_num_gpus)
+        traffic = self._client.traffic() if self._client is not None else {}
+        metrics = output.metrics | speed(output.samples, seconds, num_gpus=self._args.rollout_num_gpus) | traffic
         samples = [sample for group in output.samples for sample in group]
         path = self._args.custom_rollout_log_function_path
         logged = await is_logged_by_user(path, "rollout_log", rollout_id, self._args, samples, metrics, seconds)

@@ -38,7 +38,10 @@ class Upstream:
     """One engine as its client sees it."""
 
     __slots__ = (
+        "_busy_s",
+        "_busy_since",
         "admitted",
+        "admitted_at",
         "asked",
         "down_until",
         "failures",
@@ -62,9 +65,29 @@ class Upstream:
         """Requests that it was sent."""
         self.served = -1
         """The latest of them that has got a token."""
-        self.progress_at = now
+        self.admitted_at = self.progress_at = now
+        self._busy_s, self._busy_since = 0.0, now
         self.stalls = False
         """Whether it has brought none of its requests a token for longer than one may be silent."""
+
+    def add(self, one: Try, now: float) -> None:
+        """A try takes a place here."""
+        if not self.tries:
+            self._busy_since = now
+        self.tries.add(one)
+
+    def remove(self, one: Try, now: float) -> None:
+        """A try gives its place back."""
+        if one in self.tries:
+            self.tries.remove(one)
+            self._busy_s += 0.0 if self.tries else now - self._busy_since
+
+    def take_busy_s(self, now: float) -> float:
+        """Seconds since the last call in which it had a try."""
+        if self.tries:
+            self._busy_s, self._busy_since = self._busy_s + now - self._busy_since, now
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
 
     def prefix_of(self, scope: RequestScope | None) -> str:
         """How the ids of the requests of a scope begin, or of those that have none."""
@@ -81,8 +104,10 @@ class Try:
         "_place",
         "_served",
         "beside",
+        "first_at",
         "heard_at",
         "interrupted",
+        "placed_at",
         "reader",
         "rid",
         "scope",
@@ -100,7 +125,9 @@ class Try:
         self.beside: Upstream | None = None
         """Of a reader: the engine that samples, for whose room it may wait."""
         self._guard: asyncio.Timeout | None = None
-        self.heard_at = self._fresh_at = now
+        self.heard_at = self._fresh_at = self.placed_at = now
+        self.first_at: float | None = None
+        """When its first token came."""
         self._number = self._place = upstream.asked
         self.rid = f"{upstream.prefix_of(scope)}{self._number}."
         self._served = False
@@ -119,6 +146,7 @@ class Try:
         self._place = upstream.asked - 1
         if not self._served:
             self._served, upstream.served = True, max(upstream.served, self._number)
+            self.first_at = now
 
     def silent_s(self, now: float) -> float:
         """Seconds without progress (invariant 3), as far as somebody waits for it."""

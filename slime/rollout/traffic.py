@@ -1,0 +1,129 @@
+"""`Traffic`: what the requests of a client waited for, and how busy its engines were, between two batches.
+
+A request waits for a place at an engine, then for its first token (in the engine's queue, and while the prompt is
+read), then for the others. Consumes: each try when it has ended. Produces: metrics (`collect`), and for some of the
+requests spans in the trace of the process, on a few rows of their own. Waits for nothing; all on one event loop.
+
+Invariants
+1. Spans of a row never overlap: a row is somebody's from his first wait to his last token.
+2. At most `MOST_TRACED` requests of a batch are traced, however many there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from slime.observability.spans import note_span
+from slime.rollout.upstream import Try, Upstream
+
+ROWS, MOST_TRACED = 8, 64
+
+
+@dataclass(slots=True)
+class Lap:
+    """One try of a request under way; times are those of the event loop."""
+
+    asked_at: float
+    """Since then it wants a place."""
+    row: int | None
+    """Of the trace; None: it is not traced."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of the tries since the last batch."""
+
+    num: int = 0
+    num_repeated: int = 0
+    place_s: float = 0.0
+    most_place_s: float = 0.0
+    num_first: int = 0
+    first_s: float = 0.0
+    most_first_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0
+    decoded: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Of one client."""
+
+    since: float | None = None
+    """Time of the last `collect`, or of the first request."""
+    _sums: _Sums = field(default_factory=_Sums)
+    _rows: list[int] = field(default_factory=lambda: list(range(ROWS)))
+    _num_traced: int = 0
+
+    def begin(self, now: float) -> Lap:
+        """A request wants a place."""
+        self.since = now if self.since is None else self.since
+        traced = self._num_traced < MOST_TRACED and bool(self._rows)
+        self._num_traced += traced
+        return Lap(now, self._rows.pop() if traced else None)
+
+    def end(self, lap: Lap, one: Try | None, now: float, *, tokens: int, read: tuple[int, int], again: bool) -> None:
+        """A try has ended, or got no place (None). `tokens`: what it brought; `read`: tokens of its prompt, and how
+        many of these its engine had in its cache; `again`: the request had a try before.
+        """
+        sums, placed_at = self._sums, now if one is None else one.placed_at
+        sums.num += 1
+        sums.num_repeated += again
+        sums.place_s += placed_at - lap.asked_at
+        sums.most_place_s = max(sums.most_place_s, placed_at - lap.asked_at)
+        first_at = None if one is None else one.first_at
+        if first_at is not None:
+            sums.num_first += 1
+            sums.first_s += first_at - placed_at
+            sums.most_first_s = max(sums.most_first_s, first_at - placed_at)
+            sums.decode_s += now - first_at
+            sums.decoded += max(0, tokens - 1)
+            sums.prompt_tokens += read[0]
+            sums.cached_tokens += read[1]
+        sums.tokens += tokens
+        if lap.row is not None:
+            self._trace(lap, one, now, tokens=tokens, read=read)
+            self._rows.append(lap.row)
+
+    def collect(self, upstreams: Iterable[Upstream], now: float) -> dict[str, float]:
+        """`perf/request_*` and `perf/engine_*` since the last call, and starts again; nothing without requests.
+
+        `upstreams`: the engines that are admitted now.
+        """
+        sums, since = self._sums, self.since
+        self._sums, self.since, self._num_traced = _Sums(), now, 0
+        shares = [(upstream.take_busy_s(now), now - max(since or now, upstream.admitted_at)) for upstream in upstreams]
+        if not sums.num or since is None:
+            return {}
+        metrics = {
+            "perf/request_place_wait/mean": sums.place_s / sums.num,
+            "perf/request_place_wait/max": sums.most_place_s,
+            "perf/requests_repeated": float(sums.num_repeated),
+            "perf/requests_in_flight": (sums.place_s + sums.first_s + sums.decode_s) / max(now - since, 1e-9),
+        }
+        if sums.num_first:
+            metrics["perf/request_first_token/mean"] = sums.first_s / sums.num_first
+            metrics["perf/request_first_token/max"] = sums.most_first_s
+        if sums.decoded:
+            metrics["perf/request_decode_tokens_per_sec"] = sums.decoded / max(sums.decode_s, 1e-9)
+        if sums.prompt_tokens:
+            metrics["perf/prefix_cache_hit_rate"] = sums.cached_tokens / sums.prompt_tokens
+        if (there := sum(period for _, period in shares)) > 0:
+            metrics["perf/engine_idle_ratio"] = max(0.0, 1.0 - sum(busy for busy, _ in shares) / there)
+        return metrics
+
+    def _trace(self, lap: Lap, one: Try | None, now: float, *, tokens: int, read: tuple[int, int]) -> None:
+        to_unix, row = time.time() - now, f"request row {lap.row}"
+        placed_at = now if one is None else one.placed_at
+        note_span("request: place", to_unix + lap.asked_at, to_unix + placed_at, row=row)
+        if one is None:
+            return
+        engine, first_at = {"engine": one.upstream.url, "rid": one.rid}, now if one.first_at is None else one.first_at
+        facts = {**engine, "prompt": read[0], "cached": read[1]}
+        note_span("request: first token", to_unix + placed_at, to_unix + first_at, row=row, **facts)
+        if one.first_at is not None:
+            note_span("request: decode", to_unix + first_at, to_unix + now, row=row, tokens=tokens, **engine)
