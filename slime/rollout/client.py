@@ -38,6 +38,7 @@ from slime.rollout.generation import Generation, check_request
 from slime.rollout.job import MAY_RUN_STATUSES, Job
 from slime.rollout.pairing import PairPool
 from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
+from slime.rollout.slices import Budget
 from slime.rollout.traffic import Traffic
 from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
@@ -56,8 +57,10 @@ PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 STREAM_INTERVAL = 32
 """Tokens of an event. An event costs the client some 15 microseconds and 0.5 more for each token; what an engine that
 dies has not sent is sampled again."""
-STARTS_AT_ONCE = 32
-"""Requests that are made in one turn of the event loop: those of an engine that is gone are a thousand."""
+IDS_IN_A_TURN = 32 * 1024
+"""Of prompts that are checked, or sent, in one turn of the event loop: about a millisecond."""
+IDS_OF_A_REQUEST = 1024
+"""What else a request costs, in ids."""
 
 
 class EngineClient:
@@ -94,7 +97,7 @@ class EngineClient:
         self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)
         self._traffic = Traffic()
         self._handing_back: list[RequestScope] = []
-        self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._budget = Budget(IDS_IN_A_TURN)
         self._in_front: list[Callable[[], Awaitable[None]]] = []
 
     # ---- calls -----------------------------------------------------------------------------------------------------
@@ -116,6 +119,7 @@ class EngineClient:
         Raises `RequestRejected` if the request can never succeed, `EngineError` if engines fail or answer nonsense,
         `DeadlineExceeded` after `request_timeout_s` without progress, or `engine_wait_s` without an engine.
         """
+        await self._budget.take(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, STREAM_INTERVAL, False)
         async with aclosing(self._parts(job)) as parts:
             async for _ in parts:
@@ -138,6 +142,7 @@ class EngineClient:
         part but the last has the finish reason `abort`, which is what it is if none comes after it. `interval`: tokens
         of a part, about. The last part has the routed experts of all: a stream that is closed before it has none.
         """
+        await self._budget.take(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, interval, True)
         held: Generation | None = None
         async with aclosing(self._parts(job)) as parts:
@@ -321,13 +326,12 @@ class EngineClient:
         response, runs = None, False
         now, upstream = asyncio.get_running_loop().time, one.upstream
         try:
-            async with self._starting:
-                await asyncio.sleep(0)
-                if job.is_over() or not self._pool.is_open:
-                    raise Interrupted(PAUSED)
-                if one.interrupted is not None:
-                    raise Interrupted(one.interrupted)
-                payload = job.call.payload(one.rid, job.interval)
+            await self._budget.take(IDS_OF_A_REQUEST + len(job.call.input_ids) + len(job.call.tokens))
+            if job.is_over() or not self._pool.is_open:
+                raise Interrupted(PAUSED)
+            if one.interrupted is not None:
+                raise Interrupted(one.interrupted)
+            payload = job.call.payload(one.rid, job.interval)
             one.rid, runs = payload["rid"], True
             body = self._pool.begin(one, payload)
             response = await one.wait(lambda: self._wire.post(f"{upstream.url}/generate", body))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.rollout.loads import Loads
-from slime.rollout.slices import IN_ONE_TURN, Slices
+from slime.rollout.slices import IN_ONE_TURN, Budget, Slices
 from slime.rollout.upstream import DISMISSED, LATE, Interrupted, Try, Upstream
 
 
@@ -106,3 +106,30 @@ async def test_a_request_that_is_interrupted_twice_ends_once() -> None:
         await waiting
     assert second[0] is not None, "the request had not yet heard of the first"
     assert second[1:] == ["others have their turn"]
+
+
+def test_a_budget_lets_through_in_order_what_a_turn_has_room_for() -> None:
+    """Law: the work of one turn is bounded but for one task, nobody overtakes, and who gave up takes nothing."""
+
+    async def main() -> list[tuple[int, int]]:
+        budget, turn, through = Budget(10), 0, list[tuple[int, int]]()
+
+        async def work(number: int, amount: int) -> None:
+            await budget.take(amount)
+            through.append((number, turn))
+
+        amounts = [4, 4, 4, 25, 1, 9, 3, 3]
+        tasks = [asyncio.create_task(work(number, amount)) for number, amount in enumerate(amounts)]
+        await asyncio.sleep(0)
+        tasks[6].cancel()
+        while not all(task.done() for task in tasks):
+            turn += 1
+            await asyncio.sleep(0)
+        for turns in {t for _, t in through}:
+            done = [amounts[number] for number, t in through if t == turns]
+            assert sum(done[:-1]) < 10, "only the last one goes beyond"
+        return through
+
+    through = asyncio.run(main())
+    assert [number for number, _ in through] == [0, 1, 2, 3, 4, 5, 7]
+    assert len({turn for _, turn in through}) >= 4
