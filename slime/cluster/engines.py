@@ -32,6 +32,8 @@ LOOK_AGAIN_S = 0.2
 NOTICE_S = 15.0
 """How long it may take until the end of an engine is noticed that a call to it failed of: more than its owner may be
 silent, because the host may be gone without a word."""
+LONGEST_REFUSAL_S = 3600.0
+"""Between two weight syncs to an engine of somebody else that all fail at it: each costs the others one, too."""
 STALLS_EVERY_S = 5.0
 """Between two questions whether engines bring tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
@@ -84,7 +86,8 @@ class Engines:
         """By address, the answers of the rollout side, which was asked to send to an engine."""
         self._stalled: Any = None
         """The answer of the rollout side, which was asked for engines that bring no tokens."""
-        self._ask_for_stalls_at = 0.0
+        self._ask_for_stalls_at = self._served_at = time.monotonic()
+        """`_served_at`: end of the last weight sync; what was seen before it says nothing of what serves now."""
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._dismiss
 
@@ -116,21 +119,25 @@ class Engines:
         """Calls a method of every engine that answers and lends its memory. One may be lost meanwhile."""
         engines = [engine for engine in self.members.of(*ASKED) if engine.lends]
         calls = {engine.index: self._port.ask(engine.index, method, *arguments) for engine in engines}
-        what, limit_s = f"{method} on {len(calls)} engines", self._args.weight_sync_timeout_s
+        while left := self._still(engines):
+            try:
+                self._wait_for_all(left, [calls[engine.index] for engine in left], method)
+                return
+            except Exception:
+                if not self.lost_any(left):
+                    raise
+
+    def _wait_for_all(self, engines: Sequence[Engine], calls: Sequence[Any], method: str) -> None:
+        """Raises what a call raises, or `EngineError` once one of these is lost: its answer may never come."""
+        what = f"{method} on {len(engines)} engines"
 
         def none_lost() -> str:
             progress = self.tended()
-            if gone := self.gone(engines):  # its answer may never come
+            if gone := self.gone(engines):
                 raise EngineError(f"{gone[0]}, during {what}")
             return progress
 
-        try:
-            wait_for(list(calls.values()), for_what=what, limit_s=limit_s, on_poll=none_lost)
-        except Exception:
-            if not self.lost_any(engines):
-                raise
-            left = [calls[engine.index] for engine in self._still(engines)]
-            wait_for(left, for_what=f"{method} on {len(left)} engines", limit_s=limit_s)
+        wait_for(calls, for_what=what, limit_s=self._args.weight_sync_timeout_s, on_poll=none_lost)
 
     @contextmanager
     def frozen_aside(self) -> Iterator[None]:
@@ -161,6 +168,8 @@ class Engines:
 
     def end_sync(self, engines: Sequence[Engine], version: WeightVersion) -> None:
         """These serve a version now, and get requests."""
+        self._stalled, self._served_at = None, time.monotonic()
+        self._ask_for_stalls_at = self._served_at + STALLS_EVERY_S
         self._supervisor.synced(engines, version)
         self._admit()
 
@@ -170,12 +179,14 @@ class Engines:
         Where it failed at some engines alone (`SlimeError.engines`) and others are left, those are lost now. After a
         wait that ran out, one that hangs has the time to show it.
         """
-        if self.lost_any(engines):
-            return True
         failed = [engine for engine in engines if engine.url in error.engines]
+        if len(failed) != 1 and self.lost_any(engines):  # of several, one that died may have taken others with it
+            return True
         if failed and len(failed) < len(self._still(None)):
-            for engine in failed:
-                self._supervisor.lost(engine, f"a weight sync failed at it: {error}")
+            for engine in self._still(failed):
+                self._supervisor.lost(engine, f"a weight sync failed at it: {error}", longest_s=LONGEST_REFUSAL_S)
+            return True
+        if self.lost_any(engines):
             return True
         self._supervisor.tainted(engines, str(error))
         return isinstance(error, DeadlineExceeded) and self.lost_any(engines, more_s=self._silence_s)
@@ -251,8 +262,8 @@ class Engines:
         samples comes out. Asks again a while after each answer.
         """
         if self._stalled is None:
-            if time.monotonic() >= self._ask_for_stalls_at:
-                self._stalled = self._rollout.stalled.remote()
+            if (now := time.monotonic()) >= self._ask_for_stalls_at:
+                self._stalled = self._rollout.stalled.remote(now - self._served_at)
         elif all_there([self._stalled]):
             stalled = peek(self._stalled) or ()
             self._stalled, self._ask_for_stalls_at = None, time.monotonic() + STALLS_EVERY_S

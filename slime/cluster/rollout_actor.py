@@ -125,9 +125,11 @@ class RolloutActor:
         if self._routers is not None:
             self._routers.dismiss(model, urls)
 
-    async def stalled(self) -> list[str]:
-        """Engines that have brought none of their requests a token for `--request-timeout-s`."""
-        return self._manager.stalled()
+    async def stalled(self, within_s: float) -> list[str]:
+        """Engines that have brought none of their requests a token for `--request-timeout-s`, as was seen in the last
+        `within_s` seconds.
+        """
+        return self._manager.stalled(within_s)
 
     async def urls(self) -> dict[str, str]:
         """By model, its router; the one that rollouts ask comes first. Empty without engines.

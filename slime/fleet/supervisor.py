@@ -138,9 +138,9 @@ class Supervisor:
             logger.info("engine %d answers again, at %s", engine.index, url)
             self.up(engine.index, url)
 
-    def lost(self, engine: Engine, reason: str) -> None:
+    def lost(self, engine: Engine, reason: str, *, longest_s: float = LONGEST_PAUSE_S) -> None:
         """One that answers, or should have, is given up; it is started again later. Raises `EngineError` if it cannot
-        be kept alive.
+        be kept alive. `longest_s`: of the pauses before an engine of somebody else is taken again.
         """
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
@@ -156,6 +156,7 @@ class Supervisor:
                 f"engine {engine.index} ended {failures} times without having served in between, so another start "
                 f"would not help; the last time: {reason}"
             )
-        pause_s = min(PAUSE_S * 2.0 ** min(max(failures - 1, 0), 30), LONGEST_PAUSE_S)
+        longest_s = longest_s if engine.external else LONGEST_PAUSE_S
+        pause_s = min(PAUSE_S * 2.0 ** min(max(failures - 1, 0), 30), longest_s)
         self._again_at[engine.index] = self._clock() + pause_s
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -166,10 +167,12 @@ class EngineClient:
         """Metrics of the requests since the last call (`traffic`)."""
         return self._traffic.collect(self._pool.upstreams, asyncio.get_running_loop().time())
 
-    @property
-    def stalled(self) -> list[str]:
-        """Addresses of those that bring no request a token (`--request-timeout-s`), though they may answer else."""
-        return [upstream.url for upstream in self._pool.upstreams if upstream.stalls]
+    def stalled(self, within_s: float = math.inf) -> list[str]:
+        """Addresses of those that bring no request a token (`--request-timeout-s`), though they may answer else, as
+        was seen in the last `within_s` seconds.
+        """
+        since = asyncio.get_running_loop().time() - within_s
+        return [one.url for one in self._pool.upstreams if one.stalls_at is not None and one.stalls_at >= since]
 
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
         """Requests may go to these engines, also those that wait for one. `prefill`: they read prompts for others."""
@@ -320,6 +323,7 @@ class EngineClient:
                     return
                 require_joinable(call, handed_out)
                 await asyncio.sleep(delay_s)
+        job.has_ended()
 
     async def _listen(self, one: Try, job: Job) -> AsyncGenerator[Generation, None]:
         """One request; its parts, if they are read. Leaves nothing in the engine. Raises what `Job.after` takes."""
@@ -346,6 +350,7 @@ class EngineClient:
                     part, ended = job.call.take(event)
                     if part.tokens:
                         one.got_tokens(now())
+                        self._pool.heard(upstream)
                     if job.streams and (job.call.finish is None or part.tokens):
                         yield part
                     if ended:

@@ -38,6 +38,8 @@ NEAR = 16
 """Requests that an engine may have more than the least loaded one, and still get those whose prompt it knows."""
 REMEMBERED = 1 << 18
 """Sessions and prompts whose engine is remembered."""
+LEAST_SILENT = 2
+"""Requests that an engine that stalls leaves without a token; one alone may be the request's own fault."""
 LOOKS = 8
 """Looks at the tries within one limit."""
 
@@ -131,10 +133,6 @@ class EnginePool:
             one.interrupt(why)
         self._slices.add(one.break_off for one in those)
 
-    def has_another(self, upstream: Upstream) -> bool:
-        """Whether there is an engine beside this one that may answer."""
-        return any(one is not upstream and not one.stalls for one in self._upstreams.values())
-
     def close_gate(self) -> None:
         """No request gets a place until `open_gate`."""
         self._open = False
@@ -197,8 +195,8 @@ class EnginePool:
             _wake(upstream.waiting or self._waiting, 1)
 
     def heard(self, upstream: Upstream) -> None:
-        """It answers."""
-        if upstream.failures:
+        """It answers; of one that stalls only a token says so."""
+        if upstream.failures and upstream.stalls_at is None:
             upstream.failures = 0
             if upstream.admitted:
                 self._has_room(upstream)
@@ -289,7 +287,10 @@ class EnginePool:
                 now = _now()
                 if late := [one for one in upstream.tries if one.silent_s(now) > self.silence_limit_s]:
                     waits_for_others = any(one.beside is not None for one in late)
-                    upstream.stalls = not waits_for_others and now - upstream.progress_at > self.silence_limit_s
+                    engine_is_silent = now - upstream.progress_at > self.silence_limit_s and not waits_for_others
+                    if engine_is_silent and len(late) >= LEAST_SILENT:
+                        upstream.stalls_at = now
+                        self.failed(upstream)
                     self.interrupt(late, LATE)
                 await asyncio.sleep(0)
             self._look_for_engines(_now())

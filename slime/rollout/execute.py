@@ -186,6 +186,7 @@ async def run_execution(
         raise
     except Exception as problem:
         if handback.happened:
+            logger.info("execution %s of group %s was interrupted", sample.index, sample.group_index, exc_info=problem)
             return Execution([before], Outcome.ABORTED, "interrupted")
         return _failed(context, before, problem)
 

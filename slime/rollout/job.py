@@ -6,7 +6,8 @@ the call. Waits for nothing.
 Invariants
 1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
    ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try.
-2. A request without progress ends its call; but where its whole engine stalls, it goes to another one, once.
+2. A request without progress ends its call; but where its whole engine stalls, it goes on once: at another engine, or
+   when that one was started again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ class Job:
         scope = self.scope
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
+    def has_ended(self) -> None:
+        """The call has its whole answer: what its execution does from now on is its own again."""
+        if self.handback is not None and not self.is_over():
+            self.handback.happened = False
+
     def hand_back(self) -> None:
         """It comes back as it is, and its execution may learn why."""
         if self.handback is not None and self.is_over():
@@ -69,9 +75,8 @@ class Job:
                 assert reader is not None and reader.trouble is not None, "it was said why the prompt was not read"
                 return self.after(reader.trouble, reader, before, pool)
             case Interrupted(why=why) if why == LATE:
-                if one.upstream.stalls and not self.went_on and pool.has_another(one.upstream):
+                if one.upstream.stalls_at is not None and not self.went_on:
                     self.went_on = True
-                    pool.failed(one.upstream)
                     return 0.0
                 raise DeadlineExceeded.waiting(
                     owner=f"request {one.rid}",

@@ -138,9 +138,11 @@ class RolloutManager:
         """These engines are gone, or go: their requests go on at others, or wait for one."""
         self._clients[model].dismiss(urls)
 
-    def stalled(self) -> list[str]:
-        """Addresses of engines, of all models, that bring no request a token (`--request-timeout-s`)."""
-        return [url for client in self._clients.values() for url in client.stalled]
+    def stalled(self, within_s: float) -> list[str]:
+        """Addresses of engines, of all models, that bring no request a token (`--request-timeout-s`), as was seen in
+        the last `within_s` seconds.
+        """
+        return [url for client in self._clients.values() for url in client.stalled(within_s)]
 
     async def pause(self, *, hand_back: bool = True) -> None:
         """Ends the requests of a schedule that generates between steps; it sends no more until `resume`.

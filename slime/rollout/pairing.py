@@ -159,6 +159,7 @@ class PairPool(EnginePool):
             if aborted:
                 raise Interrupted(ABORTED)
             reader.got_tokens(asyncio.get_running_loop().time())
+            self._readers.heard(upstream)
             one.reader = None
         except (Interrupted, aiohttp.ClientError, TimeoutError, Refused, EngineError) as problem:
             runs = runs and not isinstance(problem, aiohttp.ClientConnectorError)

@@ -48,7 +48,7 @@ class Upstream:
         "prefix",
         "progress_at",
         "served",
-        "stalls",
+        "stalls_at",
         "tries",
         "url",
         "waiting",
@@ -67,8 +67,10 @@ class Upstream:
         """The latest of them that has got a token."""
         self.admitted_at = self.progress_at = now
         self._busy_s, self._busy_since = 0.0, now
-        self.stalls = False
-        """Whether it has brought none of its requests a token for longer than one may be silent."""
+        self.stalls_at: float | None = None
+        """When it was seen to have brought none of its requests a token for longer than one may be silent; None once it
+        brings one.
+        """
 
     def add(self, one: Try, now: float) -> None:
         """A try takes a place here."""
@@ -142,7 +144,7 @@ class Try:
         """Tokens have come. If it falls silent now it may have been sent to the end of the queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
-        upstream.stalls = False
+        upstream.stalls_at = None
         self._place = upstream.asked - 1
         if not self._served:
             self._served, upstream.served = True, max(upstream.served, self._number)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.001
 """How often the sender looks whether broadcasts or engines are done."""
+COME_POLL_S = 0.01
+"""How often it looks whether engines have come to a group."""
 
 
 @TRANSPORTS.register("distributed", "nccl")
@@ -99,6 +101,9 @@ class DistributedChannel(Channel):
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights-invite") as pool:
             invited = pool.submit(on_all, receivers, invite, "join the weight update group")
+            if not _have_come(self._store, group_name, world_size - 1, invited, self._timeout_s):
+                self._store = None  # with it goes what the others wait at
+                invited.result()
             try:
                 self._group = join_group(self._backend, self._store, world_size, group_name, limit)
             except Exception as error:
@@ -186,6 +191,20 @@ class DistributedChannel(Channel):
                 left.exception()  # an engine that is gone has left, too
 
         return leave
+
+
+def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any], limit_s: float) -> bool:
+    """Waits until all engine ranks are at the store: rank 0 would wait there for one that never comes, hearing nothing.
+
+    False as soon as an engine has refused, or was lost. Over gloo each rank writes one key before it waits for the
+    others; over NCCL nobody waits, and the answers say that all are there.
+    """
+    keys, deadline = getattr(store, "list_keys", None), time.monotonic() + limit_s
+    while keys is not None and not invited.done() and time.monotonic() < deadline:
+        if sum(group_name in key for key in keys()) >= num_ranks:
+            break
+        time.sleep(COME_POLL_S)
+    return not invited.done() or invited.exception() is None
 
 
 def join_group(backend: str, store: Any, world_size: int, group_name: str, limit: timedelta) -> Any:

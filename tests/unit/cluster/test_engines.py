@@ -47,7 +47,7 @@ class Rollout:
 
     def __init__(self) -> None:
         self.silent: list[str] = []
-        self.stalled = SimpleNamespace(remote=lambda: [*self.silent, "of another run"])
+        self.stalled = SimpleNamespace(remote=lambda within_s: [*self.silent, "of another run"])
 
 
 class Fleet(Engines):
@@ -122,8 +122,11 @@ def test_an_engine_that_serves_and_brings_no_tokens_is_lost(fleet: Fleet) -> Non
     fleet.rollout.silent, takers = ["http://1"], fleet.begin_sync()
     for _ in range(4):
         fleet.tend()
-    assert fleet.states() == "syncing syncing syncing", "what its clients saw was before it took weights"
+    assert fleet.states() == "syncing syncing syncing", "nobody asks it while it takes weights"
     fleet.end_sync(takers, 1)
+    fleet.tend()
+    fleet.tend()
+    assert fleet.states() == "ready ready ready", "what was seen before it got weights says nothing"
     fleet._ask_for_stalls_at = 0.0
     fleet.tend()
     fleet.tend()

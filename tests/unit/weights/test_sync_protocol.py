@@ -242,6 +242,38 @@ class RefusingEngine(FakeEngine):
         raise EngineError("no room for these weights")
 
 
+class AbsentEngine(RefusingEngine):
+    """Never comes to the group."""
+
+    def init_weights_update_group(self, *, master_port: int, group_name: str, **rest: Any) -> None:
+        raise EngineError("no such backend")
+
+
+def test_an_engine_that_does_not_come_to_the_group_keeps_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the sender learns who refused, and those who have come are let go, long before the limit."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    table, state = model()
+    here, absent = RefusingEngine("http://a", table, FakeWire()), AbsentEngine("http://b", table, FakeWire())
+    try:
+        with pytest.raises(EngineError, match="no such backend") as caught:
+            sync_weights(
+                iter(state.items()),
+                table=table,
+                receivers=[Receiver(here), Receiver(absent)],  # type: ignore[arg-type]
+                channel=DistributedTransport().open(transport_context(timeout_s=10_000)),
+                digest=digest,
+                version=1,
+                buffer_bytes=1 << 30,
+            )
+        assert caught.value.engines == ("http://b",)
+        assert here.process is not None
+        here.process.wait()
+    finally:
+        if here.process is not None:
+            here.process.kill()
+            here.process.wait()
+
+
 def test_a_refusal_during_broadcasts_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the channel would for the rest of the process
     table, state = model(vocab_size=200_000)  # large enough that gloo cannot buffer it
