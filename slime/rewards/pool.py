@@ -5,7 +5,7 @@ reason why there is none. Waits for: a slot of a lane, then a process of it, the
 of the grader, from when it begins (`process`). Is woken by: a slot that is given back, the end of a process's start,
 the reply or the death of the process, or the clock; for a free place in a full lane it looks every `START_POLL_S`.
 
-The `offline` lane runs graders of the registry that compute, the `serial` lane users' functions (and graders that need
+The `offline` lane runs graders of the registry that compute, no more than there are cores, the `serial` lane users' functions (and graders that need
 the network), one request per process; the `concurrent` lane runs many per process (async graders that wait on the
 network).
 
@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import os
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -133,7 +134,8 @@ class GraderPool:
         self._threads = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="grading")
         self._settings = ProcessSettings(timeout_s, memory_limit_bytes, shown, self._threads)
         num_async = min(2, num_workers)
-        self._offline = _Lane(num_workers, 1, asyncio.Semaphore(num_workers), offline=True)
+        num_computing = min(num_workers, max(2, len(os.sched_getaffinity(0))))
+        self._offline = _Lane(num_computing, 1, asyncio.Semaphore(num_computing), offline=True)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
         self._concurrent = _Lane(
             num_async, CONCURRENT_PER_PROCESS, asyncio.Semaphore(num_async * CONCURRENT_PER_PROCESS)
