@@ -5,9 +5,9 @@ reason why there is none. Waits for: a slot of a lane, then a process of it, the
 of the grader, from when it begins (`process`). Is woken by: a slot that is given back, the end of a process's start,
 the reply or the death of the process, or the clock; for a free place in a full lane it looks every `START_POLL_S`.
 
-The `offline` lane runs graders of the registry that compute, no more than there are cores, the `serial` lane users' functions (and graders that need
-the network), one request per process; the `concurrent` lane runs many per process (async graders that wait on the
-network).
+The `offline` lane runs graders of the registry that compute, in no more processes than there are cores; the `serial`
+lane users' functions (and graders that need the network), one request per process; the `concurrent` lane runs many per
+process (async graders that wait on the network).
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.

@@ -26,6 +26,11 @@ def act(args: Any, sample: Sample) -> Any:
         case "gate":  # until the test opens it
             while not Path(sample.metadata["gate"]).exists():
                 time.sleep(0.01)
+        case "meet":  # as many others as asked for
+            folder = Path(sample.metadata["folder"])
+            (folder / str(sample.index)).touch()
+            while len(list(folder.iterdir())) < sample.metadata["num"]:
+                time.sleep(0.01)
         case "raise":
             raise RuntimeError("as told")
         case "none":

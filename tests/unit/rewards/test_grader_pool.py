@@ -115,6 +115,24 @@ def test_the_clock_starts_with_the_grader() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=1, timeout_s=5.0)
 
 
+def test_so_many_blocking_calls_run_as_there_are_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: `--reward-num-workers` is what a function that blocks has under way; by default it follows the cores."""
+
+    async def work(pool: GraderPool) -> None:
+        shared = {"folder": str(tmp_path / "meet"), "num": 6}
+        samples = [Sample(index=i, response="meet", metadata=shared) for i in range(6)]
+        assert await asyncio.gather(*map(pool.score, samples)) == [Scored(1.0)] * 6
+        assert len(pool._serial.processes) == 6 and pool._serial.max_processes == 6
+
+    (tmp_path / "meet").mkdir()
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=6, timeout_s=60.0)
+    words = complete(tmp_path)
+    for cores, expected in ((1, 4), (2, 4), (16, 16), (256, 64)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert parse_args(words).reward_num_workers == expected
+    assert parse_args([*words, "--reward-num-workers", "7"]).reward_num_workers == 7
+
+
 def test_async_graders_that_block_in_threads_run_side_by_side() -> None:
     async def work(pool: GraderPool) -> None:
         samples = [Sample(response="ok") for _ in range(NUM_TOGETHER)]
