@@ -91,7 +91,7 @@ class RewardSettings:
     """Limit of one grading, in seconds from when the grader begins; after it the sample is unscored, not zero."""
     reward_num_workers: int = derived(_num_workers, "one for each usable core, at least 4, at most 64", ge=1)
     """Grader processes, started when needed: so many calls of a function that blocks (a judge behind HTTP) run at a
-    time, and 64 times two of one that is async. Those that only compute use no more than cores. Default: the number of
+    time, and 128 of one that is async. Those that only compute use no more than there are cores. Default: the number of
     usable cores, but 4 to 64."""
     reward_memory_limit_mb: int = 2048
     """Address space of one grader process, in MiB."""
