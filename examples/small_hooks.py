@@ -6,6 +6,7 @@ python train.py ... --rollout-sample-filter-path examples.small_hooks:drop_trunc
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from slime.core.batch import TrainSample
@@ -65,7 +66,8 @@ def clip_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[fl
 
 def convert(args: Any, samples: list[Sample]) -> list[TrainSample]:
     """`--custom-convert-samples-to-train-data-path`: the records that are trained."""
-    return [TrainSample.from_sample(s, reward=s.get_reward_value(args.reward_key) or 0.0) for s in samples]
+    rewards = [(s, s.get_reward_value(args.reward_key)) for s in samples]  # None: unscored, it trains nothing
+    return [TrainSample.from_sample(s, reward=math.nan if r is None else r) for s, r in rewards]
 
 
 def log_step(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool:

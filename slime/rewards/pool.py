@@ -2,19 +2,20 @@
 
 Consumes: the samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
 reason why there is none. Waits for: a slot of a lane, then a process of it, then its reply, the last within the limit
-of the grader. Is woken by: a slot that is given back, the end of a process's start, the reply or the death of the
-process, or the clock; for a free place in a full lane it looks every `START_POLL_S`.
+of the grader, from when it begins (`process`). Is woken by: a slot that is given back, the end of a process's start,
+the reply or the death of the process, or the clock; for a free place in a full lane it looks every `START_POLL_S`.
 
-The `offline` lane runs graders of the registry that compute, the `serial` lane users' functions (and graders that need
-the network), one request per process; the `concurrent` lane runs many per process (async graders that wait on the
-network).
+The `offline` lane runs graders of the registry that compute, in no more processes than there are cores; the `serial`
+lane users' functions (and graders that need the network), one request per process; the `concurrent` lane runs many per
+process (async graders that wait on the network).
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.
 2. A request beyond its time limit costs its process, which is killed and replaced; requests that shared the process
    are asked again, each in a process of its own, because which of them blocked it cannot be seen.
 3. Processes start on first use and are all gone after `close`.
-4. No process gets a secret of the run: neither in its settings nor in its environment (`environment`).
+4. Nothing here uses the event loop's own threads, which users' code may hold: grading has threads of its own.
+5. No process gets a secret of the run: neither in its settings nor in its environment (`environment`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import os
 from collections.abc import AsyncIterator, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,20 +35,19 @@ from slime.core.errors import ConfigError, SlimeError
 from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
 from slime.rewards.graders import GRADERS
-from slime.rewards.process import GraderDied, GraderProcess, ProcessSettings
+from slime.rewards.process import GraderDied, GraderProcess, GradingTimeout, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
-from slime.rewards.worker import load_custom
+from slime.rewards.worker import CONCURRENT_PER_PROCESS, load_custom
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
 """How often one request is asked when its process dies under it."""
-CONCURRENT_PER_PROCESS = 64
 ASYNC_GRACE_S = 5.0
 """How much longer than the worker's own limit the pool waits for an async grader before it kills the process."""
-BUILT_IN_LIMIT_S = 10.0
-"""Longest grading by one that only computes a formula: it needs milliseconds, or it hangs."""
+ENCODING_THREADS = 2
+"""They hold the interpreter while they work: more would not be faster."""
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
 """Samples with more text (prompt, response, label, metadata) are not sent: encoding them would hold the interpreter."""
@@ -100,8 +102,6 @@ class _Choice:
     grader: str
     """Name in the registry, or path of a user's function."""
     lane: _Lane
-    limit_s: float
-    """The pool's; in the `concurrent` lane the worker's own limit comes first."""
     custom: bool = False
     """A user's function."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -131,9 +131,11 @@ class GraderPool:
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
         self._args = args
         shown = args.without_secrets() if isinstance(args, Args) else args
-        self._settings = ProcessSettings(limit_s=timeout_s, memory_limit_bytes=memory_limit_bytes, args=shown)
+        self._threads = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="grading")
+        self._settings = ProcessSettings(timeout_s, memory_limit_bytes, shown, self._threads)
         num_async = min(2, num_workers)
-        self._offline = _Lane(num_workers, 1, asyncio.Semaphore(num_workers), offline=True)
+        num_computing = min(num_workers, max(2, len(os.sched_getaffinity(0))))
+        self._offline = _Lane(num_computing, 1, asyncio.Semaphore(num_computing), offline=True)
         self._serial = _Lane(num_workers, 1, asyncio.Semaphore(num_workers))
         self._concurrent = _Lane(
             num_async, CONCURRENT_PER_PROCESS, asyncio.Semaphore(num_async * CONCURRENT_PER_PROCESS)
@@ -162,6 +164,7 @@ class GraderPool:
         await asyncio.gather(*(process.kill() for lane in lanes for process in lane.processes))
         for lane in lanes:
             lane.processes.clear()
+        self._threads.shutdown(wait=False)
 
     def _choose(self, sample: Sample) -> _Choice:
         """Who grades the sample. Its own choice wins over the run's."""
@@ -183,8 +186,8 @@ class GraderPool:
                 getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
             )
         if self._is_async[path]:
-            return _Choice(path, self._concurrent, self._timeout_s + ASYNC_GRACE_S, custom=True)
-        return _Choice(path, self._serial, self._timeout_s, custom=True)
+            return _Choice(path, self._concurrent, custom=True)
+        return _Choice(path, self._serial, custom=True)
 
     def _grader(self, name: str) -> _Choice:
         """A grader of the registry. Raises `ConfigError`."""
@@ -193,9 +196,8 @@ class GraderPool:
         kind = self._graders[name]
         settings = {} if self._args is None else settings_of(kind, self._args)  # a key of its own is its own to see
         if kind.waits:
-            return _Choice(name, self._concurrent, self._timeout_s + ASYNC_GRACE_S, settings=settings)
-        limit_s = self._timeout_s if kind.is_slow else min(self._timeout_s, BUILT_IN_LIMIT_S)
-        return _Choice(name, self._serial if kind.needs_network else self._offline, limit_s, settings=settings)
+            return _Choice(name, self._concurrent, settings=settings)
+        return _Choice(name, self._serial if kind.needs_network else self._offline, settings=settings)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
         self._require_open()
@@ -203,7 +205,7 @@ class GraderPool:
         longest = max(_num_chars((s.response, s.prompt, s.label, s.metadata)) for s in samples)
         if longest > MAX_CHARS:
             return [Unscored(f"too long to be graded: {longest} characters, more than {MAX_CHARS}")] * len(samples)
-        lane, limit_s, reason = choice.lane, choice.limit_s, "never asked"
+        lane, reason = choice.lane, "never asked"
         message = {
             "grader": choice.grader,
             "custom": choice.custom,
@@ -213,8 +215,8 @@ class GraderPool:
             "samples": [_wire(s, whole=choice.custom) for s in samples],
         }
         for _ in range(MAX_TRIES):
-            async with lane.slot(limit_s):
-                reply = await self._ask(lane, message, limit_s)
+            async with lane.slot(self._timeout_s):
+                reply = await self._ask(lane, message)
             if not isinstance(reply, str):
                 return _scores(reply, len(samples))
             reason = reply
@@ -223,24 +225,18 @@ class GraderPool:
             lane = self._serial if lane is self._concurrent else lane
         return [Unscored(reason)] * len(samples)
 
-    async def _ask(self, lane: _Lane, message: dict[str, Any], limit_s: float) -> dict[str, Any] | str:
+    async def _ask(self, lane: _Lane, message: dict[str, Any]) -> dict[str, Any] | str:
         """One try: the reply, or why there is none."""
         try:
             process = await self._process(lane, message)
-        except (GraderDied, TimeoutError, OSError) as problem:
+        except (GraderDied, OSError) as problem:
             return f"no grader process could be started: {problem!r}"
         try:
-            async with asyncio.timeout(limit_s):
-                return await process.ask(message)
-        except TimeoutError:
-            logger.warning(
-                "grader %s did not answer within %g s; its process %d is killed",
-                message["grader"],
-                limit_s,
-                process.pid,
-            )
+            return await process.ask(message, grace_s=ASYNC_GRACE_S if lane is self._concurrent else 0.0)
+        except GradingTimeout as expiry:
+            logger.warning("grader %s: %s; its process %d is killed", message["grader"], expiry, process.pid)
             await self._drop(lane, process)
-            return f"timeout after {min(limit_s, self._timeout_s):g} s"
+            return str(expiry)
         except GraderDied as death:
             await self._drop(lane, process)
             return str(death)

@@ -1,11 +1,14 @@
 """The parent's side of one grader process: start, ask, kill.
 
-Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: the reply frame with
-the request's id, without a limit; the limit is the pool's. Is woken by: the reader task, which resolves the future of
-that id, or fails all of them when the process ends. All methods run on one event loop.
+Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that encodes
+the request, the frame that says that work on it begins (`TAKE_LIMIT_S`), and the reply (the limit that this frame
+names). Is woken by: the reader task, which resolves the futures of that id, or fails all of them when the process ends,
+and by the clock. All methods run on one event loop.
 
 Invariants
 1. After `kill` the process is reaped and both pipes are closed, whatever is unread and whoever else holds them.
+2. The clock of a grading starts when the grader does: no time in a queue, of encoding or in the pipe counts.
+3. Requests are encoded in threads that belong to grading: no thread of users' code is between them and their grader.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import pickle
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +31,21 @@ from slime.rewards.environment import grader_environment
 from slime.rewards.worker import HEADER
 
 MAX_REPLY_BYTES = 2**26
-START_TIMEOUT_S = 60.0
-"""Limit of starting the interpreter and taking the settings; grading has its own."""
+TAKE_LIMIT_S = 60.0
+"""Limit of starting the interpreter and taking the settings, and of taking a request; grading has its own."""
+MAX_LIMIT_S = 7 * 86400.0
+"""No grader may say that it takes longer."""
 
 
 class GraderDied(SlimeError, RuntimeError):
     """The grader process ended before it answered."""
+
+
+class GradingTimeout(SlimeError, TimeoutError):
+    """The grader did not answer within its limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"timeout after {limit_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +53,38 @@ class ProcessSettings:
     """What each grader process is started with."""
 
     limit_s: float
-    """Seconds after which the pool gives up on a sample."""
+    """`--reward-timeout-s`, for the graders to keep."""
     memory_limit_bytes: int | None
     """Address space of the process; None: no limit."""
     args: object
     """Handed to the user's functions; must pickle."""
+    threads: ThreadPoolExecutor
+    """Where requests are encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """One request that is under way."""
+
+    taken: asyncio.Future[float]
+    """The limit of the grading, in seconds, once it begins."""
+    reply: asyncio.Future[dict[str, Any]]
+
+    def fail(self, death: GraderDied) -> None:
+        """Both waits end with `death`, if they have not ended."""
+        for future in (self.taken, self.reply):
+            if not future.done():
+                future.set_exception(death)
+                future.exception()  # only one of them is awaited
 
 
 class GraderProcess:
     """One running worker. Create with `start`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, threads: ThreadPoolExecutor) -> None:
+        self._process, self._threads = process, threads
         self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._reader = asyncio.create_task(self._read(), name=f"grader-{process.pid}-reader")
         self._write_lock = asyncio.Lock()
         self.dead = False
@@ -80,7 +111,7 @@ class GraderProcess:
                 "PYTHONPATH": os.pathsep.join(_import_path()),
             },
         )
-        worker = cls(process)
+        worker = cls(process, settings.threads)
         message = {
             "limit_s": settings.limit_s,
             "memory_limit_bytes": settings.memory_limit_bytes,
@@ -91,8 +122,7 @@ class GraderProcess:
             "settings": warm_up["settings"],
         }
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await worker.ask(message)
+            await worker.ask(message)
         except BaseException:
             await worker.kill()
             raise
@@ -102,24 +132,44 @@ class GraderProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends one request and waits for its reply, without a limit. Raises `GraderDied`."""
+    async def ask(self, message: dict[str, Any], *, grace_s: float = 0.0) -> dict[str, Any]:
+        """Sends one request and waits for its reply. Raises `GraderDied`, or `GradingTimeout` from the grader's limit.
+
+        `grace_s`: how much longer than that limit, which the grader keeps itself.
+        """
         if self.dead:
             raise GraderDied(f"grader process {self.pid} is gone")
-        request_id = next(self._ids)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = future
+        loop = asyncio.get_running_loop()
+        request_id, waiting = next(self._ids), _Waiting(loop.create_future(), loop.create_future())
+        self._waiting[request_id] = waiting
         try:
-            data = await asyncio.to_thread(_encode, {"id": request_id, **message})
-            assert self._process.stdin is not None, "the worker is started with a stdin pipe"
-            async with self._write_lock:
-                self._process.stdin.write(HEADER.pack(len(data)) + data)
-                await self._process.stdin.drain()
-            return await future
+            data = await loop.run_in_executor(self._threads, _encode, {"id": request_id, **message})
+            limit_s = await self._send(data, waiting.taken)
         except (BrokenPipeError, ConnectionResetError) as problem:
+            self._waiting.pop(request_id, None)
             raise GraderDied(f"grader process {self.pid} closed its pipe") from problem
+        except BaseException:
+            self._waiting.pop(request_id, None)
+            raise
+        try:
+            async with asyncio.timeout(limit_s + grace_s):
+                return await waiting.reply
+        except TimeoutError:
+            raise GradingTimeout(limit_s) from None
         finally:
             self._waiting.pop(request_id, None)
+
+    async def _send(self, data: bytes, taken: asyncio.Future[float]) -> float:
+        """Writes a request; returns its limit as soon as the grader works on it. Raises `GraderDied`."""
+        assert self._process.stdin is not None, "the worker is started with a stdin pipe"
+        try:
+            async with asyncio.timeout(TAKE_LIMIT_S):
+                async with self._write_lock:
+                    self._process.stdin.write(HEADER.pack(len(data)) + data)
+                    await self._process.stdin.drain()
+                return await taken
+        except TimeoutError:
+            raise GraderDied(f"grader process {self.pid} took no request within {TAKE_LIMIT_S:g} s") from None
 
     async def kill(self) -> None:
         """Ends the process and everything it started in its group; returns when it is reaped."""
@@ -148,16 +198,22 @@ class GraderProcess:
                 if length > MAX_REPLY_BYTES:
                     break
                 reply = json.loads(await self._process.stdout.readexactly(length))
-                future = self._waiting.get(reply["id"])
-                if future is not None and not future.done():
-                    future.set_result(reply)
-        except (asyncio.IncompleteReadError, ValueError, KeyError, TypeError):
+                waiting = self._waiting.get(reply["id"])
+                if waiting is None:
+                    continue
+                limit_s = float(reply.get("limit_s", 0.0))
+                if not 0.0 <= limit_s <= MAX_LIMIT_S:
+                    break
+                if not waiting.taken.done():
+                    waiting.taken.set_result(limit_s)
+                if "limit_s" not in reply and not waiting.reply.done():
+                    waiting.reply.set_result(reply)
+        except (asyncio.IncompleteReadError, ValueError, KeyError, TypeError, AttributeError):
             pass  # end of the process, or a grader that wrote into the pipe: both end this worker
         finally:
             self.dead = True
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(GraderDied(f"grader process {self.pid} died while grading"))
+            for waiting in self._waiting.values():
+                waiting.fail(GraderDied(f"grader process {self.pid} died while grading"))
 
 
 def _encode(message: dict[str, Any]) -> bytes:

@@ -1,7 +1,8 @@
 """One grader process: reads samples as frames from stdin, writes scores as frames to stdout, can be killed any time.
 
 Consumes: frames of `process.GraderProcess`, which starts it and owns both pipes; the first configures it, each later
-one is a request. Produces: one reply for each, with its id. Waits for: the next frame, and for the graders that it
+one is a request. Produces: for each, with its id, the word that work on it begins and how long it may take, then one
+reply. Waits for: the next frame, and for the graders that it
 runs; async ones within the limit, all others as long as the parent lets it live. Is woken by: a frame. The parent is
 trusted (its first frame carries pickled args for user hooks); nothing that a grader or a model wrote is ever unpickled
 anywhere: replies are JSON.
@@ -10,6 +11,7 @@ Invariants
 1. It dies with its parent: SIGKILL by the kernel when the parent thread ends, or end-of-file on stdin.
 2. What a grader prints goes to stderr; the reply pipe is a descriptor that graders do not know.
 3. Every request gets a reply unless the process dies; an exception is a reply.
+4. As many async graders run side by side as may be asked, also where each of them waits in a thread (`to_thread`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from slime.core.blame import one_line, raised_by_user
@@ -37,6 +40,8 @@ from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 HEADER = struct.Struct("<I")
 """Length of the JSON that follows, in bytes."""
+CONCURRENT_PER_PROCESS = 64
+"""Most async graders that one process runs side by side, and its threads for what they block on."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Largest file that a grader may write."""
 
@@ -87,11 +92,19 @@ class Server:
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
         """Runs the grader that the request names. Whatever goes wrong becomes a reason."""
+        limit_s = self.limit_s
         try:
             samples = [Sample.from_dict(s) for s in request["samples"]]
-            result = self.call(request, samples)
+            grader = None if request["custom"] else self.grader(request["grader"], request["settings"])
+            limit_s = self.limit_s if grader is None else grader.limit_of(samples[0], self.limit_s)
+            self.reply(request["id"], {"limit_s": limit_s})
+            if grader is not None:
+                result = grader.grade(samples[0], limit_s)
+            else:
+                function = self.function(request["grader"])
+                result = function(self.args, samples if request["group"] else samples[0])
             if inspect.isawaitable(result):
-                result = await asyncio.wait_for(result, self.limit_s)
+                result = await asyncio.wait_for(result, limit_s)
             values = result if request["group"] else [result]
             if not isinstance(values, list | tuple) or len(values) != len(samples):
                 size = len(values) if isinstance(values, list | tuple) else type(values).__name__
@@ -101,7 +114,7 @@ class Server:
                 }
             return {"scores": [encode(value) for value in values]}
         except TimeoutError:
-            reason = f"timeout after {self.limit_s:g} s"
+            reason = f"timeout after {limit_s:g} s"
         except (MemoryError, RecursionError) as problem:
             reason = f"the grader ran out of {'memory' if isinstance(problem, MemoryError) else 'stack'}"
         except Exception as problem:
@@ -120,12 +133,6 @@ class Server:
         if name not in self.graders:
             self.graders[name] = make_grader(name, settings)
         return self.graders[name]
-
-    def call(self, request: dict[str, Any], samples: list[Sample]) -> Any:
-        """Calls a user's function as `fn(args, sample_or_samples)`, a grader of the registry as `grade(sample, s)`."""
-        if not request["custom"]:
-            return self.grader(request["grader"], request["settings"]).grade(samples[0], self.limit_s)
-        return self.function(request["grader"])(self.args, samples if request["group"] else samples[0])
 
 
 def encode(value: Any) -> dict[str, Any]:
@@ -146,6 +153,7 @@ def encode(value: Any) -> dict[str, Any]:
 async def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Reads frames until end-of-file. A request marked `concurrent` runs as a task, any other before the next read."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_PER_PROCESS, thread_name_prefix="grader"))
     reader = asyncio.StreamReader(limit=2**26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
     server = Server(replies)

@@ -11,14 +11,19 @@ from slime.rollout.types import DynamicFilterOutput
 from slime.settings.groups.reward import RewardSettings
 
 
-def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
-    """One reward per execution: the mean over its fan-out siblings that have one."""
+def reward_of_executions(samples: Sequence[Sample], reward_key: str | None) -> dict[int | None, float]:
+    """Execution -> the mean over its fan-out siblings that have a reward; an unscored execution is left out."""
     rewards: dict[int | None, list[float]] = {}
     for sample in samples:
         reward = sample.get_reward_value(reward_key)
         if reward is not None:
             rewards.setdefault(sample.index, []).append(reward)
-    return [sum(values) / len(values) for values in rewards.values()]
+    return {index: sum(values) / len(values) for index, values in rewards.items()}
+
+
+def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
+    """The rewards of `reward_of_executions`, in the order of first appearance."""
+    return list(reward_of_executions(samples, reward_key).values())
 
 
 def execution_rewards(args: RewardSettings, samples: list[Sample]) -> list[float]:

@@ -26,6 +26,9 @@ from slime.core.sample import Sample
 if TYPE_CHECKING:
     from slime.settings import Args
 
+BUILT_IN_LIMIT_S = 10.0
+"""Longest grading by one that only computes a formula: it needs milliseconds, or it hangs."""
+
 Reward = float | dict[str, Any]
 """A finite number, or several by name, of which `--reward-key` picks one."""
 
@@ -55,8 +58,15 @@ class Grader(ABC):
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
         """The reward of one finished sample. What it raises leaves the sample unscored, never with a zero.
 
-        `limit_s`: seconds after which the pool gives up on the sample.
+        `limit_s`: seconds after which the pool gives up on the sample, by `limit_of`.
         """
+
+    def limit_of(self, sample: Sample, limit_s: float) -> float:
+        """Seconds after which the pool gives up on this sample, counted from the call of `grade`.
+
+        `limit_s`: `--reward-timeout-s`.
+        """
+        return limit_s if self.waits or self.is_slow else min(limit_s, BUILT_IN_LIMIT_S)
 
     def warm_up(self) -> None:
         """Imports what takes long, before the first sample comes and its time runs."""
@@ -111,6 +121,10 @@ class Boxed(Grader):
 
         boxed = dataclasses.replace(sample, response=last_boxed(sample.response) or "")
         return self._inner.grade(boxed, limit_s)
+
+    def limit_of(self, sample: Sample, limit_s: float) -> float:
+        """As the other one."""
+        return self._inner.limit_of(sample, limit_s)
 
     def warm_up(self) -> None:
         """As the other one."""

@@ -8,8 +8,9 @@ The tests stand in `metadata["tests"]`, else in the label (as JSON text or not),
 
 The score is the share of tests passed, or with `metadata["code_reward"] = "all"` 1.0 for all of them, else 0.0.
 `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) bound one test. A program that is too slow fails
-its test and is not asked again: the tests after it count as failed. What the tests check never shares a process with
-the program, assertions excepted (`sandbox`).
+its test and is not asked again: the tests after it count as failed. All tests together may take `--reward-timeout-s`
+and `SECONDS_PER_TEST` more for each, so that no answer is left unscored for the number of its tests alone. What the
+tests check never shares a process with the program, assertions excepted (`sandbox`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import after_thinking
 
 TIME_LIMIT_S, MEMORY_LIMIT_MB = 4.0, 1024
+SECONDS_PER_TEST = 1.0
+"""What each test adds to the limit of all, unless its own limit is lower."""
 BUDGET_SHARE = 0.8
 """Of the pool's limit that the tests of one answer may take together; beyond it the answer stays unscored."""
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -127,13 +130,17 @@ class ProgramTests(Grader):
     allow_unconfined_code: bool = False
     """Run programs also where nothing holds them."""
 
+    def limit_of(self, sample: Sample, limit_s: float) -> float:
+        """It grows with the number of tests. Raises `DataError` on a row without tests."""
+        return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
+
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the share of tests passed, or 0.0 / 1.0; without a complete code block 0.0.
 
         Raises `DataError` on a row without tests, `DeadlineExceeded` if the tests together take too long, `Unconfined`
         where nothing holds a program and `--allow-unconfined-code` was not given.
         """
-        from slime.rewards.graders.sandbox import run
+        from slime.rewards.graders.sandbox import Sandbox
 
         cases, program = cases_of(sample), last_program(sample.response)
         all_or_nothing = {"all": True, "share": False}.get(sample.metadata.get("code_reward", "share"))
@@ -141,30 +148,32 @@ class ProgramTests(Grader):
             raise DataError(f"got metadata code_reward {sample.metadata['code_reward']!r}; write 'share' or 'all'")
         if program is None:
             return 0.0
-        time_limit_s = float(sample.metadata.get("time_limit_s", TIME_LIMIT_S))
-        memory_bytes = int(sample.metadata.get("memory_limit_mb", MEMORY_LIMIT_MB)) * 2**20
         budget_s, started, num_passed = BUDGET_SHARE * limit_s, time.monotonic(), 0
-        for number, case in enumerate(cases):
-            if time.monotonic() - started > budget_s:
-                raise DeadlineExceeded.waiting(
-                    owner="the code grader",
-                    for_what=f"{len(cases)} tests",
-                    limit_s=budget_s,
-                    last_progress=f"{number} run, {num_passed} passed",
-                )
-            request = {"program": program, **case.request}
-            ended = run(
-                request,
-                stdin=case.stdin,
-                time_limit_s=time_limit_s,
-                memory_bytes=memory_bytes,
-                allow_unconfined=self.allow_unconfined_code,
-            )
-            if case.kind == "stdin":
-                passed = ended.code == 0 and same_output(ended.output, case.expected)
-            else:
-                passed = ended.result is not None and same_value(ended.result[0], case.expected)
-            num_passed += passed
-            if ended.timed_out or (all_or_nothing and not passed):
-                break
+        with Sandbox(
+            program,
+            time_limit_s=_time_limit_s(sample),
+            memory_bytes=int(sample.metadata.get("memory_limit_mb", MEMORY_LIMIT_MB)) * 2**20,
+            allow_unconfined=self.allow_unconfined_code,
+        ) as sandbox:
+            for number, case in enumerate(cases):
+                if time.monotonic() - started > budget_s:
+                    raise DeadlineExceeded.waiting(
+                        owner="the code grader",
+                        for_what=f"{len(cases)} tests",
+                        limit_s=budget_s,
+                        last_progress=f"{number} run, {num_passed} passed",
+                    )
+                ended = sandbox.run(case.request, stdin=case.stdin)
+                if case.kind == "stdin":
+                    passed = ended.code == 0 and same_output(ended.output, case.expected)
+                else:
+                    passed = ended.result is not None and same_value(ended.result[0], case.expected)
+                num_passed += passed
+                if ended.timed_out or (all_or_nothing and not passed):
+                    break
         return float(num_passed == len(cases)) if all_or_nothing else num_passed / len(cases)
+
+
+def _time_limit_s(sample: Sample) -> float:
+    """Seconds of one test."""
+    return float(sample.metadata.get("time_limit_s", TIME_LIMIT_S))

@@ -5,9 +5,10 @@
     --rollout-sample-filter-path slime.rollout.workflows.rejection.keep_right       # or keep_best
     --drop-masked-executions                                 # the mean is over what is learned (loss_aggregation)
 
-What is not kept stays in the batch and in its metrics, masked. Bounds are the user's own settings, from the key
-`custom` of `--custom-config-path`: `min_reward` (1.0) is what counts as right, `num_kept` (1) how many `keep_best`
-keeps.
+What is not kept stays in the batch and in its metrics, masked. An unscored execution is neither good nor bad: it is
+never learned, and does not count among those that the others are compared with. Bounds are the user's own settings,
+from the key `custom` of `--custom-config-path`: `min_reward` (1.0) is what counts as right, `num_kept` (1) how many
+`keep_best` keeps.
 """
 
 from __future__ import annotations
@@ -16,25 +17,22 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.core.sample import Sample
-from slime.rollout.filters import execution_rewards
+from slime.rollout.filters import execution_rewards, reward_of_executions
 from slime.rollout.types import DynamicFilterOutput
 from slime.settings import Args
 from slime.settings.groups.reward import RewardSettings
 
 
-def _rewards(args: RewardSettings, samples: list[Sample]) -> dict[int, float]:
-    """Execution -> mean reward of its fan-out siblings, in the order of first appearance."""
-    rewards: dict[int, list[float]] = {}
-    for sample in samples:
-        rewards.setdefault(sample.index or 0, []).append(sample.get_reward_value(args.reward_key) or 0.0)
-    return {index: sum(values) / len(values) for index, values in rewards.items()}
-
-
-def _keep(args: RewardSettings, groups: list[list[Sample]], chosen: Callable[[dict[int, float]], set[int]]) -> None:
+def _keep(
+    args: RewardSettings,
+    groups: list[list[Sample]],
+    chosen: Callable[[dict[int | None, float]], set[int | None]],
+) -> None:
+    """Masks the executions that are not chosen. `chosen` sees the scored ones alone."""
     for group in groups:
-        kept = chosen(_rewards(args, group))
+        kept = chosen(reward_of_executions(group, args.reward_key))
         for sample in group:
-            sample.remove_sample = sample.remove_sample or (sample.index or 0) not in kept
+            sample.remove_sample = sample.remove_sample or sample.index not in kept
 
 
 def _min_reward(args: Args) -> float:
@@ -49,10 +47,10 @@ def keep_right(args: Any, groups: list[list[Sample]]) -> None:
 def keep_best(args: Any, groups: list[list[Sample]]) -> None:
     """Sample filter: of each prompt only the `num_kept` executions with the highest rewards are learned.
 
-    None of a prompt whose answers are all worth the same; of equal ones the first.
+    None of a prompt whose scored answers are all worth the same; of equal ones the first.
     """
 
-    def best(rewards: dict[int, float]) -> set[int]:
+    def best(rewards: dict[int | None, float]) -> set[int | None]:
         ranked = sorted(rewards, key=lambda i: -rewards[i])
         return set(ranked[: int(args.custom.get("num_kept", 1))]) if len(set(rewards.values())) > 1 else set()
 
@@ -61,5 +59,5 @@ def keep_best(args: Any, groups: list[list[Sample]]) -> None:
 
 def has_right(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
     """Dynamic filter: drops a prompt without an execution that `keep_right` keeps."""
-    keep = max(execution_rewards(args, samples), default=0.0) >= _min_reward(args)
+    keep = any(reward >= _min_reward(args) for reward in execution_rewards(args, samples))
     return DynamicFilterOutput(keep=keep, reason=None if keep else "none_right")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,10 @@ def _grader_of_prompts(s: Any) -> str | None:
     return None if s.custom_rm_path or fine_tunes(s) else grader_of_data(s.prompt_data)
 
 
+def _num_workers(_: Any) -> int:
+    return min(64, max(4, len(os.sched_getaffinity(0))))
+
+
 def _more_than_one(value: Any) -> bool:
     return value is not None and value != 1
 
@@ -83,9 +88,11 @@ class RewardSettings:
     group_rm: bool = False
     """Grade all samples of a prompt in one call."""
     reward_timeout_s: float = opt(30.0, gt=0)
-    """Limit of one grading, in seconds; after it the sample is unscored, not zero."""
-    reward_num_workers: int = opt(2, ge=1)
-    """Grader processes."""
+    """Limit of one grading, in seconds from when the grader begins; after it the sample is unscored, not zero."""
+    reward_num_workers: int = derived(_num_workers, "one for each usable core, at least 4, at most 64", ge=1)
+    """Grader processes, started when needed: so many calls of a function that blocks (a judge behind HTTP) run at a
+    time, and 128 of one that is async. Those that only compute use no more than there are cores. Default: the number of
+    usable cores, but 4 to 64."""
     reward_memory_limit_mb: int = 2048
     """Address space of one grader process, in MiB."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,15 @@ def act(args: Any, sample: Sample) -> Any:
         case "hang":
             while True:
                 time.sleep(1)
+        case "stuck":  # in C, where no signal is looked at and no other thread runs
+            return float(sum(itertools.repeat(0)))
         case "gate":  # until the test opens it
             while not Path(sample.metadata["gate"]).exists():
+                time.sleep(0.01)
+        case "meet":  # as many others as asked for
+            folder = Path(sample.metadata["folder"])
+            (folder / str(sample.index)).touch()
+            while len(list(folder.iterdir())) < sample.metadata["num"]:
                 time.sleep(0.01)
         case "raise":
             raise RuntimeError("as told")
@@ -72,6 +81,16 @@ async def act_async(args: Any, sample: Sample) -> Any:
         time.sleep(3600)
     await asyncio.sleep(0.2)
     return {"score": 0.5}
+
+
+NUM_TOGETHER = 40
+together = threading.Barrier(NUM_TOGETHER)
+
+
+async def act_in_thread(args: Any, sample: Sample) -> float:
+    """Blocks in a thread until so many others do."""
+    await asyncio.to_thread(together.wait)
+    return 1.0
 
 
 def group(args: Any, samples: list[Sample]) -> list[float]:

@@ -10,8 +10,10 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from slime.rewards.types import Scored, Unscored
 from slime.settings import parse_args
 from slime.settings.table import flag_table
 from tests.support.command_line import complete
+from tests.unit.rewards.hostile import NUM_TOGETHER
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
 
@@ -67,16 +70,75 @@ def test_a_process_whose_pipe_stays_open_is_gone_at_once(act: str) -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=1, timeout_s=3.0)
 
 
-def test_a_hang_is_unscored_after_the_limit_and_others_go_on() -> None:
+@pytest.mark.parametrize("act", ["hang", "stuck"])
+def test_a_hang_is_unscored_after_the_limit_and_others_go_on(act: str) -> None:
     async def work(pool: GraderPool) -> None:
         await pool.score(Sample(response="ok"))
-        hang = asyncio.create_task(pool.score(Sample(response="hang")))
+        hang = asyncio.create_task(pool.score(Sample(response=act)))
         assert all([await pool.score(Sample(response="ok")) == Scored(1.0) for _ in range(20)])
         assert not hang.done()
         assert await hang == Unscored("timeout after 5 s")
         assert await pool.score(Sample(response="ok")) == Scored(1.0)
 
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", timeout_s=5.0)
+
+
+def test_blocked_user_threads_keep_no_grading() -> None:
+    """Law: gradings are done while users' code holds every thread that the event loop has for it, and more wait."""
+
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="x", label="x"))
+        done, loop = threading.Event(), asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(4))
+        users = [loop.run_in_executor(None, done.wait) for _ in range(40)]
+        try:
+            scores = await asyncio.gather(*(pool.score(Sample(response="x", label="x")) for _ in range(20)))
+        finally:
+            done.set()
+        assert scores == [Scored(1.0)] * 20 and all(await asyncio.gather(*users))
+
+    with_pool(work, rm_type="exact_match", timeout_s=10.0)
+
+
+def test_the_clock_starts_with_the_grader() -> None:
+    """Law: the time before the process takes the request is not the grader's."""
+
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="ok"))
+        (process,) = pool._serial.processes
+        os.kill(process.pid, signal.SIGSTOP)
+        asked = asyncio.create_task(pool.score(Sample(response="ok")))
+        await asyncio.sleep(6)
+        os.kill(process.pid, signal.SIGCONT)
+        assert await asked == Scored(1.0) and pool._serial.processes == [process]
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=1, timeout_s=5.0)
+
+
+def test_so_many_blocking_calls_run_as_there_are_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: `--reward-num-workers` is what a function that blocks has under way; by default it follows the cores."""
+
+    async def work(pool: GraderPool) -> None:
+        shared = {"folder": str(tmp_path / "meet"), "num": 6}
+        samples = [Sample(index=i, response="meet", metadata=shared) for i in range(6)]
+        assert await asyncio.gather(*map(pool.score, samples)) == [Scored(1.0)] * 6
+        assert len(pool._serial.processes) == 6 and pool._serial.max_processes == 6
+
+    (tmp_path / "meet").mkdir()
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=6, timeout_s=60.0)
+    words = complete(tmp_path)
+    for cores, expected in ((1, 4), (2, 4), (16, 16), (256, 64)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert parse_args(words).reward_num_workers == expected
+    assert parse_args([*words, "--reward-num-workers", "7"]).reward_num_workers == 7
+
+
+def test_async_graders_that_block_in_threads_run_side_by_side() -> None:
+    async def work(pool: GraderPool) -> None:
+        samples = [Sample(response="ok") for _ in range(NUM_TOGETHER)]
+        assert await asyncio.gather(*map(pool.score, samples)) == [Scored(1.0)] * NUM_TOGETHER
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act_in_thread", num_workers=1, timeout_s=30.0)
 
 
 def test_async_graders_run_side_by_side_and_hang_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def test_a_teacher_at_another_temperature_is_refused(tmp_path: Path) -> None:
     assert "--use-opd" in alone.idle["opd_teacher_url"] and not alone.rollout_sample_hook_path, "nobody is asked"
 
 
-def group(*rewards: float) -> list[Sample]:
+def group(*rewards: float | None) -> list[Sample]:
     return [Sample(group_index=0, index=i, reward=reward) for i, reward in enumerate(rewards)]
 
 
@@ -99,6 +100,20 @@ def test_only_what_is_kept_is_learned(tmp_path: Path) -> None:
     assert kept[0] == [[False, True, True], [False] * 3, [False] * 2]
     assert kept[1] == [[False, True, False], [False, True, False], [False] * 2]
     assert [has_right(args, g).keep for g in groups] == [True, False, False]
+
+
+def test_an_unscored_execution_is_no_zero(tmp_path: Path) -> None:
+    """Law: without a reward an execution is never kept, is worth less than none, and makes no difference to compare."""
+    args = dataclasses.replace(rollout_args(tmp_path), custom={"min_reward": -1.0, "num_kept": 2})
+    groups = [group(None, -0.5, -2.0), group(None, -0.5, -0.5, -3.0), group(0.5, None, 0.5), group(None, None)]
+    kept = []
+    for choose in (keep_right, keep_best):
+        copies = [[Sample.from_dict(s.to_dict()) for s in g] for g in groups]
+        choose(args, copies)
+        kept.append([[s.index for s in g if not s.remove_sample] for g in copies])
+    assert kept[0] == [[1], [1, 2], [0, 2], []]
+    assert kept[1] == [[1, 2], [1, 2], [], []]
+    assert [has_right(args, g).keep for g in groups] == [True, True, True, False]
 
 
 def test_fine_tuning_on_sampled_answers_has_engines_and_masks(tmp_path: Path) -> None:
