@@ -66,6 +66,10 @@ class DataBuffer:
         self._lock = threading.RLock()
         self._queue: list[GroupRecord] = []
         self._finished: list[GroupRecord] = []
+        self._shown: dict[int, Group] = {}
+        """Of the queue, groups that the user's filter has seen: it may have written into them, so their records are no
+        longer true.
+        """
         self._account = Account(self._is_buffered)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
@@ -106,13 +110,15 @@ class DataBuffer:
         if self._buffer_filter is None or not self._queue or n == 0:
             taken, self._queue = self._queue[:n], self._queue[n:]
             return [self._issue_again(record) for record in taken]
-        chosen, kept = apply_filter(self._buffer_filter, [record.group() for record in self._queue], n)
-        self._account.drop(
-            {r.group_index for r in self._queue} - {g.group_index for g in (*chosen, *kept)}, "buffer_filter"
-        )
-        self._queue = [GroupRecord.of(group) for group in kept]  # the filter may have written into what it saw
-        for group in chosen:
-            self._issue(group)
+        groups = [self._shown.get(record.group_index) or record.group() for record in self._queue]
+        chosen, kept = apply_filter(self._buffer_filter, groups, n)
+        again = [(group, GroupRecord.of(group)) for group in chosen]
+        known = {record.group_index: record for record in self._queue}
+        self._account.drop(known.keys() - {g.group_index for g in (*chosen, *kept)}, "buffer_filter")
+        self._queue = [known[group.group_index] for group in kept]
+        self._shown = {group.group_index: group for group in kept}
+        for group, record in again:
+            self._issue(group, record)
         return chosen
 
     def _issue_again(self, record: GroupRecord) -> Group:
@@ -213,22 +219,21 @@ class DataBuffer:
             samples = flatten(nest)
             if {s.group_index for s in samples} == {None}:
                 with self._lock:
-                    group = self._adopt(nest)
-                    self._keep([(group, GroupRecord.of(group))])
+                    self._keep([self._adopt(nest)])
             else:
                 index = group_index_of(samples)
                 self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
 
-    def _adopt(self, nest: Sequence[Any]) -> Group:
+    def _adopt(self, nest: Sequence[Any]) -> tuple[Group, GroupRecord]:
         """Gives ids to samples made outside, one per execution (a sample or a list of siblings); counts the group."""
         group_index, first_index = self._account.next_group_index, self._account.next_index
         for i, execution in enumerate(nest):
             for sample in flatten([execution]):
                 sample.group_index, sample.index = group_index, first_index + i
         group = Group(group_index=group_index, samples=tuple(flatten(nest)))
-        GroupRecord.of(group)  # first: it may not be JSON
+        record = GroupRecord.of(group)  # first: it may not be JSON
         self._account.add_group(len(nest))
-        return group
+        return group, record
 
     def _keep(self, groups: Sequence[tuple[Group, GroupRecord]]) -> None:
         self._queue.extend(record for _, record in groups)
@@ -301,7 +306,10 @@ class DataBuffer:
             self.ledger().check()
             return Snapshot(
                 figures=self._figures(),
-                buffered=list(self._queue),
+                buffered=[
+                    GroupRecord.of(self._shown[r.group_index]) if r.group_index in self._shown else r
+                    for r in self._queue
+                ],
                 finished=list(self._finished),
                 in_flight=list(self._account.in_flight.items()),
             )
@@ -329,6 +337,7 @@ class DataBuffer:
             ]
             self._queue = again + saved.buffered
             self._finished = saved.finished
+            self._shown = {}
             self.weight_version = state.get("weight_version", self.weight_version)
             self.ledger().check()
         if again:

@@ -67,17 +67,20 @@ class DataSourceBuffer(DataBuffer):
                 f"got {len(nests)} of {n} groups from {type(self._source).__name__}.get_samples; it must give all"
             )
         groups = [self._receive(nest) for nest in nests]
-        for group in groups:
-            self._issue(group)
-        return groups
+        for group, record in groups:
+            self._issue(group, record)
+        return [group for group, _ in groups]
 
-    def _receive(self, nest: Sequence[Any]) -> Group:
+    def _receive(self, nest: Sequence[Any]) -> tuple[Group, GroupRecord]:
         samples = flatten(nest)
         if {s.group_index for s in samples} == {None}:
             return self._adopt(nest)
         index = group_index_of(samples)
         if index in self._lent:
-            return Group(group_index=index, samples=tuple(samples), attempts=self._lent.pop(index))
+            again = Group(group_index=index, samples=tuple(samples), attempts=self._lent[index])
+            record = GroupRecord.of(again)
+            del self._lent[index]
+            return again, record
         if index < self._account.next_group_index:
             raise LedgerError(
                 f"got group {index} from the data source, because it was issued before and not given back; do: let "
@@ -89,9 +92,9 @@ class DataSourceBuffer(DataBuffer):
                 f"got group {index} with execution ids {executions}; give rising ids to all samples or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
-        GroupRecord.of(group)  # first: it may not be JSON
+        record = GroupRecord.of(group)  # first: it may not be JSON
         self._account.add_foreign_group(index, max(executions))
-        return group
+        return group, record
 
     def _keep(self, groups: Sequence[tuple[Group, GroupRecord]]) -> None:
         self._lent.update({group.group_index: group.attempts for group, _ in groups})

@@ -90,5 +90,6 @@ def with_bounded_text(sample: Sample, finished: bool) -> Sample:
     if len(sample.response) <= MAX_SAVED_TEXT:
         return sample
     logger.warning("checkpoint: truncated a text of %d characters of sample %s", len(sample.response), sample.index)
-    keep = finished or sample.reward is not None
-    return dataclasses.replace(sample, response=sample.response[:MAX_SAVED_TEXT]) if keep else reset(sample)
+    bounded = sample.copy()  # whoever reads a field of the live one would have it hold lists
+    bounded.response = sample.response[:MAX_SAVED_TEXT]
+    return bounded if finished or sample.reward is not None else reset(bounded)

@@ -52,17 +52,21 @@ class Snapshot:
 
     def plain(self) -> dict[str, Any]:
         """Everything as one JSON-serialisable dict, of format 1."""
+        return {"format": 1, **self._state("group", lambda record: record.saved_group().to_dict())}
+
+    def _state(self, entry: str, describe: Callable[[GroupRecord], Any]) -> dict[str, Any]:
+        """Figures and groups, each as `describe` says; `entry`: the key of one in flight."""
         in_flight = [
             {
                 "group_index": index,
                 "attempts": one.attempts,
-                "group": None if one.record is None else one.record.saved_group().to_dict(),
+                entry: None if one.record is None else describe(one.record),
             }
             for index, one in self.in_flight
         ]
         waiting = {"buffered": self.buffered, "finished": self.finished}
-        groups = {name: [record.saved_group().to_dict() for record in records] for name, records in waiting.items()}
-        return {"format": 1, **self.figures, **groups, "in_flight": in_flight}
+        groups = {name: [describe(record) for record in records] for name, records in waiting.items()}
+        return {**self.figures, **groups, "in_flight": in_flight}
 
     def write(self, path: Path) -> None:
         """Writes the JSON to `path` and the records beside it, durably."""
@@ -72,13 +76,7 @@ class Snapshot:
         save = f"{path.stem}.{secrets.token_hex(4)}"
         names = (path.with_name(f"{save}.{number}.safetensors") for number in count(1))
         files = [_write(name, tensors) for name, tensors in zip(names, _in_files(records))]  # noqa: B905
-        in_flight = [
-            {"group_index": index, "attempts": one.attempts, "record": one.record and _described(one.record)}
-            for index, one in self.in_flight
-        ]
-        waiting = {"buffered": self.buffered, "finished": self.finished}
-        groups = {name: [_described(record) for record in records] for name, records in waiting.items()}
-        state = {"format": FORMAT, **self.figures, **groups, "in_flight": in_flight, "files": files}
+        state = {"format": FORMAT, **self._state("record", _described), "files": files}
         write_json(path, json.dumps(state))
         for earlier in set(path.parent.glob(f"{path.stem}.*.safetensors")) - {path.with_name(name) for name in files}:
             earlier.unlink(missing_ok=True)

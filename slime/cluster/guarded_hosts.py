@@ -36,6 +36,8 @@ ASK_AGAIN_S = 30.0
 """After a refusal: a shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
 """After the end of an actor: its guardian ends everything of the run on the host, another actor, too."""
+MOST_DEATHS = 12
+"""Of actors in a row that an old guardian may have ended; it is given a minute. Another one is a refusal."""
 
 
 class Handle(Protocol):
@@ -94,6 +96,8 @@ class _Node:
     again_at: float = 0.0
     refusal: str = ""
     """What was said last."""
+    num_died: int = 0
+    """Actors that ended there since it was guarded last."""
 
 
 class GuardedHosts:
@@ -159,6 +163,10 @@ class GuardedHosts:
             if (unseen := node.handle.unseen()) is None:
                 return
         except ActorDied as error:  # an old guardian ended it, or the host is lost again
+            node.num_died += 1
+            if node.num_died > MOST_DEATHS:
+                self._refuse(node, f"an actor ended there {node.num_died} times before it had a guardian: {error}")
+                return
             logger.warning("host %s did not start a guardian: %s", node.host, error)
             self._put_off(node, AFTER_LOSS_S)
             return
@@ -170,7 +178,7 @@ class GuardedHosts:
         else:
             logger.info("host %s has a guardian again", node.host)
             node.is_guarded = node.is_there = True
-            node.refusal = ""
+            node.refusal, node.num_died = "", 0
 
     def _refuse(self, node: _Node, because: str) -> None:
         if node.refusal != because:

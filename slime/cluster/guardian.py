@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import slime
@@ -176,9 +177,9 @@ def ending_guardians(run_id: str) -> list[int]:
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):  # gone, or somebody else's
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-            if _MODULE in words and run_id in words and _driver_id(pid) is not None:
-                owner = _parse([word for word in words[words.index(_MODULE) + 1 :] if word]).driver_pid
-                found += [pid] * (_driver_id(owner) is None)
+            owner = dict(pairwise(words)).get("--driver-pid", "")
+            if _MODULE in words and run_id in words and owner.isdigit() and _driver_id(pid) is not None:
+                found += [pid] * (_driver_id(int(owner)) is None)
     return found
 
 

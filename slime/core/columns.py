@@ -1,11 +1,12 @@
-"""`Column`: a list of numbers as an array, as narrow as holds every one of them exactly.
+"""`Column`: a list of numbers as an array, as narrow as holds equal ones.
 
 A Python list of floats takes 32 bytes a number, of token ids 36; an array takes 2 to 8, and a list of few different
 numbers in a row next to nothing. `UnpackedList` lets a field of a record be either: who reads it gets a list, which is
 the field's value from then on, and who knows of columns asks for the array.
 
 Invariants
-1. `Column.of(numbers).tolist() == numbers`; what no array holds exactly stays a list.
+1. `Column.of(numbers).tolist() == numbers`, of one type: integers among floats are floats. What no array holds exactly,
+   and booleans, stay a list.
 2. Arrays are not written to after they were made: records, their copies and checkpoints share them.
 """
 
@@ -38,12 +39,12 @@ class Column:
 
     @classmethod
     def of(cls, numbers: Sequence[Any]) -> Column | None:
-        """A list as a column; None if no array holds it exactly (NaN, a number beyond 64 bits, no number)."""
+        """A list as a column; None if no array has equal numbers (NaN, beyond 64 bits, none at all), and of booleans."""
         try:
             array = np.asarray(numbers)
         except (ValueError, OverflowError):
             return None
-        if array.ndim != 1 or array.dtype.kind not in "bif":
+        if array.ndim != 1 or array.dtype.kind not in "if":
             return None
         column = cls(_narrow_floats(array)) if array.dtype.kind == "f" else _integers(array)
         return column if column.tolist() == numbers else None

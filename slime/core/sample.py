@@ -165,7 +165,7 @@ class Sample:
         return [v for v in dict.fromkeys(known) if v != NOT_SAMPLED]
 
     def pack(self) -> None:
-        """Holds its lists of numbers as arrays, exactly; it reads as before, and lists that were read stay lists."""
+        """Holds its lists of numbers as arrays of equal ones; lists that are read later are lists from then on."""
         for name in PER_TOKEN:
             _FIELDS[name].pack(self)
 

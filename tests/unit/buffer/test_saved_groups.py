@@ -266,3 +266,27 @@ def test_finished_groups_of_the_oldest_weights_go_first_and_stale_ones_start_ove
     assert buffer.take_finished(3) == [] and buffer.num_finished == 2
     assert [g.group_index for g in buffer.take_finished(2)] == [2, 0]
     assert buffer.get_groups(1)[0].samples[0].response_length == 0
+
+
+def test_what_a_filter_writes_into_a_group_it_leaves_is_issued_and_saved(tmp_path: Path) -> None:
+    """Law: a filter sees each group once as what it was, and later as what it left."""
+    seen: list[Any] = []
+
+    def leave_all_but_one(queue: list[list[Sample]], n: int) -> list[list[Sample]]:
+        for samples in queue:
+            seen.append(samples[0].metadata.setdefault("seen", 0))
+            samples[0].metadata["seen"] += 1
+        return [queue.pop(0)]
+
+    buffer = DataBuffer(Rows(), n_samples_per_prompt=1, buffer_filter=leave_all_but_one)
+    groups = buffer.get_groups(3)
+    buffer.put_back(groups, "surplus")
+    assert buffer.get_groups(1)[0].samples[0].metadata == {"seen": 1}
+    saved(buffer, tmp_path / "b.json")
+    resumed = DataBuffer(Rows(), n_samples_per_prompt=1)
+    resumed.load(tmp_path / "b.json")
+    assert [g["samples"][0]["metadata"]["seen"] for g in resumed.state_dict()["buffered"]] == [1, 1, 1]
+    assert buffer.get_groups(1)[0].samples[0].metadata == {"seen": 2} and seen == [0, 0, 0, 1, 1]
+    buffer.put_back([groups[0]], "surplus")
+    assert buffer.ledger().buffered == 2
+    buffer.ledger().check()

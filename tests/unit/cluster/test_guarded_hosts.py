@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.cluster.guarded_hosts import AFTER_LOSS_S, ASK_AGAIN_S, GuardedHosts
+from slime.cluster.guarded_hosts import AFTER_LOSS_S, ASK_AGAIN_S, MOST_DEATHS, GuardedHosts
 from slime.cluster.placement import Host
 from slime.core.errors import ActorDied, EngineError
 
@@ -94,6 +94,19 @@ def test_an_actor_that_the_old_guardian_ends_is_no_refusal(cluster: Cluster) -> 
         cluster.taken[number][1].answer = ActorDied("the owner of a host's guardian died")
         assert cluster.after(1) == (True, False)
         assert cluster.taken[number][1].ended == "dropped"
+
+
+def test_a_host_whose_actors_only_ever_end_is_refused_in_the_end(cluster: Cluster) -> None:
+    """Law: engines do not wait for ever for a host on which nothing can start."""
+    cluster.first.guards = False
+    cluster.after(0)
+    for number in range(MOST_DEATHS + 1):
+        cluster.after(AFTER_LOSS_S)
+        cluster.taken[number][1].answer = ActorDied("no memory")
+        assert cluster.after(1) == (number < MOST_DEATHS, False)
+    assert cluster.after(ASK_AGAIN_S) == (False, False) and len(cluster.taken) == MOST_DEATHS + 2
+    cluster.taken[-1][1].answer = []
+    assert cluster.after(1) == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def test_a_column_is_the_list_or_there_is_none(numbers: list[Any]) -> None:
     column = Column.of(numbers)
     if column is None:
         exact = [n for n in numbers if isinstance(n, float | int) and not (isinstance(n, float) and math.isnan(n))]
-        assert len(exact) < len(numbers) or any(abs(n) >= 2**53 for n in numbers)
+        truths = all(isinstance(n, bool) for n in numbers)
+        assert len(exact) < len(numbers) or truths or any(abs(n) >= 2**53 for n in numbers)
         return
     assert column.tolist() == numbers and len(column) == len(column.array) == len(numbers)
     assert list(dict.fromkeys(column.distinct.tolist())) == list(dict.fromkeys(numbers))
