@@ -39,7 +39,7 @@ class Column:
 
     @classmethod
     def of(cls, numbers: Sequence[Any]) -> Column | None:
-        """A list as a column; None if no array has equal numbers (NaN, beyond 64 bits, none at all), and of booleans."""
+        """A list as a column; None if no array has equal numbers (NaN, beyond 64 bits, no number), or of booleans."""
         try:
             array = np.asarray(numbers)
         except (ValueError, OverflowError):
