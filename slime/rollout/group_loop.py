@@ -69,12 +69,9 @@ class GroupSource(Protocol):
 class Policy(ABC):
     """What a schedule decides of a loop. None of the answers waits for anything."""
 
-    round: int = 1
-    """Groups that are taken from the buffer at once."""
-
     @abstractmethod
-    def has_room(self, loop: GroupLoop) -> bool:
-        """Whether more groups are to be started."""
+    def num_missing(self, loop: GroupLoop) -> int:
+        """How many more groups are to be started; none if it is not positive."""
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
         """The group as it may be worked on; called once when it is started."""
@@ -192,8 +189,8 @@ class GroupLoop:
     # ---- starting ------------------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        while self.policy.has_room(self):
-            groups = self.source.get_groups(self.policy.round)
+        while (num := self.policy.num_missing(self)) > 0:
+            groups = self.source.get_groups(num)
             if not groups:
                 raise DataError("got no group from the data source; it must issue groups as long as the run needs them")
             for group in groups:

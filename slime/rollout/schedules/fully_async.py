@@ -1,6 +1,6 @@
 """The schedule of `--fully-async`: one worker for the whole run, which goes on while the trainer trains.
 
-Consumes: groups of the Data Buffer, one at a time. Produces: finished groups, which wait in the Data Buffer; `step`
+Consumes: groups of the Data Buffer. Produces: finished groups, which wait in the Data Buffer; `step`
 takes a batch of them, those of the oldest weights first. The worker waits for any of its groups to end, or for room,
 and is woken by an ended group and by a taken batch. `step` waits for a full batch, and is woken by the worker, when
 there is one or when it has failed. All on the manager's event loop.
@@ -75,9 +75,9 @@ class BoundedPolicy(Policy):
         """Group -> interruptions in this step."""
         self._max_groups_in_flight, self._buffer = most, buffer
 
-    def has_room(self, loop: GroupLoop) -> bool:
-        """While running and finished groups are fewer than the bound."""
-        return len(loop.running) + self._buffer.num_finished < self._max_groups_in_flight
+    def num_missing(self, loop: GroupLoop) -> int:
+        """What running and finished groups leave of the bound."""
+        return self._max_groups_in_flight - len(loop.running) - self._buffer.num_finished
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
         """Weight syncs interrupt, but not the same group again and again."""

@@ -1,8 +1,8 @@
 """The step schedule: a step issues groups until enough of them are finished, and ends what is then still running.
 
-Consumes: groups of the Data Buffer, in rounds of `--over-sampling-batch-size`. Produces: a batch of exactly
-`--rollout-batch-size` groups. Waits for: any of its groups to end. Is woken by: the loop (`group_loop`), or the limit
-`--rollout-global-timeout-s`.
+Consumes: groups of the Data Buffer, as many as are missing of the batch, times `--over-sampling-batch-size` /
+`--rollout-batch-size`. Produces: a batch of exactly `--rollout-batch-size` groups. Waits for: any of its groups to end.
+Is woken by: the loop (`group_loop`), or the limit `--rollout-global-timeout-s`.
 
 Invariants
 1. When a step returns or raises, nothing of it runs: each group that it took is in the batch, put back, filtered or
@@ -78,7 +78,6 @@ class BatchPolicy(Policy):
     def __init__(self, context: RolloutContext, source: GroupSource) -> None:
         self.accepted: list[Group] = []
         self.target = context.args.rollout_batch_size
-        self.round = max(context.args.over_sampling_batch_size or self.target, 1)
         self._context, self._source = context, source
         self._issued: set[int] = set()
 
@@ -86,9 +85,10 @@ class BatchPolicy(Policy):
         """Whether the batch is complete."""
         return len(self.accepted) >= self.target
 
-    def has_room(self, loop: GroupLoop) -> bool:
-        """While those under way cannot fill the batch."""
-        return not self.others_fill_the_step(loop)
+    def num_missing(self, loop: GroupLoop) -> int:
+        """What those under way leave of the batch, and surplus in proportion."""
+        missing = self.target - len(self.accepted) - len(loop.running)
+        return -(-missing * self._context.args.over_sampling_batch_size // self.target)  # rounded up
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
         """Without the work of an earlier step, unless that may be trained."""

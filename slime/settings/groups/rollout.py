@@ -111,7 +111,8 @@ class RolloutSettings:
     n_samples_per_prompt: int = opt(1, ge=1)
     """Executions (samples) per prompt."""
     over_sampling_batch_size: int = derived(lambda s: s.rollout_batch_size, "rollout_batch_size")
-    """Prompts fetched per submission round; more than rollout_batch_size leaves room for filters."""
+    """Prompts that a step starts with; more than rollout_batch_size leaves room for filters. When fewer than the batch
+    are finished or under way, what is missing is issued in the same proportion."""
     rollout_temperature: float = 1.0
     """Sampling temperature; the trainer divides the logits by the same number."""
     rollout_top_p: float = 1.0

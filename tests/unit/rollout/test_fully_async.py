@@ -198,8 +198,8 @@ def test_settings_that_contradict_each_other_are_refused(
 class Rests(Policy):
     """Starts nothing."""
 
-    def has_room(self, loop: GroupLoop) -> bool:
-        return False
+    def num_missing(self, loop: GroupLoop) -> int:
+        return 0
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
         return False

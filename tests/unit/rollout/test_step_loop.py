@@ -51,6 +51,18 @@ def test_a_step_trains_each_prompt_once_with_what_the_engine_sampled(tmp_path: P
     assert metrics["rollout/raw_reward"] == 0.5 and metrics["rollout/response_len/max"] == 5
 
 
+@pytest.mark.parametrize(("surplus", "num_issued"), [(8, 9), (12, 14)])
+def test_what_is_missing_is_issued_and_no_more(tmp_path: Path, surplus: int, num_issued: int) -> None:
+    """A group that is given up costs its place, in the proportion that the settings ask for, not a whole round."""
+    engine = FakeEngine()
+    engine.faults.extend([400] * (1 + surplus - 8))  # so many are given up that one is missing
+    flags = ("--rollout-batch-size", "8", "--n-samples-per-prompt", "1", "--disable-rewards-normalization")
+    more = ("--over-sampling-batch-size", str(surplus))
+    batches, metrics, ledger, _ = run(tmp_path, *REWARD, *flags, *more, engine=engine)
+    assert len(batches[0].samples) == 8 and metrics["rollout/num_failed_groups"] == 1 + surplus - 8
+    assert ledger["data/issued"] == num_issued
+
+
 def test_surplus_is_started_over_and_nothing_is_lost(tmp_path: Path) -> None:
     engine = FakeEngine(tick_s=0.004)
     batches, _, ledger, engine = run(

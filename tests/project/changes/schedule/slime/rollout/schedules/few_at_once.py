@@ -35,14 +35,10 @@ class FewAtOnce(RolloutSchedule):
 
             waits_for_all = True
 
-            def __init__(self) -> None:
-                super().__init__(context, source)
-                self.round = at_once
-
-            def has_room(self, loop: GroupLoop) -> bool:
-                return len(loop.running) < at_once and super().has_room(loop)
+            def num_missing(self, loop: GroupLoop) -> int:
+                return min(at_once - len(loop.running), super().num_missing(loop))
 
             def was_meant(self, loop: GroupLoop, group: Group) -> bool:
                 return False
 
-        return await generate_step(context, rollout_id, source, Few())
+        return await generate_step(context, rollout_id, source, Few(context, source))
