@@ -81,6 +81,7 @@ class Try:
         "_place",
         "_served",
         "beside",
+        "finds_out",
         "heard_at",
         "interrupted",
         "reader",
@@ -103,6 +104,8 @@ class Try:
         self.heard_at = self._fresh_at = now
         self._number = self._place = upstream.asked
         self.rid = f"{upstream.prefix_of(scope)}{self._number}."
+        self.finds_out = upstream.failures > 0
+        """Its engine could not be reached before; whether it can be now is not for this request to answer for."""
         self._served = False
         upstream.asked += 1
 
