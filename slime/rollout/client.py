@@ -36,7 +36,7 @@ from slime.core.routed_experts import ExpertFormat
 from slime.rollout.call import Call, EndOfText, Refused, require_joinable
 from slime.rollout.engines import EnginePool
 from slime.rollout.generation import Generation, check_request
-from slime.rollout.job import MAY_RUN_STATUSES, Job
+from slime.rollout.job import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job
 from slime.rollout.pairing import PairPool
 from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
 from slime.rollout.slices import Budget
@@ -339,7 +339,8 @@ class EngineClient:
             one.rid, runs = payload["rid"], True
             body = self._pool.begin(one, payload)
             response = await one.wait(lambda: self._wire.post(f"{upstream.url}/generate", body))
-            self._pool.heard(upstream)
+            if response.status not in UNREACHABLE_STATUSES:
+                self._pool.heard(upstream)
             if response.status != 200:
                 raise Refused(response.status, (await one.wait(response.read))[:300].decode(errors="replace"))
             if job.scope is not None and job.scope.aborted:  # while it was on its way, where no abort finds it

@@ -298,7 +298,7 @@ class EnginePool:
         self._alone_since = None
 
     def _look_for_engines(self, now: float) -> None:
-        if self._loads or not self._waiting:
+        if self._loads or not (self._waiting or any(one.finds_out for one in self.tries)):
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now

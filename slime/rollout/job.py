@@ -5,7 +5,8 @@ the call. Waits for nothing.
 
 Invariants
 1. Only what can succeed is tried again: lost connections, aborts, 408, 429, 502, 503, 504; a 500 once; no other 4xx
-   ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try.
+   ever. `MAX_TRIES` in a row that bring no token end the call. An engine that cannot be reached is not a try, nor is
+   one that breaks off, or answers 502, 503 or 504, after it could not be reached: the call waits for the fleet.
 2. A request without progress ends its call; but where its whole engine stalls, it goes on once: at another engine, or
    when that one was started again.
 """
@@ -23,6 +24,8 @@ from slime.rollout.scope import Handback, RequestScope
 from slime.rollout.upstream import ABORTED, DISMISSED, LATE, PAUSED, UNREAD, Interrupted, Try
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+UNREACHABLE_STATUSES = frozenset({502, 503, 504})
+"""The engine is not there, or not ready, says whoever answers in its place."""
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
 """Somebody gave up on an engine that may still work on the request."""
 MAX_TRIES = 5
@@ -94,6 +97,8 @@ class Job:
                 if status not in RETRY_STATUSES:
                     num = len(self.call.input_ids) + before
                     raise RequestRejected(f"{url} refused a request of {num} ids: HTTP {status}: {text}") from problem
+                if status in UNREACHABLE_STATUSES:
+                    return self._not_reached(said, one, before, pool)
                 self.internal_errors += status == 500
                 if self.internal_errors > 1 and len(self.call.tokens) == before:
                     raise EngineError(f"a request failed after {self.tries + 1} tries; the last one: {said}")
@@ -102,10 +107,14 @@ class Job:
                 pool.failed(one.upstream)
                 return 0.0
             case aiohttp.ClientError() | TimeoutError():
-                pool.failed(one.upstream)
-                return self.again(f"{url}: {type(problem).__name__}: {problem}", before, pool)
+                return self._not_reached(f"{url}: {type(problem).__name__}: {problem}", one, before, pool)
             case _:
                 raise problem
+
+    def _not_reached(self, said: str, one: Try, before: int, pool: EnginePool) -> float:
+        """Its engine broke off, or is not ready: a try if it was there when the request was sent. Raises as `again`."""
+        pool.failed(one.upstream)
+        return 0.0 if one.finds_out else self.again(said, before, pool)
 
     def again(self, said: str, before: int, pool: EnginePool) -> float:
         """Counts a try; seconds to wait before the next one. Raises `EngineError` after `MAX_TRIES` without a token."""

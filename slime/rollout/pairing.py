@@ -29,6 +29,7 @@ from slime.core.errors import EngineError
 from slime.core.topology import bootstrap_of
 from slime.rollout.call import Refused, refuse
 from slime.rollout.engines import EnginePool
+from slime.rollout.job import UNREACHABLE_STATUSES
 from slime.rollout.scope import RequestScope
 from slime.rollout.upstream import ABORTED, UNREAD, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
@@ -148,7 +149,8 @@ class PairPool(EnginePool):
         try:
             response = await reader.wait(lambda: self._wire.post(f"{upstream.url}/generate", payload))
             try:
-                self._readers.heard(upstream)
+                if response.status not in UNREACHABLE_STATUSES:
+                    self._readers.heard(upstream)
                 if response.status != 200:
                     raise Refused(response.status, (await reader.wait(response.read))[:300].decode(errors="replace"))
                 aborted = await _end_of(reader, Events(response))

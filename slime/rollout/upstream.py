@@ -106,6 +106,7 @@ class Try:
         "_place",
         "_served",
         "beside",
+        "finds_out",
         "first_at",
         "heard_at",
         "interrupted",
@@ -132,6 +133,8 @@ class Try:
         """When its first token came."""
         self._number = self._place = upstream.asked
         self.rid = f"{upstream.prefix_of(scope)}{self._number}."
+        self.finds_out = upstream.failures > 0
+        """Its engine could not be reached before; whether it can be now is not for this request to answer for."""
         self._served = False
         upstream.asked += 1
 

@@ -174,6 +174,30 @@ def test_a_step_that_only_fails_ends_with_the_reason(tmp_path: Path) -> None:
         run(tmp_path, "--custom-generate-function-path", f"{HOOKS}:broken")
 
 
+@pytest.mark.parametrize("fault", [502, 503, 504, "drop"])
+def test_while_no_engine_can_be_reached_a_step_waits_and_no_try_is_spent(
+    tmp_path: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.rollout.engines.FIRST_COOLDOWN_S", 0.01)
+    monkeypatch.setattr("slime.rollout.engines.LONGEST_COOLDOWN_S", 0.02)
+    engine = FakeEngine()
+    engine.faults.extend([fault] * 100)
+    batches, metrics, ledger, _ = run(tmp_path, *REWARD, engine=engine)
+    assert len(batches[0].samples) == 8 and not engine.faults
+    assert metrics["rollout/num_retried_groups"] == metrics["rollout/num_quarantined_groups"] == 0
+    assert ledger["data/issued"] == 4 and ledger["data/failed"] == 0
+
+
+def test_a_fleet_that_stays_away_ends_the_step_with_the_limit_that_was_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.rollout.engines.LONGEST_COOLDOWN_S", 0.02)
+    engine = FakeEngine()
+    engine.faults.extend([503] * 100_000)
+    with pytest.raises(EngineError, match="--engine-wait-s"):
+        run(tmp_path, *REWARD, "--engine-wait-s", "1", engine=engine)
+
+
 def test_an_unscored_group_is_no_zero(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="nan"):
         run(tmp_path, "--custom-rm-path", f"{HOOKS}:nan_reward")

@@ -346,7 +346,7 @@ async def test_queueing_is_no_silence_and_being_passed_by_is() -> None:
 
 async def test_tries_without_a_token_are_bounded() -> None:
     async with serve(FakeEngine()) as engine:
-        engine.faults.extend([503] * 99)
+        engine.faults.extend([429] * 99)
         client = EngineClient(engine.url)
         with pytest.raises(EngineError, match="after 5 tries"):
             await client.generate([3], PARAMS)
