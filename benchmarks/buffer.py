@@ -73,7 +73,7 @@ def main() -> None:
         began = time.perf_counter()
         resumed.load(path)
         result["loaded_s"] = round(time.perf_counter() - began, 2)
-        groups = resumed.take_finished(options.groups)
+        groups = [record.group() for record in resumed.take_finished(options.groups)]
         result["read_s"] = round(time.perf_counter() - began, 1)
         began = time.perf_counter()
         samples = tuple(TrainSample.from_sample(s, reward=1.0) for group in groups for s in group.samples)

@@ -33,7 +33,7 @@ from slime.buffer.groups import BufferFilter, apply_filter, flatten, group_index
 from slime.buffer.ledger import Ledger
 from slime.buffer.origin import BLANK, Issued, Origin, make_group, note_quarantines, num_quarantines
 from slime.buffer.prompts import Prompts, PromptWalk
-from slime.buffer.records import GroupRecord
+from slime.buffer.records import GroupRecord, Held, group_of, record_of
 from slime.buffer.snapshot import SavedState, Snapshot, check_dataset
 from slime.buffer.storage import read_json
 from slime.core.errors import CheckpointError, DataError
@@ -137,11 +137,11 @@ class DataBuffer:
             self._issue(fresh)
             return fresh
 
-    def note(self, group: Group) -> None:
+    def note(self, group: Held) -> None:
         """A group in flight is issued again, after a resume, as it is now. Raises as `put_back` does."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "noted")
-            self._issue(group)
+            self._account.in_flight[group.group_index] = Issued(group.attempts, record_of(group))
 
     def is_stale(self, group: Group) -> bool:
         """Whether a token of the group is older than training now allows."""
@@ -167,7 +167,7 @@ class DataBuffer:
 
     # ---- taking back and settling --------------------------------------------------------------------------------
 
-    def put_back(self, groups: Sequence[Group], reason: str, *, keep_partial: bool = True) -> None:
+    def put_back(self, groups: Sequence[Held], reason: str, *, keep_partial: bool = True) -> None:
         """Takes groups in flight back, to be issued again before any new prompt, with `attempts` one higher.
 
         `keep_partial` keeps tokens, log-probs, versions and rewards as they are; otherwise the group starts over from
@@ -176,25 +176,27 @@ class DataBuffer:
         """
         with self._lock:
             self._account.require_in_flight([g.group_index for g in groups], "put back")
-            back = []
+            back: list[tuple[Held, GroupRecord]] = []
             for group in groups:
                 attempts = self._account.in_flight[group.group_index].attempts + 1
-                again = replace(group, attempts=attempts) if keep_partial else self._fresh(group, attempts)
-                back.append((again, GroupRecord.of(again)))
-            for group, _ in back:
-                del self._account.in_flight[group.group_index]
+                kept: Held = replace(group, attempts=attempts)
+                again = kept if keep_partial else self._fresh(group_of(kept), attempts)
+                back.append((again, record_of(again)))
+            for again, _ in back:
+                del self._account.in_flight[again.group_index]
             self._account.returned[reason] += len(back)
             self._keep(back)
 
-    def put_finished(self, group: Group) -> None:
+    def put_finished(self, group: Held) -> None:
         """Takes a finished group in flight, which waits to be trained. Raises as `put_back` does."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "kept as finished")
-            self._finished.append(GroupRecord.of(group, finished=True))
+            self._finished.append(record_of(group, finished=True))
             del self._account.in_flight[group.group_index]
 
-    def take_finished(self, n: int) -> list[Group]:
-        """`n` finished groups, those of the oldest weights first, in flight from now on; none while there are fewer.
+    def take_finished(self, n: int) -> list[GroupRecord]:
+        """Records of `n` finished groups, those of the oldest weights first, in flight from now on; none while there
+        are fewer.
 
         Finished groups that are stale go back to be worked on from their prompt.
         """
@@ -208,7 +210,9 @@ class DataBuffer:
             if len(self._finished) < n:
                 return []
             taken, self._finished = self._finished[:n], self._finished[n:]
-            return [self._issue_again(record) for record in taken]
+            for record in taken:
+                self._account.in_flight[record.group_index] = Issued(record.attempts, record)
+            return taken
 
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
         """`put_back` under its public name: lists of samples per prompt, fan-out nests flattened.
@@ -235,7 +239,7 @@ class DataBuffer:
         self._account.add_group(len(nest))
         return group, record
 
-    def _keep(self, groups: Sequence[tuple[Group, GroupRecord]]) -> None:
+    def _keep(self, groups: Sequence[tuple[Held, GroupRecord]]) -> None:
         self._queue.extend(record for _, record in groups)
 
     def mark_trained(self, group_indices: Iterable[int]) -> None:

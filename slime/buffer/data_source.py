@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import flatten, group_index_of
-from slime.buffer.records import GroupRecord
+from slime.buffer.records import GroupRecord, Held, group_of
 from slime.buffer.snapshot import SavedState
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group, Sample
@@ -96,9 +96,9 @@ class DataSourceBuffer(DataBuffer):
         self._account.add_foreign_group(index, max(executions))
         return group, record
 
-    def _keep(self, groups: Sequence[tuple[Group, GroupRecord]]) -> None:
-        self._lent.update({group.group_index: group.attempts for group, _ in groups})
-        self._source.add_samples([list(group.samples) for group, _ in groups])
+    def _keep(self, groups: Sequence[tuple[Held, GroupRecord]]) -> None:
+        self._lent.update({held.group_index: held.attempts for held, _ in groups})
+        self._source.add_samples([list(group_of(held).samples) for held, _ in groups])
 
     def _is_buffered(self, group_index: int) -> bool:
         return group_index in self._lent or super()._is_buffered(group_index)

@@ -88,6 +88,20 @@ class GroupRecord:
         return Group(self.group_index, tuple(samples), self.attempts)
 
 
+Held = Group | GroupRecord
+"""A group, or its record: who only hands it on, or wants to know what the record tells, need not unpack it."""
+
+
+def group_of(held: Held) -> Group:
+    """The group itself. Raises as `GroupRecord.group`."""
+    return held if isinstance(held, Group) else held.group()
+
+
+def record_of(held: Held, *, finished: bool = False) -> GroupRecord:
+    """The record of it. Raises as `GroupRecord.of`."""
+    return GroupRecord.of(held, finished=finished) if isinstance(held, Group) else held
+
+
 def _content(group: Group, samples: Sequence[Sample]) -> Content:
     """Of a group with these samples. Raises as `GroupRecord.of`."""
     arrays: list[Numbers] = []

@@ -22,6 +22,7 @@ WHO = {
     "TrainActor": "a training rank",
     "RolloutActor": "the process of the rollout side",
     "EngineActor": "the owner of an engine",
+    "EpisodeActor": "a worker of the rollout",
     "HostActor": "the owner of a host's guardian",
 }
 """Ray's name of an actor -> ours."""

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import ray
 
+from slime.cluster.episode_actor import worker_fleet
 from slime.core.batch import TrainBatch
 from slime.core.topology import ServedModel, Topology, Worker
 from slime.observability.logs import setup_logging
@@ -103,11 +104,15 @@ class RolloutActor:
             ip, port = addresses[main.name]
             args = args.replace(sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=addresses)
         allow_many_connections()
-        self._manager = RolloutManager(args, engines=[] if num_engines else None, api_key=api_key)
+        self._workers = worker_fleet(args, log_dir, api_key) if num_engines else None
+        engines: list[str] | None = [] if num_engines else None
+        self._manager = RolloutManager(args, engines=engines, api_key=api_key, workers=self._workers)
         collect_garbage_rarely()
 
     async def ready(self) -> int:
-        """Number of prompts in the training data; answers when the data is loaded."""
+        """Number of prompts in the training data; answers when the data is loaded and the workers are made."""
+        if self._workers is not None:
+            await self._workers.ready()
         return self._manager.num_prompts
 
     async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
@@ -129,7 +134,7 @@ class RolloutActor:
         """Engines that have brought none of their requests a token for `--request-timeout-s`, as was seen in the last
         `within_s` seconds.
         """
-        return self._manager.stalled(within_s)
+        return await self._manager.stalled(within_s)
 
     async def urls(self) -> dict[str, str]:
         """By model, its router; the one that rollouts ask comes first. Empty without engines.

@@ -40,7 +40,7 @@ from slime.rollout.job import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job
 from slime.rollout.pairing import PairPool
 from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
 from slime.rollout.slices import Budget
-from slime.rollout.traffic import Traffic
+from slime.rollout.traffic import Sums, Traffic
 from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
 
@@ -163,9 +163,9 @@ class EngineClient:
         """Addresses of the engines that are admitted."""
         return [upstream.url for upstream in self._pool.upstreams]
 
-    def traffic(self) -> dict[str, float]:
-        """Metrics of the requests since the last call (`traffic`)."""
-        return self._traffic.collect(self._pool.upstreams, asyncio.get_running_loop().time())
+    def take_traffic(self) -> Sums | None:
+        """What the requests since the last call waited for (`traffic`); None without requests."""
+        return self._traffic.take(self._pool.upstreams, asyncio.get_running_loop().time())
 
     def stalled(self, within_s: float = math.inf) -> list[str]:
         """Addresses of those that bring no request a token (`--request-timeout-s`), though they may answer else, as

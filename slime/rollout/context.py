@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import HookError
 from slime.rewards.pool import GraderPool
@@ -21,6 +21,9 @@ from slime.rollout.client import EngineClient
 from slime.rollout.teacher import TeacherClient
 from slime.rollout.types import Progress
 from slime.settings import Args
+
+if TYPE_CHECKING:
+    from slime.rollout.episodes.here import Episodes
 
 
 class Models(dict[str, EngineClient]):
@@ -53,6 +56,8 @@ class RolloutContext:
     """Clients of all models by their names in `--sglang-config`, the policy's among them; without it, "default"."""
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
+    workers: Episodes | None = None
+    """Who works on groups; None: this process itself."""
 
     def engine(self) -> EngineClient:
         """The client. Raises `HookError` where no engine runs."""

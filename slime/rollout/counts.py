@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from slime.core.sample import Group
+from slime.buffer.records import Held
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class StepCounts:
     """Begun by an earlier step, and started over."""
     num_quarantined: int = 0
     """Without an answer, and kept from the buffer."""
-    dropped: list[Group] = field(default_factory=list)
+    dropped: list[Held] = field(default_factory=list)
     """What the dynamic filter dropped; kept for `--rollout-all-samples-process-path` only."""
     idle_s: float = 0.0
     """Time in which no group ran."""

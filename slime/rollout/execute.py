@@ -28,6 +28,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from slime.buffer.groups import reset
+from slime.buffer.records import Held
 from slime.core.blame import raised_by_user
 from slime.core.errors import (
     ConfigError,
@@ -45,6 +46,7 @@ from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load
 from slime.rollout.sampling import seeded
 from slime.rollout.scope import HANDBACK, Handback
+from slime.rollout.types import DynamicFilterOutput
 
 T = TypeVar("T")
 
@@ -86,10 +88,13 @@ class Execution:
 class GroupResult:
     """What one group left."""
 
-    group: Group
+    group: Held
+    """Its record where another process worked on it."""
     outcome: Outcome
     reason: str = ""
     """Why the worst execution did not finish."""
+    verdict: DynamicFilterOutput | None = None
+    """Of the user's filter on a finished group; None without a filter."""
 
 
 def mask_older(sample: Sample) -> None:

@@ -6,9 +6,9 @@
     output = await loop.hand_out(groups)
 
 Consumes: groups of the Data Buffer (`get_groups`). Produces: accepted groups, by `Policy.accept`; all others are put
-back, marked filtered or marked failed. Waits for: the task of a group, one for each that runs. Is woken by: the end of
-such a task, and `wake`. All on the manager's event loop, which alone talks to the buffer; user functions run in
-threads, so that the loop answers while they compute.
+back, marked filtered or marked failed. Waits for: the task of a group, one for each that runs, in which `Episodes`
+works on it, here or in another process. Is woken by: the end of such a task, and `wake`. All on the manager's event
+loop, which alone talks to the buffer; user functions run in threads, so that the loop answers while they compute.
 
 Invariants
 1. Every group taken from the buffer is running, accepted, put back, quarantined, marked filtered or marked failed.
@@ -34,16 +34,18 @@ from typing import Protocol
 
 from slime.buffer.groups import reset_group
 from slime.buffer.origin import note_quarantines, num_quarantines
+from slime.buffer.records import Held, group_of
 from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
-from slime.core.sample import Group
+from slime.core.sample import Group, Sample
 from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.counts import StepCounts
-from slime.rollout.execute import GroupResult, Outcome, failure_kind, run_group
-from slime.rollout.hooks import RolloutHooks, in_thread, keep_group
+from slime.rollout.episodes.here import Episodes, Here
+from slime.rollout.execute import GroupResult, Outcome, failure_kind
+from slime.rollout.hooks import RolloutHooks, in_thread
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
-from slime.rollout.types import RolloutFnTrainOutput
+from slime.rollout.types import DynamicFilterOutput, RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +61,9 @@ class GroupSource(Protocol):
     """What the loop needs of the Data Buffer."""
 
     def get_groups(self, n: int) -> list[Group]: ...
-    def put_back(self, groups: list[Group], reason: str) -> None: ...
+    def put_back(self, groups: list[Held], reason: str) -> None: ...
     def start_over(self, group: Group) -> Group: ...
-    def note(self, group: Group) -> None: ...
+    def note(self, group: Held) -> None: ...
     def mark_filtered(self, group_indices: list[int], reason: str) -> None: ...
     def mark_failed(self, group_indices: list[int], reason: str) -> None: ...
 
@@ -90,7 +92,7 @@ class Policy(ABC):
         return len(loop.running) >= loop.target
 
     @abstractmethod
-    def accept(self, loop: GroupLoop, group: Group) -> None:
+    def accept(self, loop: GroupLoop, group: Held) -> None:
         """Takes a finished group."""
 
 
@@ -102,10 +104,12 @@ class GroupLoop:
         self.target: int = context.args.rollout_batch_size
         """Groups of a batch."""
         self.params = rollout_sampling_params(context.args)
+        self.episodes: Episodes = context.workers or Here(context.client)
+        """Who works on its groups."""
         self.scope = RequestScope()
         """Of all requests of its groups: the task that takes the turns sets it as `REQUEST_SCOPE`."""
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
-        self.quarantined: list[Group] = []
+        self.quarantined: list[Held] = []
         """Kept from the buffer until `end_quarantine`."""
         self.tries: Counter[int] = Counter()
         self.rollout_id = -1
@@ -147,29 +151,30 @@ class GroupLoop:
         if held:
             self.source.put_back(held, "quarantined")
 
-    async def abandon(self, *, reason: str = "error", accepted: Sequence[Group] = ()) -> None:
+    async def abandon(self, *, reason: str = "error", accepted: Sequence[Held] = ()) -> None:
         """Cancels what runs and puts back what is not settled, and `accepted` groups too; what ran starts over."""
         self.scope.aborted = True
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
         self.end_quarantine()
-        again = [reset_group(group) for group in self.running.values()]
+        again: list[Held] = [reset_group(group) for group in self.running.values()]
         self.counts.num_aborted += len(again)
         self.running.clear()
         again += accepted
         if again:
             self.source.put_back(again, reason)
 
-    async def hand_out(self, batch: Sequence[Group]) -> RolloutFnTrainOutput:
+    async def hand_out(self, batch: Sequence[Held]) -> RolloutFnTrainOutput:
         """Shows the groups of a batch, sorted by prompt, to the hooks, and tells the metrics of the step."""
-        groups = [list(group.samples) for group in sorted(batch, key=lambda g: g.group_index)]
+        groups = await in_thread(_unpacked, sorted(batch, key=lambda held: held.group_index))
         if self.hooks.sample_filter is not None:
             await in_thread(self.hooks.sample_filter, self.args, groups)
         if self.hooks.all_samples is not None:
-            dropped = [list(group.samples) for group in self.counts.dropped]
+            dropped = await in_thread(_unpacked, self.counts.dropped)
             await in_thread(self.hooks.all_samples, self.args, groups + dropped, self.source)
-        return RolloutFnTrainOutput(groups, {**self.counts.metrics(), **sample_metrics(self.args.reward_key, groups)})
+        metrics = await in_thread(sample_metrics, self.args.reward_key, groups)
+        return RolloutFnTrainOutput(groups, {**self.counts.metrics(), **metrics})
 
     def time_left_s(self, began: float) -> float | None:
         """Seconds until the limit of a step that began at `began`; None without one. Raises `DeadlineExceeded`."""
@@ -198,7 +203,7 @@ class GroupLoop:
 
     def _start(self, group: Group) -> None:
         with use(self.context):
-            work = run_group(self.context, group, self.params, self.hooks.generate)
+            work = self.episodes.run(self.context, group, self.params, self.hooks, self.scope)
             task = asyncio.create_task(work, name=f"group-{group.group_index}")
         task.add_done_callback(lambda _: self.wake())
         self.running[task] = group
@@ -213,40 +218,36 @@ class GroupLoop:
             self.source.put_back([group], "error")
             raise
         if result.outcome is Outcome.FINISHED:
-            await self._take_finished(result.group)
+            self._take_finished(result)
         elif result.outcome is Outcome.ABORTED and self.policy.was_meant(self, group):
             self.counts.num_aborted += 1
             self.source.put_back([result.group], "aborted")
         else:
             self._retry_or_drop(result)
 
-    async def _take_finished(self, group: Group) -> None:
+    def _take_finished(self, result: GroupResult) -> None:
         """A finished group is accepted unless it is surplus or the user's filter drops it."""
+        group, verdict = result.group, result.verdict
         if self.policy.is_surplus(self):
             self.counts.num_surplus += 1
             self.source.put_back([group], "surplus")
-        elif await self._is_kept(group):
-            group.pack()
+        elif verdict is None or verdict.keep or self._is_needed(verdict):
+            if isinstance(group, Group):
+                group.pack()
             self.policy.accept(self, group)
+        else:
+            self._drop(group, verdict.reason or "filter")
 
-    async def _is_kept(self, group: Group) -> bool:
-        """Asks the dynamic filter; a group that it drops is settled."""
-        if self.hooks.dynamic_filter is None:
-            return True
-        try:
-            verdict = await keep_group(self.hooks.dynamic_filter, self.args, list(group.samples))
-        except BaseException:
-            self.source.put_back([group], "error")
-            raise
-        if verdict.keep or (verdict.keep_when_insufficient and not self.policy.others_fill_the_step(self)):
-            return True
-        reason = verdict.reason or "filter"
+    def _is_needed(self, verdict: DynamicFilterOutput) -> bool:
+        """Whether a group that the filter would drop stays, because nothing else fills the step."""
+        return verdict.keep_when_insufficient and not self.policy.others_fill_the_step(self)
+
+    def _drop(self, group: Held, reason: str) -> None:
         self.counts.filtered[reason] += 1
         self.source.mark_filtered([group.group_index], reason)
         if self.hooks.all_samples is not None:
             self.counts.dropped.append(group)
         self._check_filtered()
-        return False
 
     def _check_filtered(self) -> None:
         filtered = self.counts.filtered
@@ -261,7 +262,7 @@ class GroupLoop:
         """A failure: again, unless it was tried often enough or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
-        if result.outcome is Outcome.EXPIRED and num_quarantines(result.group) + 1 < MAX_TRIES:
+        if result.outcome is Outcome.EXPIRED and num_quarantines(group_of(result.group)) + 1 < MAX_TRIES:
             self._quarantine(result)
         elif result.outcome not in (Outcome.REJECTED, Outcome.EXPIRED) and self.tries[index] < MAX_TRIES:
             self.counts.retried[kind] += 1
@@ -275,7 +276,8 @@ class GroupLoop:
     def _quarantine(self, result: GroupResult) -> None:
         """Keeps the group from the buffer until the next step, and says so in its samples, which are saved."""
         logger.warning("group %d is quarantined until the next step: %s", result.group.group_index, result.reason)
-        group = note_quarantines(result.group, num_quarantines(result.group) + 1)
+        group = group_of(result.group)
+        note_quarantines(group, num_quarantines(group) + 1)
         self.quarantined.append(group)
         self.source.note(group)
         self.counts.num_quarantined += 1
@@ -288,3 +290,8 @@ class GroupLoop:
                 f"got {lost} failed groups in step {self.rollout_id} and {self.context.progress.done} of "
                 f"{self.target} finished; the last one failed because: {reason}"
             )
+
+
+def _unpacked(batch: Sequence[Held]) -> list[list[Sample]]:
+    """The samples of each group."""
+    return [list(group_of(held).samples) for held in batch]

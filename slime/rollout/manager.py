@@ -25,6 +25,7 @@ from slime.rollout.batch_account import BatchAccount
 from slime.rollout.clients import grader_pool, model_clients, teacher_client
 from slime.rollout.context import Models, RolloutContext, use
 from slime.rollout.convert import to_train_batch
+from slime.rollout.episodes.fleet import WorkerFleet
 from slime.rollout.evaluate import evaluate
 from slime.rollout.held_out import HeldOut, held_out_batches
 from slime.rollout.hooks import in_thread, is_logged_by_user
@@ -36,6 +37,7 @@ from slime.rollout.shown import Showcase
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.staleness import staleness
 from slime.rollout.step_functions import evaluate_by_function
+from slime.rollout.traffic import traffic_metrics
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
 from slime.settings.held_out import measures_loss
@@ -47,11 +49,18 @@ BUFFER_FILE = "data_buffer.json"
 class RolloutManager:
     """Built once per run, before or after its event loop starts."""
 
-    def __init__(self, args: Args, *, engines: Sequence[str] | None, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        args: Args,
+        *,
+        engines: Sequence[str] | None,
+        api_key: str | None = None,
+        workers: WorkerFleet | None = None,
+    ) -> None:
         """Loads tokenizer and data. `engines`: the policy's that are admitted from the beginning, None if no model has
         any.
 
-        `api_key`: the token that the engines ask for.
+        `api_key`: the token that the engines ask for. `workers`: who works on groups; None: this process itself.
 
         Raises `DataError`, `HookError`, `ConfigError`.
         """
@@ -66,8 +75,9 @@ class RolloutManager:
         self._clients = Models() if engines is None else model_clients(args, self._tokenizer, api_key=api_key)
         policy = topology_of(args).main
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
-        if self._client is not None and engines:
-            self._client.admit(engines)
+        self._workers = workers
+        if policy is not None and self._client is not None and engines:
+            self.admit(policy.name, engines)
         self._teacher = teacher_client(args)
         self._graders = grader_pool(args)
         self._source.max_staleness = args.max_weight_staleness
@@ -99,8 +109,8 @@ class RolloutManager:
         self._probe.remember(output.samples)
         self.showcase.add_rollout(rollout_id, output.samples)
         seconds = time.monotonic() - started
-        traffic = self._client.traffic() if self._client is not None else {}
-        metrics = output.metrics | speed(output.samples, seconds, num_gpus=self._args.rollout_num_gpus) | traffic
+        metrics = output.metrics | speed(output.samples, seconds, num_gpus=self._args.rollout_num_gpus)
+        metrics |= await self._traffic()
         samples = [sample for group in output.samples for sample in group]
         path = self._args.custom_rollout_log_function_path
         logged = await is_logged_by_user(path, "rollout_log", rollout_id, self._args, samples, metrics, seconds)
@@ -133,16 +143,21 @@ class RolloutManager:
     def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
         """Requests to this model may go to these engines, which do that of a request."""
         self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
+        if self._workers is not None:
+            self._workers.admit(model, urls, worker)
 
     def dismiss(self, model: str, urls: Sequence[str]) -> None:
         """These engines are gone, or go: their requests go on at others, or wait for one."""
         self._clients[model].dismiss(urls)
+        if self._workers is not None:
+            self._workers.dismiss(model, urls)
 
-    def stalled(self, within_s: float) -> list[str]:
+    async def stalled(self, within_s: float) -> list[str]:
         """Addresses of engines, of all models, that bring no request a token (`--request-timeout-s`), as was seen in
         the last `within_s` seconds.
         """
-        return [url for client in self._clients.values() for url in client.stalled(within_s)]
+        workers = await self._workers.stalled(within_s) if self._workers is not None else []
+        return [url for client in self._clients.values() for url in client.stalled(within_s)] + workers
 
     async def pause(self, *, hand_back: bool = True) -> None:
         """Ends the requests of a schedule that generates between steps; it sends no more until `resume`.
@@ -176,10 +191,18 @@ class RolloutManager:
     async def close(self) -> None:
         """Ends the schedule, graders and connections."""
         await self._schedule.close()
+        if self._workers is not None:
+            await self._workers.close()
         await self._graders.close()
         for client in (*self._clients.values(), self._teacher):
             if client is not None:
                 await client.close()
+
+    async def _traffic(self) -> dict[str, float]:
+        """What the requests to the policy waited for since the last batch, here and in workers."""
+        here = self._client.take_traffic() if self._client is not None else None
+        there = await self._workers.traffic() if self._workers is not None else []
+        return traffic_metrics([here, *there])
 
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """The batch of a step from its schedule, accounted for."""
@@ -205,6 +228,7 @@ class RolloutManager:
             rollout_id=rollout_id,
             teacher=self._teacher,
             eval_datasets=self._eval_datasets,
+            workers=self._workers,
         )
         self._progress.append(context.progress)
         try:

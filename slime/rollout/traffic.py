@@ -1,8 +1,9 @@
 """`Traffic`: what the requests of a client waited for, and how busy its engines were, between two batches.
 
 A request waits for a place at an engine, then for its first token (in the engine's queue, and while the prompt is
-read), then for the others. Consumes: each try when it has ended. Produces: metrics (`collect`), and for some of the
+read), then for the others. Consumes: each try when it has ended. Produces: sums (`take`), and for some of the
 requests spans in the trace of the process, on a few rows of their own. Waits for nothing; all on one event loop.
+Several processes that ask the same engines have a `Traffic` each (`traffic_metrics`).
 
 Invariants
 1. Spans of a row never overlap: a row is somebody's from his first wait to his last token.
@@ -32,8 +33,11 @@ class Lap:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """Of the tries since the last batch."""
+class Sums:
+    """Of the tries of a process between two batches."""
+
+    period_s: float = 0.0
+    """How long that was."""
 
     num: int = 0
     num_repeated: int = 0
@@ -47,6 +51,8 @@ class _Sums:
     decoded: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    idle: float = 1.0
+    """Share of the time of the engines in which none of these tries was there."""
 
 
 @dataclass(slots=True)
@@ -54,8 +60,8 @@ class Traffic:
     """Of one client."""
 
     since: float | None = None
-    """Time of the last `collect`, or of the first request."""
-    _sums: _Sums = field(default_factory=_Sums)
+    """Time of the last `take`, or of the first request."""
+    _sums: Sums = field(default_factory=Sums)
     _rows: list[int] = field(default_factory=lambda: list(range(ROWS)))
     _num_traced: int = 0
 
@@ -89,32 +95,20 @@ class Traffic:
             self._trace(lap, one, now, tokens=tokens, read=read)
             self._rows.append(lap.row)
 
-    def collect(self, upstreams: Iterable[Upstream], now: float) -> dict[str, float]:
-        """`perf/request_*` and `perf/engine_*` since the last call, and starts again; nothing without requests.
+    def take(self, upstreams: Iterable[Upstream], now: float) -> Sums | None:
+        """What was counted since the last call, and starts again; None without requests.
 
         `upstreams`: the engines that are admitted now.
         """
         sums, since = self._sums, self.since
-        self._sums, self.since, self._num_traced = _Sums(), now, 0
+        self._sums, self.since, self._num_traced = Sums(), now, 0
         shares = [(upstream.take_busy_s(now), now - max(since or now, upstream.admitted_at)) for upstream in upstreams]
         if not sums.num or since is None:
-            return {}
-        metrics = {
-            "perf/request_place_wait/mean": sums.place_s / sums.num,
-            "perf/request_place_wait/max": sums.most_place_s,
-            "perf/requests_repeated": float(sums.num_repeated),
-            "perf/requests_in_flight": (sums.place_s + sums.first_s + sums.decode_s) / max(now - since, 1e-9),
-        }
-        if sums.num_first:
-            metrics["perf/request_first_token/mean"] = sums.first_s / sums.num_first
-            metrics["perf/request_first_token/max"] = sums.most_first_s
-        if sums.decoded:
-            metrics["perf/request_decode_tokens_per_sec"] = sums.decoded / max(sums.decode_s, 1e-9)
-        if sums.prompt_tokens:
-            metrics["perf/prefix_cache_hit_rate"] = sums.cached_tokens / sums.prompt_tokens
+            return None
+        sums.period_s = now - since
         if (there := sum(period for _, period in shares)) > 0:
-            metrics["perf/engine_idle_ratio"] = max(0.0, 1.0 - sum(busy for busy, _ in shares) / there)
-        return metrics
+            sums.idle = max(0.0, 1.0 - sum(busy for busy, _ in shares) / there)
+        return sums
 
     def _trace(self, lap: Lap, one: Try | None, now: float, *, tokens: int, read: tuple[int, int]) -> None:
         to_unix, row = time.time() - now, f"request row {lap.row}"
@@ -127,3 +121,31 @@ class Traffic:
         note_span("request: first token", to_unix + placed_at, to_unix + first_at, row=row, **facts)
         if one.first_at is not None:
             note_span("request: decode", to_unix + first_at, to_unix + now, row=row, tokens=tokens, **engine)
+
+
+def traffic_metrics(taken: Iterable[Sums | None]) -> dict[str, float]:
+    """`perf/request_*` and `perf/engine_*` of the requests of some processes; nothing without any."""
+    of_each = [sums for sums in taken if sums is not None]
+    if not of_each:
+        return {}
+
+    def total(name: str) -> float:
+        return float(sum(getattr(sums, name) for sums in of_each))
+
+    metrics = {
+        "perf/request_place_wait/mean": total("place_s") / total("num"),
+        "perf/request_place_wait/max": max(sums.most_place_s for sums in of_each),
+        "perf/requests_repeated": total("num_repeated"),
+        "perf/requests_in_flight": sum(
+            (sums.place_s + sums.first_s + sums.decode_s) / max(sums.period_s, 1e-9) for sums in of_each
+        ),
+        "perf/engine_idle_ratio": min(sums.idle for sums in of_each),
+    }
+    if num_first := total("num_first"):
+        metrics["perf/request_first_token/mean"] = total("first_s") / num_first
+        metrics["perf/request_first_token/max"] = max(sums.most_first_s for sums in of_each)
+    if decoded := total("decoded"):
+        metrics["perf/request_decode_tokens_per_sec"] = decoded / max(total("decode_s"), 1e-9)
+    if read := total("prompt_tokens"):
+        metrics["perf/prefix_cache_hit_rate"] = total("cached_tokens") / read
+    return metrics

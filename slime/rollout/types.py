@@ -78,6 +78,12 @@ class Progress:
         self.num_failures, self.last_failure = self.num_failures + 1, reason
         return reason
 
+    def add(self, other: Progress) -> None:
+        """Counts what was counted elsewhere."""
+        self.tokens += other.tokens
+        self.num_failures += other.num_failures
+        self.last_failure = other.last_failure or self.last_failure
+
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 
 from slime.buffer.data_buffer import DataBuffer
+from slime.buffer.records import GroupRecord, Held
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext
@@ -84,7 +85,7 @@ class BoundedPolicy(Policy):
         self.interrupted[group.group_index] += 1
         return self.interrupted[group.group_index] < MAX_TRIES
 
-    def accept(self, loop: GroupLoop, group: Group) -> None:
+    def accept(self, loop: GroupLoop, group: Held) -> None:
         """Leaves the group in the buffer, for the step that trains it."""
         self._buffer.put_finished(group)
         loop.context.progress.done = self._buffer.num_finished
@@ -139,20 +140,18 @@ class RolloutWorker:
 
         `hand_back`: the groups go back to the buffer with those tokens, and on from there.
         """
-        if self._loop.context.client is not None:
-            await self._loop.context.client.pause(self.scope if hand_back else None)
+        await self._loop.episodes.pause(self.scope if hand_back else None)
 
     def resume(self) -> None:
         """Requests go again."""
-        if self._loop.context.client is not None:
-            self._loop.context.client.resume()
+        self._loop.episodes.resume()
 
     async def close(self) -> None:
         """Ends all requests and puts the groups back."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def _take(self) -> list[Group]:
+    def _take(self) -> list[GroupRecord]:
         """A batch, if there is one; what is taken, or was stale, leaves room."""
         self._loop.wake()
         return self._buffer.take_finished(self._loop.target)
@@ -166,5 +165,4 @@ class RolloutWorker:
                     self._news.set()
         finally:
             await self._loop.abandon()
-            if self._loop.context.client is not None:
-                await self._loop.context.client.drain()
+            await self._loop.episodes.drain()

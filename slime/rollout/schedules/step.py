@@ -19,6 +19,7 @@ import asyncio
 import time
 
 from slime.buffer.data_buffer import DataBuffer
+from slime.buffer.records import Held
 from slime.core.sample import Group
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
@@ -64,8 +65,7 @@ async def generate_step(
         raise
     finally:
         REQUEST_SCOPE.reset(token)
-        if context.client is not None:
-            await context.client.drain()
+        await loop.episodes.drain()
     return await loop.hand_out(batch.accepted)
 
 
@@ -76,7 +76,7 @@ class BatchPolicy(Policy):
     """Whether what still runs when the batch is full is waited for; otherwise it is ended."""
 
     def __init__(self, context: RolloutContext, source: GroupSource) -> None:
-        self.accepted: list[Group] = []
+        self.accepted: list[Held] = []
         self.target = context.args.rollout_batch_size
         self._context, self._source = context, source
         self._issued: set[int] = set()
@@ -113,7 +113,7 @@ class BatchPolicy(Policy):
         """Accepted and running groups are a batch."""
         return len(self.accepted) + len(loop.running) >= self.target
 
-    def accept(self, loop: GroupLoop, group: Group) -> None:
+    def accept(self, loop: GroupLoop, group: Held) -> None:
         """Keeps the group for the batch."""
         self.accepted.append(group)
         self._context.progress.done = len(self.accepted)
@@ -124,8 +124,7 @@ async def _stop_surplus(loop: GroupLoop) -> None:
     deadline = time.monotonic() + ABORT_LIMIT_S
     while loop.running and time.monotonic() < deadline:
         loop.scope.aborted = True
-        if loop.context.client is not None:
-            await loop.context.client.abort_scope(loop.scope)
+        await loop.episodes.abort(loop.scope)
         done, _ = await asyncio.wait(loop.running, timeout=ABORT_REPEAT_S)
         await loop.settle(list(done))
     await loop.abandon(reason="aborted")

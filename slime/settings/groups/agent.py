@@ -65,4 +65,14 @@ def format_is_known(args: Args) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (format_is_known,)
+def one_port_for_one_server(args: Args) -> str | None:
+    """Each process that runs agents has a server of its own for them."""
+    if not args.agent_port or args.rollout_num_workers < 2:
+        return None
+    return (
+        f"got agent_port {args.agent_port} with rollout_num_workers {args.rollout_num_workers}, which would all listen "
+        "there; leave agent_port out, or give --rollout-num-workers 1"
+    )
+
+
+RULES: tuple[Rule, ...] = (format_is_known, one_port_for_one_server)

@@ -24,6 +24,8 @@ SCHEDULES = "slime.rollout.schedules:SCHEDULES"
 
 RESPONSE_LEN = 1024
 """Tokens of a response, unless a limit is given."""
+REQUESTS_OF_A_PROCESS = 1024
+"""So many samples at a time are work enough for a process of their own."""
 
 
 def _half_of_context(s: Any) -> int | None:
@@ -52,6 +54,25 @@ def _num_batches_ahead(s: Any) -> int:
 
 def _lets_requests_go_on(s: Any) -> bool:
     return bool(s.fully_async and s.pause_generation_mode != "abort")
+
+
+def _num_requests(s: Any) -> int:
+    groups = s.max_groups_in_flight if s.fully_async else s.over_sampling_batch_size
+    return int(groups * s.n_samples_per_prompt)
+
+
+def _num_workers(s: Any) -> int:
+    """None where a step is one function of the user, or nothing is sampled."""
+    if s.rollout_schedule == "function" or s.load_debug_rollout_data is not None or fine_tunes(s):
+        return 0
+    return min(_num_requests(s) // REQUESTS_OF_A_PROCESS, len(os.sched_getaffinity(0)) // 4)
+
+
+def _why_num_workers(s: Any) -> str:
+    return (
+        f"{_num_requests(s)} samples at a time, {REQUESTS_OF_A_PROCESS} for each process, and "
+        f"{len(os.sched_getaffinity(0))} usable cores"
+    )
 
 
 def _schedule(s: Any) -> str:
@@ -175,6 +196,11 @@ class RolloutSettings:
     tokens; retract and in_place let them go on under the new weights, retract after reading all tokens again, in_place
     with the keys and values of the old weights. The weight sync before a checkpoint always ends them, so that it holds
     their tokens."""
+    rollout_num_workers: int = derived(_num_workers, _why_num_workers, ge=0)
+    """Processes that work on samples beside the rollout's own, on the driver's host: each asks the engines itself and
+    has a tokenizer, its part of the graders, and a copy of your generate function, filters and sample hooks with what
+    they keep in their modules. 0: the rollout's own process does it all. Default: one for each 1024 samples at a time,
+    but at most a quarter of the usable cores."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""
 

@@ -130,7 +130,7 @@ def test_a_giant_text_does_not_fill_checkpoints() -> None:
     buffer.put_back([waiting], "unscored")
     buffer.put_finished(finished)
     resumed = resume(buffer)
-    ((first, second, third),) = (group.samples for group in resumed.take_finished(1))
+    ((first, second, third),) = (record.group().samples for record in resumed.take_finished(1))
     assert first.response == second.response == "x" * MAX_SAVED_TEXT
     assert first.tokens == finished.samples[0].tokens and (first.reward, second.reward) == (1.0, None)
     assert third == finished.samples[2]
@@ -206,7 +206,7 @@ def test_a_save_is_a_small_ledger_and_arrays_that_read_back_exactly(tmp_path: Pa
     assert resumed.state_dict() == {**state, "buffered": [], "in_flight": []} | {
         "buffered": [state["in_flight"][0]["group"], *state["buffered"]],
     }
-    assert [group.to_dict() for group in resumed.take_finished(1)] == state["finished"]
+    assert [group.to_dict() for group in (r.group() for r in resumed.take_finished(1))] == state["finished"]
     assert resumed.get_groups(1)[0].to_dict() == state["in_flight"][0]["group"]
     saved(resumed, path)
     again = make()

@@ -213,7 +213,9 @@ def test_a_worker_that_is_woken_and_cancelled_at_once_ends(settings: Any, ticks:
     """`asyncio.wait_for` of Python 3.11 returns instead, and whoever closes the worker waits for ever."""
 
     async def main() -> None:
-        loop = GroupLoop(SimpleNamespace(args=settings), RolloutHooks.load(settings), None, Rests())
+        loop = GroupLoop(
+            SimpleNamespace(args=settings, client=None, workers=None), RolloutHooks.load(settings), None, Rests()
+        )
 
         async def work() -> None:
             while True:

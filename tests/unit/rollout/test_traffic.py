@@ -12,7 +12,7 @@ import pytest
 
 from slime.observability.spans import read_trace, start_recording
 from slime.rollout.client import EngineClient
-from slime.rollout.traffic import MOST_TRACED, ROWS, Traffic
+from slime.rollout.traffic import MOST_TRACED, ROWS, Traffic, traffic_metrics
 from slime.rollout.upstream import Try, Upstream
 from tests.support.fake_engine import FakeEngine, serve
 
@@ -30,7 +30,7 @@ def test_each_wait_is_between_two_moments_of_its_try() -> None:
         tried.got_tokens(end)
         one.remove(tried, end)
         traffic.end(lap, tried, end, tokens=9, read=(100, 75), again=again)
-    found = traffic.collect([one, idle], 20.0)
+    found = traffic_metrics([traffic.take([one, idle], 20.0)])
     assert found == {
         "perf/request_place_wait/mean": 2.5,
         "perf/request_place_wait/max": 4.0,
@@ -42,7 +42,7 @@ def test_each_wait_is_between_two_moments_of_its_try() -> None:
         "perf/prefix_cache_hit_rate": 0.75,
         "perf/engine_idle_ratio": 1 - (6.0 + 4.0) / 20.0,
     }
-    assert traffic.collect([one, idle], 30.0) == {}, "each batch tells its own"
+    assert traffic.take([one, idle], 30.0) is None, "each batch tells its own"
 
 
 def test_an_engine_is_busy_while_it_has_a_request_also_across_batches() -> None:
@@ -65,10 +65,10 @@ def test_a_client_tells_of_all_its_tries(tmp_path: Path) -> None:
     async def main() -> tuple[dict[str, float], dict[str, float]]:
         async with serve(engine):
             client = EngineClient(engine.url, max_concurrency=4)
-            assert client.traffic() == {}
+            assert client.take_traffic() is None
             await asyncio.gather(*(client.generate([5, 6, i], PARAMS) for i in range(MOST_TRACED + 36)))
-            found = client.traffic()
-            again = client.traffic()
+            found = traffic_metrics([client.take_traffic()])
+            again = traffic_metrics([client.take_traffic()])
             await client.close()
             return found, again
 
@@ -99,4 +99,4 @@ def test_who_gets_no_place_leaves_his_row_to_others() -> None:
         traffic.end(traffic.begin(0.0), None, 1.0, tokens=0, read=(0, 0), again=False)
     laps = [traffic.begin(1.0) for _ in range(2 * ROWS)]
     assert sorted(lap.row for lap in laps if lap.row is not None) == list(range(ROWS))
-    assert traffic.collect([], 2.0)["perf/request_place_wait/mean"] == pytest.approx(1.0)
+    assert traffic_metrics([traffic.take([], 2.0)])["perf/request_place_wait/mean"] == pytest.approx(1.0)

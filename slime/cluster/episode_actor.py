@@ -1,0 +1,78 @@
+"""A worker of the rollout as an actor: `EpisodeWorker` in a process of its own, and how the rollout calls it.
+
+Consumes: calls of the rollout's process, any number side by side; they begin in the order in which they were made.
+Produces: groups that have been worked on. Waits for: what their episodes wait for. Is woken by: the rollout's calls,
+and on its event loop by the ends of requests and gradings. It ends with the rollout's process, whose actor it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from slime.cluster.failures import translated
+from slime.cluster.slots import on_node
+from slime.observability.logs import setup_logging
+from slime.observability.spans import start_recording
+from slime.rollout.episodes.fleet import WorkerFleet
+from slime.rollout.episodes.worker import EpisodeWorker
+from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
+from slime.settings import Args
+
+MOST_CALLS = 100_000
+"""Calls of a worker that run side by side; each group is one."""
+
+
+@ray.remote(max_restarts=0, num_cpus=0, max_concurrency=MOST_CALLS)
+class EpisodeActor:
+    """Shell around `EpisodeWorker`."""
+
+    def __init__(self, args: Args, number: int, log_dir: str, api_key: str | None) -> None:
+        setup_logging(Path(log_dir) / f"rollout_worker_{number}.log")
+        self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
+        allow_many_connections()
+        self._worker = EpisodeWorker(args, args.rollout_num_workers, api_key=api_key)
+        collect_garbage_rarely()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Of `EpisodeWorker`."""
+        answer = getattr(self._worker, method)(*arguments)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+
+class RayWorker:
+    """An `EpisodeActor` as `WorkerFleet` calls it."""
+
+    def __init__(self, actor: Any, number: int) -> None:
+        self._actor, self._number = actor, number
+
+    def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
+        """See `WorkerPort`."""
+        return self._answer(self._actor.call.remote(method, *arguments), method)
+
+    def kill(self) -> None:
+        """See `WorkerPort`."""
+        ray.kill(self._actor)
+
+    async def _answer(self, answer: Any, method: str) -> Any:
+        try:
+            return await answer
+        except RayError as error:
+            raise translated(error, f"{method} of rollout worker {self._number}") from error
+
+
+def worker_fleet(args: Args, log_dir: str, api_key: str | None) -> WorkerFleet | None:
+    """The workers of `--rollout-num-workers`, on this host, where the data and the user's modules are; None for 0."""
+    if not args.rollout_num_workers:
+        return None
+    here = on_node(ray.get_runtime_context().get_node_id())
+    actor: Any = EpisodeActor
+
+    def start(number: int) -> RayWorker:
+        return RayWorker(actor.options(**here).remote(args, number, log_dir, api_key), number)
+
+    return WorkerFleet(start, args.rollout_num_workers)

@@ -1,0 +1,117 @@
+"""`Episodes`: who works on groups, and how a loop ends their requests. `Here`: this process, on this event loop.
+
+Consumes: groups of a loop. Produces: a `GroupResult` for each. Waits for: the executions of the group, then for the
+user's filter. Is woken by: their end, or the cancellation of the call.
+
+Invariants
+1. A call that is cancelled returns when nothing of its group runs any more, or after a limit that says so.
+2. `abort` ends the requests of one scope, wherever they are; `pause` those of everybody, and holds new ones back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slime.buffer.records import group_of
+from slime.core.sample import Group, Sample
+from slime.rollout.execute import Execution, GroupResult, Outcome, run_execution, run_group
+from slime.rollout.hooks import RolloutHooks, keep_group
+from slime.rollout.scope import RequestScope
+
+if TYPE_CHECKING:
+    from slime.rollout.client import EngineClient
+    from slime.rollout.context import RolloutContext
+
+
+class Episodes(ABC):
+    """What a loop over groups asks of whoever works on them."""
+
+    @abstractmethod
+    async def run(
+        self,
+        context: RolloutContext,
+        group: Group,
+        params: Mapping[str, Any],
+        hooks: RolloutHooks,
+        scope: RequestScope,
+    ) -> GroupResult:
+        """Works on a group until it is finished or something ended that. Raises what ends the run."""
+
+    @abstractmethod
+    async def evaluate(
+        self, context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks
+    ) -> Execution:
+        """One execution of an evaluation. Raises what ends the run."""
+
+    @abstractmethod
+    async def abort(self, scope: RequestScope) -> None:
+        """The requests of a scope come back with what they have."""
+
+    @abstractmethod
+    async def pause(self, scope: RequestScope | None) -> None:
+        """Ends every request; they go on at `resume`. Those of `scope` come back with what they have."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Requests go again."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Waits until no order to end a request is on its way."""
+
+
+class Here(Episodes):
+    """In this process, with its client; without one where no engine runs."""
+
+    def __init__(self, client: EngineClient | None) -> None:
+        self._client = client
+
+    async def run(
+        self,
+        context: RolloutContext,
+        group: Group,
+        params: Mapping[str, Any],
+        hooks: RolloutHooks,
+        scope: RequestScope,
+    ) -> GroupResult:
+        """See `Episodes`. The scope is that of the task."""
+        return await work_on(context, group, params, hooks)
+
+    async def evaluate(
+        self, context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks
+    ) -> Execution:
+        """See `Episodes`."""
+        return await run_execution(context, [sample], dict(params), hooks.generate, evaluation=True)
+
+    async def abort(self, scope: RequestScope) -> None:
+        """See `Episodes`."""
+        if self._client is not None:
+            await self._client.abort_scope(scope)
+
+    async def pause(self, scope: RequestScope | None) -> None:
+        """See `Episodes`."""
+        if self._client is not None:
+            await self._client.pause(scope)
+
+    def resume(self) -> None:
+        """See `Episodes`."""
+        if self._client is not None:
+            self._client.resume()
+
+    async def drain(self) -> None:
+        """See `Episodes`."""
+        if self._client is not None:
+            await self._client.drain()
+
+
+async def work_on(context: RolloutContext, group: Group, params: Mapping[str, Any], hooks: RolloutHooks) -> GroupResult:
+    """Runs what is left of a group, and asks the user's filter about a finished one. Raises what ends the run."""
+    result = await run_group(context, group, dict(params), hooks.generate)
+    if hooks.dynamic_filter is None or result.outcome is not Outcome.FINISHED:
+        return result
+    finished = group_of(result.group)
+    verdict = await keep_group(hooks.dynamic_filter, context.args, list(finished.samples))
+    return dataclasses.replace(result, verdict=verdict)

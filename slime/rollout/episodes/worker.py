@@ -1,0 +1,160 @@
+"""`EpisodeWorker`: what a worker process does: whole episodes, with engine clients, graders and a tokenizer of its own.
+
+Consumes: calls of the rollout (`fleet`), in the order in which they were made: groups to be worked on, engines that
+come and go, ends of requests. Produces: a `Done` for each group. Waits for: the executions of its groups, each with
+limits of its own. Is woken by: the ends of these, and by `cancel`. All on one event loop.
+
+Invariants
+1. A group is recorded here (`GroupRecord`), beside the event loop: whoever gets it has neither to encode nor to look
+   into it.
+2. What is cancelled has ended when `cancel` returns; nothing of it comes back.
+3. Where the rollout's process ends its requests (`abort`, `pause`), the worker ends its own in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+
+from slime.buffer.records import GroupRecord, record_of
+from slime.core.sample import Group
+from slime.core.topology import Worker
+from slime.rollout.client import REQUEST_SCOPE, RequestScope
+from slime.rollout.clients import grader_pool, model_clients, teacher_client
+from slime.rollout.context import RolloutContext, use
+from slime.rollout.episodes.here import work_on
+from slime.rollout.episodes.work import Done, Work
+from slime.rollout.execute import Outcome, run_execution
+from slime.rollout.hooks import RolloutHooks
+from slime.rollout.sources import load_tokenizer
+from slime.rollout.traffic import Sums
+from slime.rollout.types import Progress
+from slime.settings import Args
+from slime.settings.topology import topology_of
+
+logger = logging.getLogger(__name__)
+
+
+def share_of(args: Args, num_workers: int) -> Args:
+    """The settings of one of so many workers: its part of the requests of an engine, and of the grader processes."""
+    return args.replace(
+        sglang_server_concurrency=math.ceil(args.sglang_server_concurrency / num_workers),
+        reward_num_workers=math.ceil(args.reward_num_workers / num_workers),
+    )
+
+
+class EpisodeWorker:
+    """One of the workers. Made once per process, before or after its event loop starts."""
+
+    def __init__(self, args: Args, num_workers: int, *, api_key: str | None = None) -> None:
+        """`args`: those of the run; `num_workers`: how many share engines and graders; `api_key`: of the engines.
+
+        Raises `ConfigError`, `HookError`.
+        """
+        self._args = args = share_of(args, num_workers)
+        self._hooks = RolloutHooks.load(args)
+        self._tokenizer = load_tokenizer(args)
+        self._models = model_clients(args, self._tokenizer, api_key=api_key)
+        policy = topology_of(args).main
+        self._client = self._models[policy.name] if policy is not None else None
+        self._teacher, self._graders = teacher_client(args), grader_pool(args)
+        self._scopes: dict[int, RequestScope] = {}
+        """By their numbers in the rollout's process; those of whom something runs here."""
+        self._running: dict[int, tuple[Work, asyncio.Task[Done]]] = {}
+
+    async def ready(self) -> None:
+        """Answers when the worker has been made."""
+
+    async def run(self, work: Work) -> Done:
+        """Works on a group. Raises what ends the run, and `asyncio.CancelledError` if it was cancelled."""
+        task = asyncio.create_task(self._work(work), name=f"group-{work.group.group_index}")
+        self._running[work.number] = work, task
+        try:
+            return await task
+        finally:
+            del self._running[work.number]
+            if all(other.scope != work.scope for other, _ in self._running.values()):
+                self._scopes.pop(work.scope or 0, None)
+
+    async def cancel(self, number: int) -> None:
+        """Ends a work; one that has ended is not an error."""
+        if number in self._running:
+            _, task = self._running[number]
+            task.cancel()
+            await asyncio.wait([task])
+
+    def admit(self, model: str, urls: Sequence[str], worker: Worker) -> None:
+        """Requests to this model may go to these engines."""
+        self._models[model].admit(urls, prefill=worker is Worker.PREFILL)
+
+    def dismiss(self, model: str, urls: Sequence[str]) -> None:
+        """These engines are gone, or go."""
+        self._models[model].dismiss(urls)
+
+    def stalled(self, within_s: float) -> list[str]:
+        """As `RolloutManager.stalled`, of the requests of this worker."""
+        return [url for client in self._models.values() for url in client.stalled(within_s)]
+
+    def traffic(self) -> Sums | None:
+        """What its requests to the policy waited for since the last call."""
+        return None if self._client is None else self._client.take_traffic()
+
+    async def abort(self, scope: int) -> None:
+        """The requests of a scope come back with what they have, and no other is sent."""
+        if self._client is not None and scope in self._scopes:
+            self._scopes[scope].aborted = True
+            await self._client.abort_scope(self._scopes[scope])
+
+    async def pause(self, scope: int | None) -> None:
+        """Ends every request until `resume`; those of `scope` come back with what they have."""
+        if self._client is not None:
+            await self._client.pause(None if scope is None else self._scopes.get(scope))
+
+    def resume(self) -> None:
+        """Requests go again."""
+        if self._client is not None:
+            self._client.resume()
+
+    async def drain(self) -> None:
+        """Waits until no order to end a request is on its way."""
+        if self._client is not None:
+            await self._client.drain()
+
+    async def close(self) -> None:
+        """Ends what runs, the graders and the connections."""
+        await asyncio.gather(*(self.cancel(number) for number in list(self._running)))
+        await self._graders.close()
+        for client in (*self._models.values(), self._teacher):
+            if client is not None:
+                await client.close()
+
+    async def _work(self, work: Work) -> Done:
+        context = RolloutContext(
+            args=self._args,
+            client=self._client,
+            models=self._models,
+            tokenizer=self._tokenizer,
+            graders=self._graders,
+            progress=Progress(),
+            loop=asyncio.get_running_loop(),
+            rollout_id=work.rollout_id,
+            teacher=self._teacher,
+        )
+        if work.scope is not None:
+            REQUEST_SCOPE.set(self._scopes.setdefault(work.scope, RequestScope()))
+        with use(context):
+            if work.scope is None:
+                return await self._evaluate(context, work)
+            result = await work_on(context, work.group, work.params, self._hooks)
+        finished = result.outcome is Outcome.FINISHED
+        record = await asyncio.to_thread(record_of, result.group, finished=finished)
+        return Done(record, result.outcome, result.reason, result.verdict, context.progress)
+
+    async def _evaluate(self, context: RolloutContext, work: Work) -> Done:
+        samples, params = list(work.group.samples), dict(work.params)
+        made = await run_execution(context, samples, params, self._hooks.generate, evaluation=True)
+        group = Group(work.group.group_index, tuple(made.samples))
+        record = await asyncio.to_thread(GroupRecord.of, group, finished=made.outcome is Outcome.FINISHED)
+        return Done(record, made.outcome, made.reason, None, context.progress)

@@ -1,0 +1,89 @@
+"""Workers of the rollout on the event loop of the test: everything that goes to one, or comes from it, is pickled."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.core.errors import ActorDied
+from slime.rollout.episodes.fleet import WorkerFleet
+from slime.rollout.episodes.worker import EpisodeWorker
+from slime.rollout.manager import RolloutManager
+from tests.support.fake_engine import FakeEngine, serve
+
+
+class PickledWorker:
+    """A worker that can be killed: it does nothing any more, and whoever waits for it hears of its end."""
+
+    def __init__(self, args: Any, num_workers: int) -> None:
+        self.worker = EpisodeWorker(pickle.loads(pickle.dumps(args)), num_workers)
+        self.num_groups = 0
+        """It was asked to work on."""
+        self.num_done = 0
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._is_dead = False
+
+    def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
+        """See `WorkerPort`."""
+        given = pickle.dumps(arguments)
+        self.num_groups += method == "run"
+        task = asyncio.create_task(self._called(method, given))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return self._answer(task)
+
+    def kill(self) -> None:
+        """See `WorkerPort`."""
+        self._is_dead = True
+        for task in self._calls:
+            task.cancel()
+
+    async def _called(self, method: str, given: bytes) -> bytes:
+        if self._is_dead:
+            raise asyncio.CancelledError
+        answer = getattr(self.worker, method)(*pickle.loads(given))
+        done = pickle.dumps(await answer if inspect.isawaitable(answer) else answer)
+        self.num_done += method == "run"
+        return done
+
+    async def _answer(self, task: asyncio.Task[bytes]) -> Any:
+        try:
+            return pickle.loads(await asyncio.shield(task))
+        except asyncio.CancelledError:
+            if not self._is_dead:
+                raise
+            raise ActorDied("a worker of the rollout was killed") from None
+
+
+class Workers:
+    """Of a test: the processes in the order of their start."""
+
+    def __init__(self, args: Any, num: int) -> None:
+        self.started: list[PickledWorker] = []
+        self.fleet = WorkerFleet(lambda _: self._start(args, num), num)
+
+    def _start(self, args: Any, num: int) -> PickledWorker:
+        self.started.append(PickledWorker(args, num))
+        return self.started[-1]
+
+    async def close(self) -> None:
+        """Ends what the killed ones left: their clients and graders, which a process would have taken with it."""
+        for one in self.started:
+            await one.worker.close()
+
+
+async def with_workers(
+    args: Any, engine: FakeEngine, num: int, work: Callable[[RolloutManager, Workers], Awaitable[Any]]
+) -> Any:
+    """Runs `work` on a manager with so many workers, whose engine is the fake one."""
+    async with serve(engine):
+        workers = Workers(args, num)
+        manager = RolloutManager(args, engines=[engine.url], workers=workers.fleet)
+        try:
+            return await work(manager, workers)
+        finally:
+            await manager.close()
+            await workers.close()

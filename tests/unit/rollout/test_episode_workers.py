@@ -1,0 +1,195 @@
+"""Laws of groups that other processes work on: the same batches, and none is lost, whatever becomes of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import ActorDied, HookError
+from slime.rollout.episodes.fleet import MAX_DEATHS
+from slime.rollout.manager import RolloutManager
+from tests.support.episode_workers import Workers, with_workers
+from tests.support.fake_engine import FakeEngine
+from tests.support.rollout import rollout_args, with_manager
+
+GRADED = ("--rm-type", "exact_match")
+
+
+def facts(batch: Any) -> list[Any]:
+    """What the trainer gets of each sample."""
+    return [
+        (s.group_index, s.index, s.tokens.tolist(), s.loss_mask.tolist(), s.reward, s.rollout_log_probs.tolist())
+        for s in batch.samples
+    ]
+
+
+async def three_steps(manager: RolloutManager) -> list[Any]:
+    batches = []
+    for step in range(3):
+        batch, _ = await manager.generate(step)
+        manager.commit(step)
+        batches.append(facts(batch))
+    return batches
+
+
+def test_batches_are_those_of_one_process(tmp_path: Path) -> None:
+    """Law: who works on a group shows nowhere in the batch."""
+    args = rollout_args(tmp_path, *GRADED)
+    expected = asyncio.run(with_manager(args, FakeEngine(), three_steps))
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        found = await three_steps(manager)
+        return found, [one.num_groups for one in workers.started]
+
+    found, groups = asyncio.run(with_workers(args, FakeEngine(), 2, work))
+    assert found == expected
+    assert groups == [6, 6], "each group went to the worker with the fewest"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_worker_loses_no_group(tmp_path: Path, seed: int) -> None:
+    """Law: whenever workers are killed, each batch is whole, each group is trained once, and the ledger balances."""
+    args, chance = rollout_args(tmp_path, *GRADED, num_rows=400), random.Random(seed)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        trained, stop = [], asyncio.Event()
+
+        async def killer() -> None:
+            while not stop.is_set():
+                await asyncio.sleep(chance.uniform(0.0, 0.05))
+                for one in workers.started:
+                    if one.num_done > chance.choice((0, 1, 2)):
+                        one.kill()
+
+        killing = asyncio.create_task(killer())
+        for step in range(5):
+            batch, _ = await manager.generate(step)
+            ledger = manager.commit(step)
+            trained += [s.group_index for s in batch.samples]
+        stop.set()
+        await killing
+        return trained, ledger, len(workers.started)
+
+    trained, ledger, num_started = asyncio.run(with_workers(args, FakeEngine(tick_s=0.005), 2, work))
+    assert num_started > 2, "nobody was killed"
+    assert len(trained) == 5 * 4 * 2 and all(trained.count(index) == 2 for index in trained)
+    assert ledger["data/trained"] == 20 and ledger["data/in_flight"] == 0
+
+
+def test_a_worker_that_only_dies_ends_the_run(tmp_path: Path) -> None:
+    """Law: another start is for accidents; code that ends its process each time is told to its author."""
+    args = rollout_args(tmp_path, *GRADED)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        async def killer() -> None:
+            while True:
+                for one in workers.started:
+                    one.kill()
+                await asyncio.sleep(0)
+
+        killing = asyncio.create_task(killer())
+        with pytest.raises(ActorDied, match=f"{MAX_DEATHS} times in a row"):
+            await manager.generate(0)
+        killing.cancel()
+        return manager._source.ledger()
+
+    ledger = asyncio.run(with_workers(args, FakeEngine(tick_s=0.01), 1, work))
+    assert ledger.in_flight == 0 and not ledger.failed, "its groups are back in the buffer"
+
+
+def test_what_is_surplus_comes_back_with_its_tokens(tmp_path: Path) -> None:
+    """Law: the end of a step ends requests in every process; with --partial-rollout their tokens stay."""
+    flags = ("--over-sampling-batch-size", "8", "--partial-rollout", "--rollout-max-response-len", "64")
+    args = rollout_args(tmp_path, *GRADED, *flags)
+    engine = FakeEngine(tick_s=0.01)
+    engine.stops.extend([3] * 8)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        _, metrics = await manager.generate(0)
+        manager.commit(0)
+        waiting = manager._source.get_groups(4)
+        return metrics, [s.response_length for group in waiting for s in group.samples], len(engine.running)
+
+    metrics, lengths, running = asyncio.run(with_workers(args, engine, 2, work))
+    assert metrics["rollout/num_aborted_groups"] == 4 and min(lengths) > 0 and running == 0
+
+
+def test_filters_and_hooks_see_the_groups(tmp_path: Path) -> None:
+    """Law: what the filter drops is counted and shown to the hook of all samples."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "seen = []\n"
+        "def keep(args, samples): return samples[0].group_index % 2 == 0\n"
+        "def look(args, groups, source): seen.append([g[0].group_index for g in groups])\n"
+    )
+    hooks = ("--dynamic-sampling-filter-path", f"{own}:keep", "--rollout-all-samples-process-path", f"{own}:look")
+    args = rollout_args(tmp_path, *GRADED, *hooks)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        batch, metrics = await manager.generate(0)
+        return sorted({s.group_index for s in batch.samples}), metrics
+
+    indices, metrics = asyncio.run(with_workers(args, FakeEngine(), 2, work))
+    assert indices == [0, 2, 4, 6] and metrics["rollout/num_filtered_groups"] >= 3
+
+
+def test_a_mistake_in_a_hook_ends_the_run_as_itself(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("async def wrong(args, sample, sampling_params): return 7\n")
+    args = rollout_args(tmp_path, *GRADED, "--custom-generate-function-path", f"{own}:wrong")
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        with pytest.raises(HookError, match="got int from"):
+            await manager.generate(0)
+        return manager._source.ledger().in_flight
+
+    assert asyncio.run(with_workers(args, FakeEngine(), 2, work)) == 0
+
+
+def test_a_pause_reaches_every_worker_and_hands_tokens_back(tmp_path: Path) -> None:
+    """Law: after a pause no engine has a request; the tokens so far are part of what is asked for after it."""
+    flags = ("--fully-async", "--rollout-max-response-len", "32")
+    args = rollout_args(tmp_path, *GRADED, *flags, synchronous=False)
+    engine = FakeEngine(tick_s=0.005)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        first, _ = await manager.generate(0)
+        while not engine.running:
+            await asyncio.sleep(0.005)
+        await manager.pause(hand_back=True)
+        quiet, num_before = len(engine.running), len(engine.requests)
+        manager.resume()
+        manager.commit(0)
+        second, _ = await manager.generate(1)
+        manager.commit(1)
+        return quiet, num_before, first, second
+
+    quiet, num_before, first, second = asyncio.run(with_workers(args, engine, 2, work))
+    longest = max(len(request["input_ids"]) for request in engine.requests[:num_before])
+    assert quiet == 0 and any(len(request["input_ids"]) > longest for request in engine.requests[num_before:])
+    assert not {s.group_index for s in first.samples} & {s.group_index for s in second.samples}
+
+
+def test_a_new_process_knows_the_engines_and_the_pause(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, *GRADED)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        await workers.fleet.ready()
+        await manager._workers.pause(None)
+        workers.started[0].kill()
+        generating = asyncio.create_task(manager.generate(0))
+        while len(workers.started) < 2:
+            await asyncio.sleep(0.01)
+        client = workers.started[1].worker._client
+        while not client.engines():
+            await asyncio.sleep(0.01)
+        held = not client._pool.is_open
+        manager._workers.resume()
+        batch, _ = await generating
+        return held, len(batch.samples)
+
+    assert asyncio.run(with_workers(args, FakeEngine(), 1, work)) == (True, 8)
