@@ -14,8 +14,8 @@ from pathlib import Path
 from slime.serving.proctree import all_processes, read_stat
 from tests.support.e2e import RealRun
 
-SERVER, SCHEDULER, ROUTER = "server", "sglang::schedul", "router"
-"""Who can be hit: the first process of an engine, its scheduler, the policy's router."""
+SERVER, SCHEDULER, ROUTER, WORKER = "server", "sglang::schedul", "router", "ray::EpisodeAct"
+"""Who can be hit: the first process of an engine, its scheduler, the policy's router, a worker of the rollout."""
 ENDED = "ZXtT"
 """States of a process that does nothing any more."""
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -51,7 +51,10 @@ def processes_of_engine(run: RealRun, index: int) -> dict[str, int]:
 
 
 def victim_of(run: RealRun, who: str, index: int) -> Victim:
-    """The process that a fault hits. `index`: of the engine, unless it is the router."""
+    """The process that a fault hits. `index`: of the engine, or worker, unless it is the router."""
+    if who == WORKER:
+        workers = [pid for pid, stat in all_processes().items() if stat.name == WORKER and _is_of(run, pid)]
+        return Victim(sorted(workers)[index], None)
     if who == ROUTER:
         found = [pid for pid, stat in all_processes().items() if stat.name == "sglang::router" and _is_of(run, pid)]
         assert len(found) == 1, f"{len(found)} routers of the run"

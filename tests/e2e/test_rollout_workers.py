@@ -1,0 +1,41 @@
+"""Runs whose samples are worked on in processes of their own: they learn, and survive the death of one of those."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.e2e import PROMPTS_PER_STEP, Flags, RealRun
+from tests.support.faults import WORKER, hit, victim_of
+from tests.support.ledger import require_balance
+
+pytestmark = pytest.mark.slow
+
+FLAGS: Flags = ["--rollout-num-workers", "2", "--lr", "1e-3", "--lr-decay-style", "constant"]
+
+
+@pytest.mark.parametrize(("script", "how"), [("train.py", []), ("train_async.py", ["--fully-async"])])
+def test_a_worker_that_is_killed_loses_no_prompt(
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path, script: str, how: Flags
+) -> None:
+    """Law: the death of a worker costs no prompt and no batch; another one works in its place."""
+    flags = [*digits(tiny_qwen3), *FLAGS, *how, "--num-rollout", "100000"]
+    with RealRun(runs / f"workers-{script}", flags, script=script) as run:
+
+        def steps() -> int:
+            return max(run.metrics("train"), default=-1) if (run.run_dir / "metrics.jsonl").exists() else -1
+
+        run.wait_until("step 1", lambda: steps() >= 1)
+        hit(victim_of(run, WORKER, 1), signal.SIGKILL)
+        log = run.run_dir / "logs" / "rollout.log"
+        run.wait_until("word of the death", lambda: "is started again" in log.read_text())
+        after = steps()
+        run.wait_until("three steps more", lambda: steps() >= after + 3)
+        assert run.interrupt() == 130, run.tail
+        require_balance(run.metrics("train"))
+        for step, row in run.metrics("train").items():
+            assert row["data/trained"] == (step + 1) * PROMPTS_PER_STEP and not row["data/failed"], (step, row)
+        assert run.left() == []
