@@ -1,4 +1,4 @@
-"""How many turns of episodes a rollout makes in a second, in one process and in workers, with engines that answer at once.
+"""How many turns of episodes a rollout makes in a second, in one process and in workers; engines answer at once.
 
     python -m benchmarks.episodes --workers 0 2 --json benchmarks/results/episodes.json
 

@@ -100,7 +100,7 @@ def _issue(sample: Sample) -> str:
 
 def failed(sample: Sample, why: str) -> Sample:
     """The execution is tried again, and counts for nothing."""
-    sample.status, sample.metadata["failure"] = Status.FAILED, why
+    sample.status, sample.failure = Status.FAILED, why
     return sample
 
 

@@ -65,7 +65,7 @@ class Execution:
         if not made:
             failed = base.copy()
             failed.status = Status.FAILED
-            failed.metadata["failure"] = "the agent ended without an answer of the model that can be trained"
+            failed.failure = "the agent ended without an answer of the model that can be trained"
             made = [failed]
         return made
 

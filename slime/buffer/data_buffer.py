@@ -80,7 +80,15 @@ class DataBuffer:
             raise DataError(f"got a request for {n} groups; it must not be negative")
         with self._lock:
             taken = self._take_buffered(n)
-            return [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
+            groups = [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
+            for group in groups:
+                self._stamp(group)
+            return groups
+
+    def _stamp(self, group: Group) -> None:
+        for sample in group.samples:
+            if sample.started_version is None:
+                sample.started_version = self.weight_version
 
     def _issue(self, group: Group, record: GroupRecord | None = None) -> None:
         """`record`: of the group as it is now, if there is one."""
@@ -135,6 +143,7 @@ class DataBuffer:
             self._account.require_in_flight([group.group_index], "started over")
             fresh = self._fresh(group, self._account.in_flight[group.group_index].attempts)
             self._issue(fresh)
+            self._stamp(fresh)
             return fresh
 
     def note(self, group: Held) -> None:

@@ -52,7 +52,7 @@ def group_index_of(samples: Sequence[Sample]) -> int:
 
 def reset(sample: Sample) -> Sample:
     """The sample as it was before any generation."""
-    metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "unscored", TURN_COUNTS)}
+    metadata = {k: v for k, v in sample.metadata.items() if k != TURN_COUNTS}
     return dataclasses.replace(
         sample,
         tokens=sample.tokens[: sample.prompt_length],
@@ -65,6 +65,9 @@ def reset(sample: Sample) -> Sample:
         rollout_routed_experts=None,
         reward=None,
         status=Status.PENDING,
+        failure="",
+        unscored="",
+        started_version=None,
         remove_sample=False,
         metadata=metadata,
     )

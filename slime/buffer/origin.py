@@ -50,11 +50,11 @@ def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) 
 
 def num_quarantines(group: Group) -> int:
     """How often the group was quarantined."""
-    return max(int(s.metadata.get("quarantined", 0)) for s in group.samples)
+    return max(s.num_quarantined for s in group.samples)
 
 
 def note_quarantines(group: Group, times: int) -> Group:
     """Writes it into the samples, where it is saved with them."""
     for sample in group.samples if times else ():
-        sample.metadata["quarantined"] = times
+        sample.num_quarantined = times
     return group

@@ -51,7 +51,7 @@ class Status(str, Enum):
     ABORTED = "aborted"
     """Interrupted; the tokens so far are kept and can be continued."""
     FAILED = "failed"
-    """Infrastructure failed; `metadata["failure"]` says how. Never trained, never scored zero."""
+    """Infrastructure failed; `failure` says how. Never trained, never scored zero."""
 
 
 FINISH_REASONS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -91,13 +91,21 @@ class Sample:
     """The score (or a dict that `--reward-key` picks from); None while unscored."""
     status: Status = Status.PENDING
     """How its generation ended."""
+    failure: str = ""
+    """Why it is FAILED; whoever sets that status says it."""
+    unscored: str = ""
+    """Why it is finished and has no reward."""
+    num_quarantined: int = 0
+    """How often its group was kept back until the next step, because a request of it found no answer in time."""
+    started_version: int | None = None
+    """Version of the trainer's weights when the work on its group began; None before, and where it starts over."""
     remove_sample: bool = False
     """True: trains nothing (mask zeroed at conversion) but still counts in its group's statistics."""
     session_id: str | None = None
     """Router affinity for multi-turn work."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `unscored` (why), `failure` (why),
-    `quarantined` (how often), `turn_counts` (`slime.rollout.turns`)."""
+    """Free for users; JSON-serialisable. Keys slime reads: `rm_type`, `tools`, `turn_counts`
+    (`slime.rollout.turns`)."""
     generate_function_path: str | None = None
     """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
     custom_rm_path: str | None = None

@@ -2,7 +2,7 @@
 
 Invariants
 1. The order is (group_index, index, position within the execution): no scheduling changes it.
-2. Every sample is scored, or says in `metadata["unscored"]` why not: then its reward is NaN, it enters no statistics
+2. Every sample is scored, or says in `unscored` why not: then its reward is NaN, it enters no statistics
    and trains nothing. Any other without a reward is an error here, never a zero.
 3. Rewards are raw: advantages are computed by the trainer over `group_index`, never by position.
 """
@@ -38,7 +38,7 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
 
     Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
     """
-    every, samples = samples, [s for s in samples if s.reward is not None or "unscored" not in s.metadata]
+    every, samples = samples, [s for s in samples if s.reward is not None or not s.unscored]
     post_process = load(args.custom_reward_post_process_path, "reward_post_process")
     if post_process is None:
         rewards = [s.get_reward_value(args.reward_key) for s in samples]

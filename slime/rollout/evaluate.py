@@ -6,23 +6,27 @@ samples by dataset. Waits for: all executions. Is woken by: their end, or the fi
 Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
 2. All samples of an evaluation come from one weight version; anything else is an error, not an average.
-3. A failing engine fails the evaluation. An answer that no grader can score leaves the mean and is counted.
+3. An execution that fails for good, and an answer that no grader can score, have no part in any score and are counted.
+   More failures than `--eval-max-failed-fraction` end the evaluation at once.
 4. Fan-out siblings are one execution: mean and pass rate count the mean of their rewards once.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from slime.buffer.groups import reset
 from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
-from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
+from slime.rollout.episodes.here import Episodes, Here
+from slime.rollout.execute import Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import spread
@@ -31,8 +35,11 @@ from slime.rollout.turns import turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput
 from slime.settings.eval_config import EvalDatasetConfig
 
+logger = logging.getLogger(__name__)
+
 MAX_TRIES = 3
-"""Tries of one execution before its failure fails the evaluation (or leaves it unscored)."""
+"""Tries of one execution before it has failed for good, or is left unscored."""
+NAMED_REASONS = 3
 
 
 class Row(Protocol):
@@ -81,14 +88,35 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
     return samples
 
 
+@dataclass(slots=True)
+class _Losses:
+    """The executions of an evaluation that failed for good."""
+
+    num_executions: int
+    num_allowed: int
+    reasons: list[str] = field(default_factory=list)
+    """Of each."""
+
+    def add(self, reason: str) -> None:
+        """Raises `EngineError` if there are too many."""
+        self.reasons.append(reason)
+        if len(self.reasons) > self.num_allowed:
+            named = "; ".join(dict.fromkeys(self.reasons[-NAMED_REASONS:]))
+            raise EngineError(
+                f"got {len(self.reasons)} of {self.num_executions} evaluation samples failed, {self.num_allowed} may "
+                f"(--eval-max-failed-fraction), because: {named}"
+            )
+
+
 async def _evaluate_one(
-    context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks
+    context: RolloutContext, sample: Sample, params: Mapping[str, Any], hooks: RolloutHooks, losses: _Losses
 ) -> list[Sample]:
-    """Generates and scores one execution; an unscored one has no reward. Raises `EngineError` on failure."""
+    """Generates and scores one execution; an unscored or failed one has no reward. Raises as `_Losses.add`."""
+    episodes: Episodes = context.workers or Here(context.client)
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
         original = sample.copy()
-        execution = await run_execution(context, [sample], dict(params), hooks.generate, evaluation=True)
+        execution = await episodes.evaluate(context, sample, params, hooks)
         if execution.outcome is Outcome.FINISHED:
             context.progress.done += 1
             return execution.samples
@@ -100,12 +128,17 @@ async def _evaluate_one(
                 break  # greedy: the next try would be the same answer
             continue
         sample = execution.samples[0]
+    context.progress.done += 1
+    left = execution.samples[0]
     if execution.outcome is Outcome.UNSCORED:
-        context.progress.done += 1
-        unscored = execution.samples[0]
-        unscored.metadata["unscored"] = execution.reason
-        return [unscored]
-    raise EngineError(f"evaluation sample {sample.index} ended {execution.outcome.value}: {execution.reason}")
+        left.unscored = execution.reason
+        return [left]
+    reason = f"{execution.outcome.value}: {execution.reason}"
+    losses.add(reason)
+    logger.warning("evaluation sample %s has failed for good: %s", sample.index, reason)
+    failed = reset(left)
+    failed.status, failed.failure = Status.FAILED, reason
+    return [failed]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -121,13 +154,14 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]
     rewards = rewards_by_execution(finished, reward_key)
     if not rewards:
-        reason = next((str(s.metadata.get("unscored")) for s in samples), "the dataset is empty")
+        reason = next((s.unscored or s.failure for s in samples), "the dataset is empty")
         raise DataError(f"got no score for any of {len(samples)} samples of {dataset.config.name}: {reason}")
     metrics = {
         name: statistics.fmean(rewards),
         f"{name}-truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in finished),
         f"{name}-num_prompts": float(len(dataset.rows)),
-        f"{name}-num_unscored": float(len(samples) - len(finished)),
+        f"{name}-num_unscored": float(sum(bool(s.unscored) for s in samples)),
+        f"{name}-num_failed": float(sum(s.status is Status.FAILED for s in samples)),
         **spread(f"{name}/response_len", [s.effective_response_length for s in finished]),
         **turn_metrics(name, finished),
     }
@@ -145,14 +179,16 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
 
 
 async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
-    """Evaluates all datasets at once. Raises `EngineError` on failures or if more than one weight version answered."""
+    """Evaluates all datasets at once. Raises `EngineError` on too many failures, or if more than one weight version
+    answered.
+    """
     args, hooks = context.args, RolloutHooks.load(context.args)
     datasets = context.eval_datasets
     if not datasets:
         raise DataError("got an evaluation without data; set --eval-prompt-data NAME FILE or --eval-config")
-    context.progress.begin(
-        f"eval at step {rollout_id}", sum(len(d.rows) * d.config.n_samples_per_eval_prompt for d in datasets)
-    )
+    num_executions = sum(len(d.rows) * d.config.n_samples_per_eval_prompt for d in datasets)
+    context.progress.begin(f"eval at step {rollout_id}", num_executions)
+    losses = _Losses(num_executions, int(args.eval_max_failed_fraction * num_executions))
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     first_index = 0
@@ -161,7 +197,7 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
         samples = make_samples(dataset, first_index)
         first_index += len(samples)
         params = eval_sampling_params(dataset.config)
-        work.append(all_or_first_error([_evaluate_one(context, s, params, hooks) for s in samples]))
+        work.append(all_or_first_error([_evaluate_one(context, s, params, hooks, losses) for s in samples]))
     results = await all_or_first_error(work)
     for dataset, executions in zip(datasets, results, strict=True):
         samples = [s for execution in executions for s in execution]

@@ -113,10 +113,10 @@ def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
 def _set_score(sample: Sample, score: Score) -> str:
     """Writes a score into the sample; returns the reason if there is none."""
     if isinstance(score, Unscored):
-        sample.reward, sample.metadata["unscored"] = None, score.reason
+        sample.reward, sample.unscored = None, score.reason
         return score.reason
     sample.reward = score.value
-    sample.metadata.pop("unscored", None)
+    sample.unscored = ""
     return ""
 
 
@@ -164,10 +164,8 @@ async def run_execution(
         if Status.FAILED in statuses and handback.happened:
             return Execution([before], Outcome.ABORTED, "interrupted")
         if Status.FAILED in statuses:
-            reason = next(
-                str(s.metadata.get("failure", "no reason given")) for s in result if s.status is Status.FAILED
-            )
-            return Execution([before], Outcome.FAILED, reason)
+            reason = next(s.failure for s in result if s.status is Status.FAILED)
+            return Execution([before], Outcome.FAILED, context.progress.failed(reason or "no reason given"))
         if not statuses <= set(FINISHED):
             scope = REQUEST_SCOPE.get()
             if Status.PENDING in statuses and not (scope and scope.aborted):
@@ -236,7 +234,7 @@ def can_be_compared(group: Group) -> bool:
     unscored = [siblings for siblings in executions if any(s.reward is None for s in siblings)]
     for sample in (s for siblings in unscored for s in siblings):
         sample.reward = None
-        sample.metadata.setdefault("unscored", "a sibling is unscored")
+        sample.unscored = sample.unscored or "a sibling is unscored"
     return len(executions) - len(unscored) >= min(len(executions), max(2, (len(executions) + 1) // 2))
 
 

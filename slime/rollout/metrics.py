@@ -36,7 +36,7 @@ def sample_metrics(reward_key: str | None, groups: Sequence[Sequence[Sample]]) -
         "rollout/truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in samples),
         "rollout/num_samples": float(len(samples)),
         "rollout/num_groups": float(len(groups)),
-        "rollout/num_unscored_samples": float(sum("unscored" in s.metadata for s in samples)),
+        "rollout/num_unscored_samples": float(sum(bool(s.unscored) for s in samples)),
         "rollout/response_tokens": float(sum(s.effective_response_length for s in samples)),
         "rollout/zero_std/ratio": len(constant) / len(groups),
     }

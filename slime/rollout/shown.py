@@ -149,6 +149,6 @@ def _more(sample: Sample) -> dict[str, Any]:
     if isinstance(sample.reward, dict):
         numbers = {str(k): float(v) for k, v in sample.reward.items() if isinstance(v, int | float)}
         more["scores"] = {k: v for k, v in list(numbers.items())[:MAX_SCORES] if math.isfinite(v)}
-    if "unscored" in sample.metadata:
-        more["unscored"] = shorten(visible(str(sample.metadata["unscored"])), MAX_LABEL_CHARS)
+    if sample.unscored:
+        more["unscored"] = shorten(visible(sample.unscored), MAX_LABEL_CHARS)
     return more | tool_counts(sample)

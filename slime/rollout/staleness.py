@@ -10,7 +10,8 @@ from slime.core.sample import NOT_SAMPLED, Sample
 
 
 def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: int | None) -> dict[str, float]:
-    """How many versions older than the trainer's weights, `now`, each sampled token is; nothing without such tokens.
+    """How many versions older than the trainer's weights, `now`, each sampled token is, and how many have passed since
+    the work on its group began, tools and environments included; nothing without sampled tokens.
 
     Raises `LedgerError` beyond the limit.
     """
@@ -25,5 +26,7 @@ def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: 
             f"got a token {oldest} versions older than the weights to be trained, because the rollout function "
             f"returned it; do: leave out what is older than --max-weight-staleness {limit}, or raise it"
         )
+    waited = [now - s.started_version for group in groups for s in group if s.started_version is not None]
     mean = now - sum(int(versions.sum(dtype="int64")) for versions in sampled) / num
-    return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(oldest)}
+    since_start = {"rollout/staleness/since_start/max": float(max(waited))} if waited else {}
+    return {"rollout/staleness/mean": mean, "rollout/staleness/max": float(oldest), **since_start}

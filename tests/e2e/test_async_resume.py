@@ -216,7 +216,7 @@ class History:
             word = self.rows[self.order[index]]["prompt"][0]["content"]
             assert all(f"|>{word}<" in str(s.prompt) for s in samples), f"group {index} is not of {word}: {samples[0]}"
             assert sorted(s.index or 0 for s in samples) == [2 * index, 2 * index + 1], f"executions of group {index}"
-            assert all(s.metadata.get("quarantined", 0) == int(index % 7 == 3) for s in samples), samples[0].metadata
+            assert all(s.num_quarantined == int(index % 7 == 3) for s in samples), samples[0].num_quarantined
             if index in self.waiting:
                 self.check_continued(self.waiting.pop(index), trained[index])
         return trained

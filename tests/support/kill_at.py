@@ -133,6 +133,6 @@ async def now_and_then_no_answer(args: Any, sample: Any, sampling_params: dict[s
     from slime.core.errors import DeadlineExceeded
     from slime.rollout.generate import generate
 
-    if sample.group_index >= 0 and sample.group_index % 7 == 3 and not sample.metadata.get("quarantined"):
+    if sample.group_index >= 0 and sample.group_index % 7 == 3 and not sample.num_quarantined:
         raise DeadlineExceeded(f"an engine had no answer for sample {sample.index}")
     return await generate(args, sample, sampling_params)

@@ -118,6 +118,4 @@ async def test_an_agent_that_never_got_an_answer_failed() -> None:
     async with agent_room() as room:
         execution = Execution(room.url, room.key, room.adapter)
         [sample] = execution.samples(Sample(index=3, group_index=1), reward=1.0)
-        assert (
-            sample.status is Status.FAILED and sample.index == 3 and "without an answer" in sample.metadata["failure"]
-        )
+        assert sample.status is Status.FAILED and sample.index == 3 and "without an answer" in sample.failure

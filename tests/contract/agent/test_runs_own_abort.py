@@ -80,7 +80,7 @@ async def gives_up(args: Any, sample: Sample, params: Any) -> Sample:
     try:
         await raises_the_sdks_error(args, sample, params)
     except openai.APIError:
-        sample.status, sample.metadata["failure"] = Status.FAILED, "no answer"
+        sample.status, sample.failure = Status.FAILED, "no answer"
     return sample
 
 
@@ -118,7 +118,7 @@ async def test_what_the_run_ended_is_aborted_whatever_the_agent_raised(hook: Any
     ended = await ended_by(hook, end, tmp_path)
     assert (ended.outcome, ended.reason) == (Outcome.ABORTED, "interrupted")
     [sample] = ended.samples
-    assert sample.status is Status.PENDING and not sample.tokens and "failure" not in sample.metadata
+    assert sample.status is Status.PENDING and not sample.tokens and not sample.failure
 
 
 async def test_what_an_engine_refused_failed(tmp_path: Path) -> None:

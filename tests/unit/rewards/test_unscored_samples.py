@@ -24,7 +24,7 @@ def group(*rewards: float | None, siblings: int = 1) -> Group:
     for sample in samples:
         sample.append_response_tokens([7], log_probs=[-0.1], weight_version=1, finish_reason="stop")
         if sample.reward is None:
-            sample.metadata["unscored"] = "timeout after 1 s"
+            sample.unscored = "timeout after 1 s"
     return Group(0, tuple(samples))
 
 
@@ -50,7 +50,7 @@ def test_an_execution_with_an_unscored_sibling_is_unscored() -> None:
     mixed = group(1.0, None, 1.0, 1.0, 0.0, 0.0, siblings=2)
     assert can_be_compared(mixed)
     assert [s.reward for s in mixed.samples] == [None, None, 1.0, 1.0, 0.0, 0.0]
-    assert "sibling" in mixed.samples[0].metadata["unscored"]
+    assert "sibling" in mixed.samples[0].unscored
 
 
 def test_an_unscored_sample_has_no_number_in_the_batch(tmp_path: Path) -> None:

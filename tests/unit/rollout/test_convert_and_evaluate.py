@@ -149,6 +149,26 @@ def test_a_failing_engine_fails_the_evaluation(tmp_path: Path) -> None:
         evaluate(tmp_path, engine)
 
 
+def test_a_few_failures_are_counted_and_no_score_has_them(tmp_path: Path) -> None:
+    """Law: what failed for good is in no mean and in no pass rate; one more than allowed ends the evaluation."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from slime.rollout.generate import generate as default\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if int(sample.label) < int(sample.metadata.get('below', 2)):\n"
+        "        raise RuntimeError('the sandbox is gone')\n"
+        "    made = await default(args, sample, sampling_params)\n"
+        "    made.reward = 1.0\n"
+        "    return made\n"
+    )
+    hook = ("--custom-generate-function-path", f"{own}:generate", "--n-samples-per-eval-prompt", "2")
+    metrics = evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.25")
+    assert metrics["eval/held-num_failed"] == metrics["eval/more-num_failed"] == 2
+    assert metrics["eval/held-num_unscored"] == 0 and metrics["eval/held"] == metrics["eval/held-pass@2"] == 1.0
+    with pytest.raises(EngineError, match=r"4 of 16 evaluation samples failed, 3 may .* the sandbox is gone"):
+        evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.24")
+
+
 def test_no_grader_is_a_configuration_mistake(tmp_path: Path) -> None:
     args = rollout_args(tmp_path).replace(rm_type=None)
 

@@ -14,7 +14,7 @@ from slime.rollout.episodes.fleet import MAX_DEATHS
 from slime.rollout.manager import RolloutManager
 from tests.support.episode_workers import Workers, with_workers
 from tests.support.fake_engine import FakeEngine
-from tests.support.rollout import rollout_args, with_manager
+from tests.support.rollout import rollout_args, with_manager, write_prompts
 
 GRADED = ("--rm-type", "exact_match")
 
@@ -135,6 +135,23 @@ def test_filters_and_hooks_see_the_groups(tmp_path: Path) -> None:
 
     indices, metrics = asyncio.run(with_workers(args, FakeEngine(), 2, work))
     assert indices == [0, 2, 4, 6] and metrics["rollout/num_filtered_groups"] >= 3
+
+
+def test_evaluations_are_those_of_one_process(tmp_path: Path) -> None:
+    held = write_prompts(tmp_path / "held.jsonl", 6)
+    flags = ("--eval-interval", "1", "--eval-prompt-data", "held", str(held), "--n-samples-per-eval-prompt", "2")
+    args = rollout_args(tmp_path, *GRADED, *flags)
+
+    async def here(manager: RolloutManager) -> Any:
+        return await manager.evaluate(0)
+
+    async def there(manager: RolloutManager, workers: Workers) -> Any:
+        return await manager.evaluate(0), [one.num_groups for one in workers.started]
+
+    expected = asyncio.run(with_manager(args, FakeEngine(), here))
+    found, groups = asyncio.run(with_workers(args, FakeEngine(), 2, there))
+    timed = "perf/eval_time"
+    assert {**found, timed: 0} == {**expected, timed: 0} and groups == [6, 6]
 
 
 def test_a_mistake_in_a_hook_ends_the_run_as_itself(tmp_path: Path) -> None:

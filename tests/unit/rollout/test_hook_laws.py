@@ -13,6 +13,7 @@ import pytest
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.errors import EngineError, HookError
 from slime.core.sample import Group, Sample, Status
+from slime.rollout.debug_data import load_rollout
 from slime.rollout.filters import check_reward_nonzero_std_with_fallback, rewards_by_execution
 from slime.rollout.hooks import call_generate, call_sample_hooks
 from slime.rollout.manager import RolloutManager
@@ -201,6 +202,26 @@ def test_a_group_that_never_answers_is_quarantined_and_survives_a_resume(tmp_pat
     assert asyncio.run(with_manager(args, FakeEngine(), resumed)) == set(range(16)) - trained
 
 
+def test_metadata_is_the_users_whatever_its_keys(tmp_path: Path) -> None:
+    """Law: what slime knows of a sample is in fields of its own; a row may call its columns as it likes."""
+    own = {"failure": "an example", "unscored": True, "quarantined": 7}
+    data = tmp_path / "named.jsonl"
+    rows = [{"input": f"{i}+{i}=", "label": "0", "metadata": own} for i in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = FakeEngine()
+    engine.faults.extend([500, 500, 500])  # some tries fail
+    kept = str(tmp_path / "{rollout_id}.jsonl.zst")
+    args = rollout_args(tmp_path, "--prompt-data", str(data), "--save-debug-rollout-data", kept)
+
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.generate(0)
+
+    batch, metrics = asyncio.run(with_manager(args, engine, work))
+    _, groups = load_rollout(Path(kept.format(rollout_id=0)))
+    assert len(batch.samples) == 8 and metrics["rollout/num_unscored_samples"] == 0
+    assert all(s.metadata == own and s.num_quarantined == 0 for group in groups for s in group)
+
+
 def test_an_asynchronous_run_quarantines_as_well(tmp_path: Path) -> None:
     args = rollout_args(tmp_path, *REWARD, "--fully-async", "--request-timeout-s", "5", synchronous=False)
     engine = OneSilentRequest()
@@ -208,7 +229,7 @@ def test_an_asynchronous_run_quarantines_as_well(tmp_path: Path) -> None:
     def quarantined(manager: RolloutManager) -> list[int]:
         """Groups that wait for the next step, and would be known as what they are after a resume."""
         held = [g for g in manager._source.state_dict()["in_flight"] if g["group"] is not None]
-        return [g["group_index"] for g in held if g["group"]["samples"][0]["metadata"].get("quarantined") == 1]
+        return [g["group_index"] for g in held if g["group"]["samples"][0]["num_quarantined"] == 1]
 
     async def work(manager: RolloutManager) -> None:
         trained: set[int] = set()
