@@ -75,7 +75,7 @@ class WorkerFleet(Episodes):
         """`start`: makes the process of a worker, by its number, and returns at once."""
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
-        """Started when they are first asked for something; what is said before is told them then."""
+        """Started when they are first asked for something; then they get to know what was said before."""
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
         """(model, engine) -> what it does of a request."""
