@@ -23,7 +23,7 @@ from slime.core.sample import NOT_SAMPLED, Sample
 class TrainSample:
     """One training sequence of `T` tokens whose last `R` are the response (R = len(loss_mask))."""
 
-    tokens: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
     """[T]"""
     loss_mask: npt.NDArray[np.float32]
     """[R] 1.0 where trained: the one mask of everything that follows. All zero in an unscored sample."""
@@ -85,7 +85,7 @@ class TrainSample:
             raise DataError(f"sample {sample.index}: a trained token has a non-finite teacher log-prob")
         versions = _as(sample.column("token_versions"), np.int32)
         return cls(
-            tokens=np.asarray(sample.column("tokens"), np.int64),
+            tokens=np.asarray(sample.column("tokens"), np.int32),
             loss_mask=mask,
             rollout_log_probs=log_probs,
             token_versions=np.full(num_response, NOT_SAMPLED, np.int32) if versions is None else versions,

@@ -177,7 +177,7 @@ def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_siz
     rng, response = np.random.default_rng(0), max(tokens - 1, 1)
     samples = tuple(
         TrainSample(
-            tokens=rng.integers(0, vocab_size, response + 1),
+            tokens=rng.integers(0, vocab_size, response + 1, np.int32),
             loss_mask=np.ones(response, np.float32),
             rollout_log_probs=np.zeros(response, np.float32),
             token_versions=np.ones(response, np.int32),
