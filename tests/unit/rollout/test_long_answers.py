@@ -32,6 +32,8 @@ class LongWinded(FakeEngine):
 
     prompt: tuple[int, ...] = ()
     """The one."""
+    per_version: int = LENGTH
+    """Tokens of it that one version of the weights samples at most."""
 
     def token(self, body: dict[str, Any], i: int) -> int:
         return int(made_of(len(body["input_ids"]) + i)[0])
@@ -44,8 +46,9 @@ class LongWinded(FakeEngine):
             body["sampling_params"]["max_new_tokens"] = 8
             return await super()._sample(body, stop)
         limit, ids = body["sampling_params"]["max_new_tokens"], self._sampled[body["rid"]]
+        most = int(self.weight_version) * self.per_version + len(self.prompt) - len(body["input_ids"])
         while len(ids) < limit and not stop.is_set():
-            ids.extend(self.token(body, i) for i in range(len(ids), min(limit, len(ids) + AT_ONCE)))
+            ids.extend(self.token(body, i) for i in range(len(ids), min(limit, most, len(ids) + AT_ONCE)))
             await asyncio.sleep(0.005)
         reason = {"type": "length", "length": limit} if len(ids) >= limit else {"type": "abort", "message": "Aborted"}
         pairs = [[self.log_prob(body, i), token, None] for i, token in enumerate(ids)]
@@ -103,7 +106,7 @@ def test_it_is_trained_as_it_was_sampled(
     """Law: who interrupts it, saves it or goes on with it later, nothing of it is lost or sampled twice."""
     args = settings(tmp_path, *flags, synchronous=synchronous)
     prompt = tuple(tokenizer_of(str(tmp_path / "model")).encode("0+0=", add_special_tokens=False))
-    engine = LongWinded(prompt=prompt, tick_s=0.001)
+    engine = LongWinded(prompt=prompt, tick_s=0.001, per_version=LENGTH // 8 if flags else LENGTH)
 
     async def first(manager: RolloutManager, *_: Any) -> Any:
         found = await until_long(manager, engine, 0, SAVE_AT)
