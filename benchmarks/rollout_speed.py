@@ -1,0 +1,181 @@
+"""What the rollout side costs: tokens a second of whole rollouts, against a bare client of the same server.
+
+    python -m benchmarks.rollout_speed --model DIR --device cuda --cases 512x1024 64x16384 --workers 0 4
+
+One stock server. The bare client posts every request at once and reads each answer whole; it asks for log-probs, as
+training needs them. The rollout is a step of `RolloutManager`, in its own process and in workers: prompts from a file,
+groups of 8, the default generate function, token ids, versions, and the batch that the trainer gets. All take turns,
+`--rounds` times; the ratio is that of the medians. Prompts differ in every turn, so that no cache knows them; an answer
+has all its tokens, whatever the model samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import ray
+
+from slime.cluster.episode_actor import worker_fleet
+from slime.core.sample import Sample
+from slime.rollout import generate as default
+from slime.rollout.manager import RolloutManager
+from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
+from slime.serving.server import ServerSpec, SGLangServer
+from slime.settings import Args, parse_args
+
+SAMPLES, WORDS = 8, 48
+GPU = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
+LIMIT_S = 600.0
+
+
+async def to_the_end(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The default function, with an answer of full length."""
+    sample = await default.generate(args, sample, {**sampling_params, "ignore_eos": True})
+    sample.reward = float((sample.index or 0) % 2)
+    return sample
+
+
+def write_prompts(path: Path, num: int, turn: int) -> None:
+    rows = [{"input": " ".join(str(turn * 7919 + i * 101 + k) for k in range(WORDS))} for i in range(num)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def settings(options: argparse.Namespace, folder: Path, case: tuple[int, int], workers: int, turn: int) -> Args:
+    num, length = case
+    write_prompts(folder / "prompts.jsonl", num // SAMPLES, turn)
+    words: dict[str, Any] = {
+        "--hf-checkpoint": options.model,
+        "--prompt-data": folder / "prompts.jsonl",
+        "--rollout-batch-size": num // SAMPLES,
+        "--n-samples-per-prompt": SAMPLES,
+        "--num-rollout": 1,
+        "--rollout-max-response-len": length,
+        "--device": options.device,
+        "--custom-generate-function-path": f"{__spec__.name}:to_the_end",
+        "--rollout-num-workers": workers,
+        "--run-dir": folder / "run",
+        "--request-timeout-s": 600,
+        "--sglang-server-concurrency": 4096,
+    }
+    return parse_args([str(word) for pair in words.items() for word in pair])
+
+
+async def bare(url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int], turn: int) -> float:
+    """Tokens a second."""
+    from transformers import AutoTokenizer
+
+    num, length = case
+    write_prompts(folder / "bare.jsonl", num // SAMPLES, turn)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    texts = [json.loads(line)["input"] for line in (folder / "bare.jsonl").read_text().splitlines()]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts for _ in range(SAMPLES)]
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": length, "ignore_eos": True}
+    limits = aiohttp.ClientTimeout(total=LIMIT_S)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+
+        async def ask(ids: list[int]) -> int:
+            body = orjson.dumps({"input_ids": ids, "sampling_params": params, "return_logprob": True})
+            async with session.post(f"{url}/generate", data=body, headers={"Content-Type": "application/json"}) as got:
+                answer = orjson.loads(await got.read())
+                assert got.status == 200, answer
+                return len(answer["output_ids"])
+
+        began = time.perf_counter()
+        tokens = sum(await asyncio.gather(*(ask(ids) for ids in prompts)))
+        return tokens / (time.perf_counter() - began)
+
+
+async def rollout(url: str, args: Args, folder: Path) -> float:
+    """Tokens a second, from the first prompt to the batch."""
+    (folder / "run" / "logs").mkdir(parents=True, exist_ok=True)
+    fleet = worker_fleet(args, str(folder / "run" / "logs"), None)
+    manager = RolloutManager(args, engines=[url], workers=fleet)
+    if fleet is not None:
+        await fleet.ready()
+    try:
+        began = time.perf_counter()
+        batch, _ = await manager.generate(0)
+        return sum(s.response_length for s in batch.samples) / (time.perf_counter() - began)
+    finally:
+        await manager.close()
+
+
+def measure(url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int]) -> dict[str, Any]:
+    """Everybody in turn."""
+    rates: dict[str, list[float]] = {"bare": [], **{f"workers_{n}": [] for n in options.workers}}
+    asyncio.run(bare(url, options, folder, (case[0], min(64, case[1])), 0))  # kernels and graphs
+    turn = 1000 * case[1]
+    for _ in range(options.rounds):
+        for name in rates:
+            turn += 1
+            if name == "bare":
+                rate = asyncio.run(bare(url, options, folder, case, turn))
+            else:
+                args = settings(options, folder, case, int(name.removeprefix("workers_")), turn)
+                rate = asyncio.run(rollout(url, args, folder))
+            print(f"{case[0]} x {case[1]} {name}: {rate:.0f} tokens/s", flush=True)
+            rates[name].append(round(rate, 1))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    ratios = {name: round(rate / medians["bare"], 4) for name, rate in medians.items() if name != "bare"}
+    return {"requests": case[0], "tokens": case[1], "tokens_per_s": rates, "against_bare": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder with a tokenizer")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cases", nargs="+", default=["512x1024", "64x16384"], help="requests x tokens of an answer")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 4])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    allow_many_connections()
+    collect_garbage_rarely()
+    cuda = options.device == "cuda"
+    spec = ServerSpec(
+        str(options.model),
+        dtype="bfloat16" if cuda else "float32",
+        device=options.device,
+        extra=GPU if cuda else {},
+    )
+    result: dict[str, Any] = {
+        "command": " ".join(["python", "-m", "benchmarks.rollout_speed", *sys.argv[1:]]),
+        "cpus": os.cpu_count(),
+        "cases": [],
+    }
+    if cuda:
+        import torch
+
+        result["device"] = torch.cuda.get_device_name(0)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        server = SGLangServer(spec, log_path=folder / "engine.log")
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=16)
+        try:
+            server.start()
+            server.wait_ready(timeout_s=LIMIT_S)
+            for words in options.cases:
+                num, _, length = words.partition("x")
+                result["cases"].append(measure(server.url, options, folder, (int(num), int(length))))
+        finally:
+            server.stop()
+            ray.shutdown()
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
