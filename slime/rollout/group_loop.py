@@ -40,9 +40,10 @@ from slime.rollout.client import RequestScope
 from slime.rollout.context import RolloutContext, use
 from slime.rollout.counts import StepCounts
 from slime.rollout.execute import GroupResult, Outcome, failure_kind, run_group
-from slime.rollout.hooks import RolloutHooks, in_thread, keep_group
+from slime.rollout.hooks import RolloutHooks, in_time, keep_group
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
+from slime.rollout.supervise import END_LIMIT_S, end_tasks, num_left_behind
 from slime.rollout.types import RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
@@ -150,9 +151,7 @@ class GroupLoop:
     async def abandon(self, *, reason: str = "error", accepted: Sequence[Group] = ()) -> None:
         """Cancels what runs and puts back what is not settled, and `accepted` groups too; what ran starts over."""
         self.scope.aborted = True
-        for task in self.running:
-            task.cancel()
-        await asyncio.gather(*self.running, return_exceptions=True)
+        await end_tasks(self.running, 3 * END_LIMIT_S)
         self.end_quarantine()
         again = [reset_group(group) for group in self.running.values()]
         self.counts.num_aborted += len(again)
@@ -163,13 +162,15 @@ class GroupLoop:
 
     async def hand_out(self, batch: Sequence[Group]) -> RolloutFnTrainOutput:
         """Shows the groups of a batch, sorted by prompt, to the hooks, and tells the metrics of the step."""
+        limit_s = self.args.execution_timeout_s
         groups = [list(group.samples) for group in sorted(batch, key=lambda g: g.group_index)]
         if self.hooks.sample_filter is not None:
-            await in_thread(self.hooks.sample_filter, self.args, groups)
+            await in_time(limit_s, self.hooks.sample_filter, self.args, groups)
         if self.hooks.all_samples is not None:
             dropped = [list(group.samples) for group in self.counts.dropped]
-            await in_thread(self.hooks.all_samples, self.args, groups + dropped, self.source)
-        return RolloutFnTrainOutput(groups, {**self.counts.metrics(), **sample_metrics(self.args.reward_key, groups)})
+            await in_time(limit_s, self.hooks.all_samples, self.args, groups + dropped, self.source)
+        counts = {**self.counts.metrics(), "rollout/num_left_behind": float(num_left_behind())}
+        return RolloutFnTrainOutput(groups, {**counts, **sample_metrics(self.args.reward_key, groups)})
 
     def time_left_s(self, began: float) -> float | None:
         """Seconds until the limit of a step that began at `began`; None without one. Raises `DeadlineExceeded`."""

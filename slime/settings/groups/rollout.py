@@ -175,6 +175,12 @@ class RolloutSettings:
     tokens; retract and in_place let them go on under the new weights, retract after reading all tokens again, in_place
     with the keys and values of the old weights. The weight sync before a checkpoint always ends them, so that it holds
     their tokens."""
+    execution_timeout_s: float = opt(1800.0, ge=0)
+    """Seconds that a generate function (with its sample hooks) may be without progress; the execution has then failed,
+    and the message says where it stands. Progress: an answer of an engine, a command in a sandbox, alive() of
+    slime.rollout.progress; while an engine or a sandbox works for it, their own limits hold. The length of an execution
+    has no limit in seconds. Filters, converters and log functions may take as long in one call, and so may a function
+    that keeps the event loop from turning; the run then ends. 0: no limit."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""
 
