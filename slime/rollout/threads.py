@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from slime.core.blame import raised_by_user
-from slime.core.errors import HookError, HookExited
+from slime.core.errors import DeadlineExceeded, HookError, HookExited
 from slime.rollout.progress import HEARTBEAT, waiting
 
 T = TypeVar("T")
@@ -56,8 +56,18 @@ LEFT_BEHIND: set[int] = set()
 """Identities of threads that nobody waits for any more, and that still run."""
 
 
-def exited(error: BaseException) -> HookExited:
+class Stalled(BaseException):
+    """Raised by the watchdog inside of code that keeps the event loop from turning. No `Exception`, because code that
+    tries again and again would catch it."""
+
+    def __str__(self) -> str:
+        return "user code kept the event loop from turning until --execution-timeout-s"
+
+
+def exited(error: BaseException) -> HookExited | DeadlineExceeded:
     """What a function raised that is not an `Exception`, as an error, with its place."""
+    if isinstance(error, Stalled):
+        return DeadlineExceeded(f"{error}{raised_by_user(error)}")
     said = f"{type(error).__name__}: {error}".rstrip(": ")
     return HookExited(f"{said}{raised_by_user(error)}")
 

@@ -111,3 +111,19 @@ async def silent_hour(args: Any, sample: Sample, sampling_params: dict[str, Any]
 
 def rewarded(args: Any, sample: Sample) -> None:
     sample.reward = 1.0
+
+
+def sleep_until(event: threading.Event) -> None:
+    while not event.wait(0.01):
+        pass
+
+
+async def blocks(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """One execution sleeps on the event loop, again and again, and lets no error stop it."""
+    while sample.index == 0:
+        try:
+            sleep_until(LET_GO)
+            return sample
+        except Exception:
+            continue
+    return await generate(args, sample, sampling_params)
