@@ -9,10 +9,11 @@ thread, `stall` for whoever asks from another thread, the longest stall, and whe
 `last_words` reads after the end. Waits for: the loop's answer. Is woken by: that, or the clock.
 
 Invariants
-1. At the limit user code that the interpreter runs is broken off by an exception: its execution has expired, and the
-   loop goes on.
-2. What takes no exception (a sleep, a regular expression that holds the interpreter) ends the process `GRACE_S` later.
-   That is done by `faulthandler`, whose thread needs no interpreter; it writes where each thread stood.
+1. At the limit user code that the interpreter runs is broken off by an exception, `MOST_BROKEN_OFF` times at most: its
+   execution has expired, and the loop goes on.
+2. What takes no exception (a sleep, a regular expression that holds the interpreter), or comes again and again, ends
+   the process `GRACE_S` later. That is done by `faulthandler`, whose thread needs no interpreter; it writes where each
+   thread stood.
 3. Code of slime or of a library alone is never broken off.
 """
 
@@ -40,6 +41,8 @@ LAST_WORDS = "rollout_stall.txt"
 WARN_S, GRACE_S = 10.0, 30.0
 """Seconds without a turn before the first warning, and between the attempt to break code off and the end."""
 LOOK_S = 1.0
+MOST_BROKEN_OFF = 3
+"""Calls that are broken off; a function that blocks in every execution is not chance."""
 _TIMED_OUT = "Timeout ("
 """How a report of `faulthandler` begins."""
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
@@ -64,7 +67,7 @@ class Watchdog:
         self._look_s = min(LOOK_S, warn_s / 4)
         self._watched = threading.get_ident()
         self._closed = threading.Event()
-        self._longest_s = 0.0
+        self._longest_s, self._num_broken_off = 0.0, 0
         self.stall = ""
         """What keeps the loop from turning now, in words; empty while it turns."""
         self._path = last_words if limit_s else None
@@ -121,7 +124,12 @@ class Watchdog:
             if stands_s >= self._limit_s and not was_broken:
                 was_broken = True
                 if place is not None and not place.is_ours and not place.is_library:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(Stalled))
+                    self._break_off()
+
+    def _break_off(self) -> None:
+        if self._num_broken_off < MOST_BROKEN_OFF:
+            self._num_broken_off += 1
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(Stalled))
 
     def _has_turned(self, turned: threading.Event) -> None:
         """On the loop."""

@@ -99,7 +99,9 @@ def test_a_step_goes_on_without_an_execution_that_blocks(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "blocking", ["time.sleep(10_000)", "re.match('(a+)+$', 'a' * 64 + 'b')"], ids=["sleeps", "holds-the-interpreter"]
+    "blocking",
+    ["time.sleep(10_000)", "re.match('(a+)+$', 'a' * 64 + 'b')", "again_and_again()"],
+    ids=["sleeps", "holds-the-interpreter", "catches-everything"],
 )
 def test_what_cannot_be_broken_off_ends_the_process_by_name(tmp_path: Path, blocking: str) -> None:
     script, said = tmp_path / "mine.py", tmp_path / "last_words"
@@ -107,6 +109,10 @@ def test_what_cannot_be_broken_off_ends_the_process_by_name(tmp_path: Path, bloc
         "import asyncio, re, sys, time\n"
         "from pathlib import Path\n"
         "from slime.rollout.watchdog import Watchdog\n"
+        "def again_and_again():\n"
+        "    while True:\n"
+        "        try: time.sleep(0.01)\n"
+        "        except BaseException: pass\n"
         "async def theirs():\n"
         f"    {blocking}\n"
         "async def main():\n"
@@ -117,8 +123,13 @@ def test_what_cannot_be_broken_off_ends_the_process_by_name(tmp_path: Path, bloc
     )
     ended = subprocess.run([sys.executable, script, said], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1, ended.stderr
-    found = last_words(said)
-    assert found is not None and f"{script}:5 in theirs kept it" in found and "--execution-timeout-s" in found
+    found, name = last_words(said), "again_and_again" if "again" in blocking else "theirs"
+    assert (
+        found is not None
+        and f"{script}:" in found
+        and f" in {name} kept it" in found
+        and "--execution-timeout-s" in found
+    )
 
 
 def test_a_process_that_ends_otherwise_leaves_no_last_words(tmp_path: Path) -> None:
@@ -132,3 +143,27 @@ def test_a_process_that_ends_otherwise_leaves_no_last_words(tmp_path: Path) -> N
         return while_it_lives
 
     assert asyncio.run(work()) is None and last_words(said) is None and not said.exists()
+
+
+def test_the_fourth_function_that_blocks_ends_the_process(tmp_path: Path) -> None:
+    """Law: a function that blocks in every execution costs a few limits, not one for each."""
+    script, said = tmp_path / "mine.py", tmp_path / "last_words"
+    script.write_text(
+        "import asyncio, sys, time\n"
+        "from pathlib import Path\n"
+        "from slime.core.errors import DeadlineExceeded\n"
+        "from slime.rollout.supervise import supervised\n"
+        "from slime.rollout.watchdog import Watchdog\n"
+        "async def blocks():\n"
+        "    while True: time.sleep(0.01)\n"
+        "async def main():\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    Watchdog(loop, limit_s=0.3, last_words=Path(sys.argv[1]), warn_s=0.2, grace_s=3.0)\n"
+        "    while True:\n"
+        "        try: await supervised(blocks(), what='mine', limit_s=None)\n"
+        "        except DeadlineExceeded: print('failed', flush=True)\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, script, said], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1 and ended.stdout == 3 * "failed\n", ended.stderr
+    assert f"{script}:7 in blocks kept it" in (last_words(said) or "")
