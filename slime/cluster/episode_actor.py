@@ -7,6 +7,7 @@ and on its event loop by the ends of requests and gradings. It ends with the rol
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from ray.exceptions import RayError
 
 from slime.cluster.failures import translated
 from slime.cluster.slots import on_node
+from slime.core.errors import ActorDied
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.episodes.fleet import WorkerFleet
 from slime.rollout.episodes.worker import EpisodeWorker
+from slime.rollout.watchdog import Watchdog, last_words
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.settings import Args
 
@@ -36,19 +39,29 @@ class EpisodeActor:
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
         allow_many_connections()
         self._worker = EpisodeWorker(args, args.rollout_num_workers, api_key=api_key)
+        self._watchdog: Watchdog | None = None
+        self._limit_s, self._stall = args.execution_timeout_s, stall_file(log_dir, number)
         collect_garbage_rarely()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Of `EpisodeWorker`."""
+        """Of `EpisodeWorker`. The loop is watched since the first call."""
+        if self._watchdog is None:
+            loop = asyncio.get_running_loop()
+            self._watchdog = Watchdog(loop, limit_s=self._limit_s, last_words=self._stall)
         answer = getattr(self._worker, method)(*arguments)
         return await answer if isinstance(answer, Awaitable) else answer
+
+
+def stall_file(log_dir: str, number: int) -> Path:
+    """Where a worker writes what kept its event loop from turning until it had to end."""
+    return Path(log_dir) / f"rollout_worker_{number}_stall.txt"
 
 
 class RayWorker:
     """An `EpisodeActor` as `WorkerFleet` calls it."""
 
-    def __init__(self, actor: Any, number: int) -> None:
-        self._actor, self._number = actor, number
+    def __init__(self, actor: Any, number: int, stall: Path) -> None:
+        self._actor, self._number, self._stall = actor, number, stall
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         """See `WorkerPort`."""
@@ -62,7 +75,9 @@ class RayWorker:
         try:
             return await answer
         except RayError as error:
-            raise translated(error, f"{method} of rollout worker {self._number}") from error
+            problem = translated(error, f"{method} of rollout worker {self._number}")
+            why = last_words(self._stall) if isinstance(problem, ActorDied) else None
+            raise problem if why is None else ActorDied(why) from error
 
 
 def worker_fleet(args: Args, log_dir: str, api_key: str | None) -> WorkerFleet | None:
@@ -73,6 +88,7 @@ def worker_fleet(args: Args, log_dir: str, api_key: str | None) -> WorkerFleet |
     actor: Any = EpisodeActor
 
     def start(number: int) -> RayWorker:
-        return RayWorker(actor.options(**here).remote(args, number, log_dir, api_key), number)
+        worker = actor.options(**here).remote(args, number, log_dir, api_key)
+        return RayWorker(worker, number, stall_file(log_dir, number))
 
     return WorkerFleet(start, args.rollout_num_workers)

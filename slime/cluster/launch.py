@@ -26,12 +26,13 @@ from slime.cluster.preflight import preflight
 from slime.cluster.restarting import this_restart
 from slime.cluster.resuming import how_to_resume
 from slime.core.blame import one_line
-from slime.core.errors import ActorDied, ActorFailed
+from slime.core.errors import ActorDied, ActorFailed, LoopStalled
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.run_folder import RunFolder
 from slime.observability.spans import start_recording
 from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker, Views
+from slime.rollout.watchdog import LAST_WORDS, last_words
 from slime.settings import Args
 from slime.settings.hooks import check_hooks
 
@@ -134,7 +135,7 @@ def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManage
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
     """Gives the verbs to the loop, and ends the actors in order, whatever ends the loop."""
     try:
-        with _explained(memory, folder), _blamed(run):
+        with _explained(memory, folder), _blamed(run, folder):
             run.tell_addresses()
             yield run
     except BaseException as error:
@@ -146,12 +147,18 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
 
 
 @contextmanager
-def _blamed(run: Run) -> Iterator[None]:
-    """An error that the end of a process made in another one is that end: who is dead ends the block."""
+def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
+    """An error that the end of a process made in another one is that end: who is dead ends the block.
+
+    One that ended itself has left word of the reason.
+    """
     try:
         yield
     except Exception as error:
-        if not isinstance(error, ActorDied) and (death := run.death(one_line(error))) is not None:
+        death = error if isinstance(error, ActorDied) else run.death(one_line(error))
+        if death is not None and (said := last_words(folder.logs / LAST_WORDS)) is not None:
+            raise LoopStalled(said) from death
+        if death is not None and death is not error:
             raise death from error
         raise
 

@@ -31,6 +31,7 @@ from slime.observability.spans import start_recording
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
 from slime.rollout.types import StepNews
+from slime.rollout.watchdog import LAST_WORDS, Watchdog
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.serving.kept_router import AnyRouter
 from slime.serving.router import Router
@@ -82,13 +83,16 @@ def _address(router: AnyRouter) -> tuple[str, int]:
     return router.host, router.port
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class RolloutActor:
     """Shell around `RolloutManager` and `Router`."""
 
     def __init__(self, args: Args, num_engines: int, log_dir: str, api_key: str | None = None) -> None:
         """`num_engines`: those of the start, of all models; `api_key`: the token that they ask for."""
         setup_logging(Path(log_dir) / "rollout.log")
+        self._stall = Path(log_dir) / LAST_WORDS
+        self._watchdog: Watchdog | None = None
+        self._limit_s = args.execution_timeout_s
         self._spans = start_recording("rollout", Path(log_dir).parent / "traces")
         self._routers: Routers | None = None
         self._has_settled = False
@@ -110,7 +114,11 @@ class RolloutActor:
         collect_garbage_rarely()
 
     async def ready(self) -> int:
-        """Number of prompts in the training data; answers when the data is loaded and the workers are made."""
+        """Number of prompts in the training data; answers when the data is loaded and the workers are made. From now on
+        the loop is watched.
+        """
+        loop = asyncio.get_running_loop()
+        self._watchdog = self._watchdog or Watchdog(loop, limit_s=self._limit_s, last_words=self._stall)
         if self._workers is not None:
             await self._workers.ready()
         return self._manager.num_prompts
@@ -155,6 +163,8 @@ class RolloutActor:
         await self._settle_once()
         begin_s = time.time()
         batch, metrics = await self._manager.generate(rollout_id)
+        if self._watchdog is not None:
+            metrics = {**metrics, "perf/loop_stall_time": self._watchdog.take_longest_s()}
         news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
         return batch, news
 
@@ -186,14 +196,17 @@ class RolloutActor:
     async def load(self, directory: str) -> None:
         self._manager.load(Path(directory))
 
+    @ray.method(concurrency_group="watch")
     async def progress(self) -> str:
-        """One line: what the rollout is doing now."""
-        return self._manager.progress()
+        """One line: what the rollout is doing now, or what keeps it. Answers on an event loop of its own."""
+        return (self._watchdog.stall if self._watchdog is not None else "") or self._manager.progress()
 
     async def stop(self) -> None:
         await self._manager.close()
         if self._routers is not None:
             await asyncio.to_thread(self._routers.close)
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._spans.close()
 
     async def _settle_once(self) -> None:

@@ -26,6 +26,16 @@ class HookError(SlimeError, TypeError):
     """A user function could not be loaded or does not satisfy its documented contract."""
 
 
+class HookExited(SlimeError, RuntimeError):
+    """A user function raised what ends a process or a task, not an error: `SystemExit`, `KeyboardInterrupt`, a
+    cancellation that nobody asked for. Says what, and where.
+    """
+
+
+class LoopStalled(SlimeError, RuntimeError):
+    """A function kept an event loop from turning until its process had to end. Names the function."""
+
+
 class EngineError(SlimeError, RuntimeError):
     """An inference engine or the router refused, died or answered nonsense."""
 

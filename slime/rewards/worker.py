@@ -10,7 +10,7 @@ anywhere: replies are JSON.
 Invariants
 1. It dies with its parent: SIGKILL by the kernel when the parent thread ends, or end-of-file on stdin.
 2. What a grader prints goes to stderr; the reply pipe is a descriptor that graders do not know.
-3. Every request gets a reply unless the process dies; an exception is a reply.
+3. Every request gets a reply unless the process dies; an exception is a reply, also one that is meant to end processes.
 4. As many async graders run side by side as may be asked, also where each of them waits in a thread (`to_thread`).
 """
 
@@ -27,7 +27,7 @@ import resource
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
@@ -104,7 +104,7 @@ class Server:
                 function = self.function(request["grader"])
                 result = function(self.args, samples if request["group"] else samples[0])
             if inspect.isawaitable(result):
-                result = await asyncio.wait_for(result, limit_s)
+                result = await asyncio.wait_for(_contained(result), limit_s)
             values = result if request["group"] else [result]
             if not isinstance(values, list | tuple) or len(values) != len(samples):
                 size = len(values) if isinstance(values, list | tuple) else type(values).__name__
@@ -117,7 +117,10 @@ class Server:
             reason = f"timeout after {limit_s:g} s"
         except (MemoryError, RecursionError) as problem:
             reason = f"the grader ran out of {'memory' if isinstance(problem, MemoryError) else 'stack'}"
-        except Exception as problem:
+        except BaseException as problem:
+            if isinstance(problem, asyncio.CancelledError) and _is_ended():
+                raise
+            problem = problem.error if isinstance(problem, _Exited) else problem
             traceback.print_exc(limit=8)
             reason = f"the grader raised {one_line(problem, 300)}{raised_by_user(problem)}"
         return {"scores": [{"unscored": reason}] * len(request["samples"])}
@@ -133,6 +136,29 @@ class Server:
         if name not in self.graders:
             self.graders[name] = make_grader(name, settings)
         return self.graders[name]
+
+
+class _Exited(Exception):
+    """What a grader raised that is no `Exception`: out of a task it would end the event loop."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+async def _contained(work: Awaitable[Any]) -> Any:
+    """The result. Raises `_Exited` for `SystemExit` and the like, which ask for more than the end of a grading."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise _Exited(error) from error
+
+
+def _is_ended() -> bool:
+    """Whether somebody cancels the task that asks."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def encode(value: Any) -> dict[str, Any]:

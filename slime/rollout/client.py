@@ -38,6 +38,7 @@ from slime.rollout.engines import EnginePool
 from slime.rollout.generation import Generation, check_request
 from slime.rollout.job import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job
 from slime.rollout.pairing import PairPool
+from slime.rollout.progress import waiting
 from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
 from slime.rollout.slices import Budget
 from slime.rollout.traffic import Sums, Traffic
@@ -287,6 +288,13 @@ class EngineClient:
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
         """Request after request, until the answer has ended or the call is handed back."""
+        with waiting() as limits:  # of its requests
+            async with aclosing(self._requests(job)) as parts:
+                async for part in parts:
+                    with limits.handing_out():
+                        yield part
+
+    async def _requests(self, job: Job) -> AsyncGenerator[Generation, None]:
         call, handed_out = job.call, False
         ids = call.input_ids
         prompt = hash((len(ids), *ids[:64], *ids[-64:]))

@@ -5,12 +5,13 @@ Outcomes of an execution, and what it leaves behind for a later try
 - aborted: interrupted, by the loop or by the engine; its tokens stay with `--partial-rollout`, otherwise it is as
   before the try. So does one of which the run ended a request, and whose code then raised or gave up, whatever it
   raised: an SDK wraps the abort in an error of its own.
-- failed, unscored, expired, rejected: engine, grader or user code failed; it is as before the try, and `reason` says
-  why. Never a reward of zero.
+- failed, unscored, expired, rejected: engine, grader or user code failed, whatever it raised, or stood still; it is as
+  before the try, and `reason` says why. Never a reward of zero.
 
 Consumes: one group and what earlier tries left of it. Produces: a `GroupResult`. Waits for: its executions, each of
-which waits for the user's or the default generate function and then for the grader pool; limits are theirs. Is woken
-by: the end of an execution, an error that ends the run, or the cancellation of its task (`group_loop`).
+which waits for the user's or the default generate function, as long as that makes progress (`supervise`), and then for
+the grader pool, whose limits are its own. Is woken by: the end of an execution, an error that ends the run, or the
+cancellation of its task (`group_loop`).
 
 A group is finished when all its executions are, or when so few are unscored that the others can be compared without
 them (`can_be_compared`): those stay, without a reward, and count in no statistics. A later try in the same step runs
@@ -35,6 +36,7 @@ from slime.core.errors import (
     DataError,
     DeadlineExceeded,
     HookError,
+    HookExited,
     LedgerError,
     NumericsError,
     RequestRejected,
@@ -43,9 +45,10 @@ from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.types import Score, Unscored, reason_kind
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
-from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load
+from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load, name_of
 from slime.rollout.sampling import seeded
 from slime.rollout.scope import HANDBACK, Handback
+from slime.rollout.supervise import END_LIMIT_S, end_tasks, supervised
 from slime.rollout.types import DynamicFilterOutput
 
 T = TypeVar("T")
@@ -65,7 +68,8 @@ class Outcome(str, Enum):
     UNSCORED = "unscored"
     FAILED = "failed"
     EXPIRED = "expired"
-    """A request made no progress within `--request-timeout-s`: not tried again in this step."""
+    """A request made no progress within `--request-timeout-s`, or user code none within `--execution-timeout-s`: not
+    tried again in this step."""
     REJECTED = "rejected"
     """The engine can never serve it (HTTP 4xx): not tried again."""
 
@@ -154,10 +158,11 @@ async def run_execution(
             if sample.generate_function_path:
                 hook = load(sample.generate_function_path, "generate") or hook
             fresh = seeded(args, params, sample.index or 0)
-            result = await call_generate(hook, args, sample, fresh, evaluation=evaluation)
-            if args.rollout_sample_hook_path and all(s.status in FINISHED for s in result):
-                step = context.rollout_id
-                result = [await call_sample_hooks(args, s, rollout_id=step, evaluation=evaluation) for s in result]
+            result = await supervised(
+                _by_user(context, hook, sample, fresh, evaluation=evaluation),
+                what=f"execution {sample.index} of group {sample.group_index} in {name_of(hook)}",
+                limit_s=args.execution_timeout_s,
+            )
         else:
             result = [sample]
         statuses = {s.status for s in result}
@@ -194,27 +199,37 @@ async def run_execution(
         return _failed(context, before, problem)
 
 
+async def _by_user(
+    context: RolloutContext, hook: Hook, sample: Sample, params: dict[str, Any], *, evaluation: bool
+) -> list[Sample]:
+    """What the generate function makes of a sample, through the sample hooks if it is finished."""
+    args, step = context.args, context.rollout_id
+    result = await call_generate(hook, args, sample, params, evaluation=evaluation)
+    if args.rollout_sample_hook_path and all(s.status in FINISHED for s in result):
+        result = [await call_sample_hooks(args, s, rollout_id=step, evaluation=evaluation) for s in result]
+    return result
+
+
 def _failed(context: RolloutContext, before: Sample, problem: Exception) -> Execution:
     """What an error means that is not the end of the run."""
     match problem:
         case RequestRejected():
             return Execution([before], Outcome.REJECTED, str(problem))
         case DeadlineExceeded():
-            return Execution([before], Outcome.EXPIRED, str(problem))
+            return Execution([before], Outcome.EXPIRED, context.progress.failed(str(problem)))
     logger.warning("execution %s of group %s failed", before.index, before.group_index, exc_info=problem)
-    reason = f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
+    exited = isinstance(problem, HookExited)  # its text has kind and place
+    reason = str(problem) if exited else f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
     return Execution([before], Outcome.FAILED, context.progress.failed(reason))
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently, results in order. On an error the others are cancelled and awaited first."""
+    """Runs coroutines concurrently, results in order. On an error the others are ended first (`end_tasks`)."""
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks, 2 * END_LIMIT_S)
 
 
 def by_execution(group: Group) -> list[list[Sample]]:

@@ -42,9 +42,10 @@ from slime.rollout.context import RolloutContext, use
 from slime.rollout.counts import StepCounts
 from slime.rollout.episodes.here import Episodes, Here
 from slime.rollout.execute import GroupResult, Outcome, failure_kind
-from slime.rollout.hooks import RolloutHooks, in_thread
+from slime.rollout.hooks import RolloutHooks, in_thread, in_time
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
+from slime.rollout.supervise import END_LIMIT_S, end_tasks, num_left_behind
 from slime.rollout.types import DynamicFilterOutput, RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
@@ -154,9 +155,7 @@ class GroupLoop:
     async def abandon(self, *, reason: str = "error", accepted: Sequence[Held] = ()) -> None:
         """Cancels what runs and puts back what is not settled, and `accepted` groups too; what ran starts over."""
         self.scope.aborted = True
-        for task in self.running:
-            task.cancel()
-        await asyncio.gather(*self.running, return_exceptions=True)
+        await end_tasks(self.running, 3 * END_LIMIT_S)
         self.end_quarantine()
         again: list[Held] = [reset_group(group) for group in self.running.values()]
         self.counts.num_aborted += len(again)
@@ -167,14 +166,15 @@ class GroupLoop:
 
     async def hand_out(self, batch: Sequence[Held]) -> RolloutFnTrainOutput:
         """Shows the groups of a batch, sorted by prompt, to the hooks, and tells the metrics of the step."""
+        limit_s = self.args.execution_timeout_s
         groups = await in_thread(_unpacked, sorted(batch, key=lambda held: held.group_index))
         if self.hooks.sample_filter is not None:
-            await in_thread(self.hooks.sample_filter, self.args, groups)
+            await in_time(limit_s, self.hooks.sample_filter, self.args, groups)
         if self.hooks.all_samples is not None:
             dropped = await in_thread(_unpacked, self.counts.dropped)
-            await in_thread(self.hooks.all_samples, self.args, groups + dropped, self.source)
-        metrics = await in_thread(sample_metrics, self.args.reward_key, groups)
-        return RolloutFnTrainOutput(groups, {**self.counts.metrics(), **metrics})
+            await in_time(limit_s, self.hooks.all_samples, self.args, groups + dropped, self.source)
+        counts = {**self.counts.metrics(), "rollout/num_left_behind": float(num_left_behind())}
+        return RolloutFnTrainOutput(groups, {**counts, **await in_thread(sample_metrics, self.args.reward_key, groups)})
 
     def time_left_s(self, began: float) -> float | None:
         """Seconds until the limit of a step that began at `began`; None without one. Raises `DeadlineExceeded`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,10 @@ from slime.buffer.groups import flatten
 from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.generate import generate as default_generate
+from slime.rollout.supervise import supervised
+from slime.rollout.threads import run_in_thread
 from slime.rollout.types import DynamicFilterOutput
+from slime.settings import Args
 from slime.settings.groups.hooks import HookSettings
 from slime.settings.hooks import accepts_keyword, is_async, load_hook
 
@@ -63,10 +65,10 @@ async def call_generate(
     if not samples or not all(isinstance(s, Sample) for s in samples):
         kinds = sorted({type(s).__name__ for s in samples}) or ["nothing"]
         raise HookError(
-            f"got {', '.join(kinds)} from {_name(hook)}; a generate function returns a Sample or a list of them"
+            f"got {', '.join(kinds)} from {name_of(hook)}; a generate function returns a Sample or a list of them"
         )
     if len({id(s) for s in samples}) < len(samples):
-        raise HookError(f"got one Sample object several times from {_name(hook)}; do: copy.deepcopy it for siblings")
+        raise HookError(f"got one Sample object several times from {name_of(hook)}; do: copy.deepcopy it for siblings")
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
         sibling.validate()
@@ -85,7 +87,7 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
         given = {name: value for name, value in given.items() if accepts_keyword(hook, name)}
         result = await (hook(args, sample, **given) if is_async(hook) else in_thread(hook, args, sample, **given))
         if not isinstance(result, Sample | None):
-            raise HookError(f"got {type(result).__name__} from {_name(hook)}; a sample hook returns a Sample or None")
+            raise HookError(f"got {type(result).__name__} from {name_of(hook)}; a sample hook returns a Sample or None")
         sample = sample if result is None else result
         sample.group_index, sample.index = group_index, index
         sample.validate()
@@ -93,35 +95,38 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
 
 
 async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:
-    """Calls a synchronous user function beside the event loop, which goes on. Raises what the function raises."""
-
-    def call() -> Any:
-        try:
-            return hook(*args, **kwargs)
-        except StopIteration as leak:  # asyncio cannot carry it to the waiter, who would wait for ever
-            raise HookError(f"got StopIteration from {_name(hook)}; give next() a default") from leak
-
-    return await asyncio.to_thread(call)
+    """Calls a synchronous function beside the event loop, which goes on. Raises as `run_in_thread` does."""
+    return await run_in_thread(name_of(hook), hook, *args, **kwargs)
 
 
-async def keep_group(hook: Hook, args: HookSettings, samples: list[Sample]) -> DynamicFilterOutput:
+async def in_time(limit_s: float, hook: Hook, *args: Any) -> Any:
+    """As `in_thread`, and raises `DeadlineExceeded` after `limit_s` without progress (`--execution-timeout-s`; 0: no
+    limit): the thread is then left behind.
+    """
+    return await supervised(in_thread(hook, *args), what=name_of(hook), limit_s=limit_s)
+
+
+async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFilterOutput:
     """Runs a dynamic filter. Raises `HookError` on a verdict that is neither a bool nor a `DynamicFilterOutput`."""
-    verdict = await in_thread(hook, args, samples)
+    verdict = await in_time(args.execution_timeout_s, hook, args, samples)
     if isinstance(verdict, bool):
         return DynamicFilterOutput(keep=verdict)
     if hasattr(verdict, "keep"):
         anyway = bool(getattr(verdict, "keep_when_insufficient", False))
         return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), anyway)
     raise HookError(
-        f"got {type(verdict).__name__} from {_name(hook)}; a filter returns a bool or a DynamicFilterOutput"
+        f"got {type(verdict).__name__} from {name_of(hook)}; a filter returns a bool or a DynamicFilterOutput"
     )
 
 
-async def is_logged_by_user(path: str | None, kind: str, *given: Any) -> bool:
-    """Calls the user's log function, if there is one, and says whether it stands for the default logging."""
+async def is_logged_by_user(limit_s: float, path: str | None, kind: str, *given: Any) -> bool:
+    """Calls the user's log function, if there is one, and says whether it stands for the default logging. `limit_s`:
+    as `in_time` has it.
+    """
     log = load(path, kind)
-    return log is not None and bool(await in_thread(log, *given))
+    return log is not None and bool(await in_time(limit_s, log, *given))
 
 
-def _name(hook: Hook) -> str:
+def name_of(hook: Hook) -> str:
+    """What messages call a function."""
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from slime.rollout.convert import to_train_batch
 from slime.rollout.episodes.fleet import WorkerFleet
 from slime.rollout.evaluate import evaluate
 from slime.rollout.held_out import HeldOut, held_out_batches
-from slime.rollout.hooks import in_thread, is_logged_by_user
+from slime.rollout.hooks import in_thread, in_time, is_logged_by_user
 from slime.rollout.metrics import speed
 from slime.rollout.mismatch_probe import MismatchProbe
 from slime.rollout.recorder import Recorder
@@ -37,13 +38,18 @@ from slime.rollout.shown import Showcase
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.staleness import staleness
 from slime.rollout.step_functions import evaluate_by_function
+from slime.rollout.supervise import end_tasks
 from slime.rollout.traffic import traffic_metrics
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
 from slime.settings.held_out import measures_loss
 from slime.settings.topology import topology_of
 
+logger = logging.getLogger(__name__)
+
 BUFFER_FILE = "data_buffer.json"
+CLOSE_LIMIT_S = 60.0
+"""Of one part of the manager; what each waits for has shorter limits."""
 
 
 class RolloutManager:
@@ -104,7 +110,8 @@ class RolloutManager:
         started = time.monotonic()
         output = self._recorder.replay(rollout_id) if self._recorder.replays else await self._rollout(rollout_id)
         await self._recorder.save_rollout(rollout_id, output.samples)
-        batch: TrainBatch = await in_thread(to_train_batch, self._args, rollout_id, output.samples)
+        limit_s = self._args.execution_timeout_s
+        batch: TrainBatch = await in_time(limit_s, to_train_batch, self._args, rollout_id, output.samples)
         await self._recorder.save_batch(rollout_id, batch)
         self._probe.remember(output.samples)
         self.showcase.add_rollout(rollout_id, output.samples)
@@ -113,7 +120,9 @@ class RolloutManager:
         metrics |= await self._traffic()
         samples = [sample for group in output.samples for sample in group]
         path = self._args.custom_rollout_log_function_path
-        logged = await is_logged_by_user(path, "rollout_log", rollout_id, self._args, samples, metrics, seconds)
+        logged = await is_logged_by_user(
+            limit_s, path, "rollout_log", rollout_id, self._args, samples, metrics, seconds
+        )
         return batch, {} if logged else metrics
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
@@ -128,7 +137,8 @@ class RolloutManager:
         await self._recorder.save_evaluation(rollout_id, output)
         self.showcase.add_evaluation(rollout_id, output.data)
         path = self._args.custom_eval_rollout_log_function_path
-        logged = await is_logged_by_user(path, "eval_log", rollout_id, self._args, output.data, metrics)
+        limit_s = self._args.execution_timeout_s
+        logged = await is_logged_by_user(limit_s, path, "eval_log", rollout_id, self._args, output.data, metrics)
         return {} if logged else metrics
 
     async def held_out(self) -> tuple[HeldOut, ...]:
@@ -181,7 +191,7 @@ class RolloutManager:
     async def save(self, directory: Path) -> None:
         """Writes the Data Buffer of this moment into `directory`; the event loop goes on meanwhile."""
         step = self._account.last_step
-        await asyncio.to_thread(self._source.begin_save(directory / BUFFER_FILE, rollout_id=step))
+        await in_thread(self._source.begin_save(directory / BUFFER_FILE, rollout_id=step))
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote. Raises `CheckpointError`."""
@@ -189,14 +199,16 @@ class RolloutManager:
         self._account.clear()
 
     async def close(self) -> None:
-        """Ends the schedule, graders and connections."""
-        await self._schedule.close()
-        if self._workers is not None:
-            await self._workers.close()
-        await self._graders.close()
-        for client in (*self._clients.values(), self._teacher):
-            if client is not None:
-                await client.close()
+        """Ends the schedule, graders and connections. What does not end in `CLOSE_LIMIT_S` is named, and left."""
+        others = (self._workers, *self._clients.values(), self._teacher)
+        for part in (self._schedule, self._graders, *(one for one in others if one is not None)):
+            closing = asyncio.create_task(part.close(), name=f"the end of {type(part).__name__}")
+            await asyncio.wait([closing], timeout=CLOSE_LIMIT_S)
+            if closing.done():
+                closing.result()
+            else:
+                logger.warning("%s has not come within %g s", closing.get_name(), CLOSE_LIMIT_S)
+                await end_tasks([closing])
 
     async def _traffic(self) -> dict[str, float]:
         """What the requests to the policy waited for since the last batch, here and in workers."""

@@ -12,6 +12,7 @@ from slime.core.errors import HookError
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import in_thread, load
 from slime.rollout.metrics import sample_metrics
+from slime.rollout.supervise import supervised
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.settings.hooks import is_async
 
@@ -47,5 +48,6 @@ async def _call(
     function = load(path, kind)
     assert function is not None, f"no function behind {path}"
     if is_async(function):
-        return await function(context.args, rollout_id, source, evaluation=evaluation)
+        work = function(context.args, rollout_id, source, evaluation=evaluation)
+        return await supervised(work, what=path, limit_s=None)  # of a whole step: --rollout-global-timeout-s
     return await in_thread(function, context.args, rollout_id, source, evaluation=evaluation)

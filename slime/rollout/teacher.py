@@ -21,6 +21,7 @@ import aiohttp
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.rollout.generation import check_request
 from slime.rollout.job import FIRST_RETRY_S, LONGEST_RETRY_S, MAX_TRIES, MAY_RUN_STATUSES, RETRY_STATUSES
+from slime.rollout.progress import waiting
 from slime.rollout.wire import Wire, decode
 
 
@@ -51,19 +52,24 @@ class TeacherClient:
         check_request(tokens, params, self._vocab_size)
         start = len(tokens) - num_response - 1
         payload = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._request_timeout_s):
-                    answer = await self._ask({**payload, "logprob_start_len": start})
-            except TimeoutError as expiry:
-                raise DeadlineExceeded.waiting(
-                    owner="distillation", for_what=f"the teacher {self._url}", limit_s=self._request_timeout_s
-                ) from expiry
+        with waiting():
+            answer = await self._answer({**payload, "logprob_start_len": start})
         return parse_log_probs(answer, tokens[-num_response:])
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._wire.close()
+
+    async def _answer(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """As `_ask`, in its turn and within the limit."""
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._request_timeout_s):
+                    return await self._ask(payload)
+            except TimeoutError as expiry:
+                raise DeadlineExceeded.waiting(
+                    owner="distillation", for_what=f"the teacher {self._url}", limit_s=self._request_timeout_s
+                ) from expiry
 
     async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The answer of the try that got one. A try that may still run is aborted."""

@@ -16,6 +16,7 @@ from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.generation import NEVER_SENT, Generation
+from slime.rollout.progress import waiting
 
 T = TypeVar("T")
 
@@ -83,6 +84,10 @@ class InProcessEngine:
         session_id: str | None = None,
         experts_from: int = 0,
     ) -> Generation:
+        with waiting():
+            return await self._answer(sampling_params)
+
+    async def _answer(self, sampling_params: Mapping[str, Any]) -> Generation:
         scope = REQUEST_SCOPE.get()
         await asyncio.sleep(self.rng.choice([0.0, 0.01]))
         await self._serving.wait()

@@ -39,6 +39,7 @@ from slime.agent.template import ConversationTemplate
 from slime.core.addresses import http_url
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError
 from slime.core.sample import Sample
+from slime.rollout.progress import HEARTBEAT, Heartbeat
 from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, Handback, RequestScope
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class OpenSession:
     """Of the execution that opened it: what ends its requests ends those of the agent."""
     handback: Handback | None = None
     """Of that execution: what tells it that the run ended one of them."""
+    heartbeat: Heartbeat | None = None
+    """Of that execution: what a request of the agent is progress of."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def end_requests(self) -> None:
@@ -146,6 +149,7 @@ class Adapter:
             max_turns or self._max_turns,
             scope=REQUEST_SCOPE.get(),
             handback=HANDBACK.get(),
+            heartbeat=HEARTBEAT.get(),
         )
         if time_limit_s is not None:
             why = f"the execution had its {time_limit_s:g} seconds"
@@ -266,6 +270,7 @@ class Adapter:
         found.num_turns += 1
         REQUEST_SCOPE.set(found.scope)  # of this request's task alone
         HANDBACK.set(found.handback)
+        HEARTBEAT.set(found.heartbeat)
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         found.running.add(task)

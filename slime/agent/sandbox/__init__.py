@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slime.core.registry import Registry
+from slime.rollout.progress import waiting
 
 if TYPE_CHECKING:
     from slime.agent.sandbox.e2b import E2BSandbox
@@ -90,7 +91,8 @@ class Sandbox(ABC):
     ) -> ExecResult:
         """Runs a line of shell in `folder`. `check`: raises `CommandFailed` for another status than 0. `idempotent`: a
         sandbox that is far away may send it again when the answer got lost."""
-        result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
+        with waiting():
+            result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):
             why = "its time limit" if result.timed_out else f"status {result.code}"
             raise CommandFailed(f"got {why} from {command[:200]!r}: {result.stderr[-500:]}")

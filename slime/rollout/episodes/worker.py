@@ -7,7 +7,7 @@ limits of its own. Is woken by: the ends of these, and by `cancel`. All on one e
 Invariants
 1. A group is recorded here (`GroupRecord`), beside the event loop: whoever gets it has neither to encode nor to look
    into it.
-2. What is cancelled has ended when `cancel` returns; nothing of it comes back.
+2. What is cancelled has ended when `cancel` returns, or is left behind by name; nothing of it comes back.
 3. Where the rollout's process ends its requests (`abort`, `pause`), the worker ends its own in the same way.
 """
 
@@ -29,6 +29,7 @@ from slime.rollout.episodes.work import Done, Work
 from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.sources import load_tokenizer
+from slime.rollout.supervise import END_LIMIT_S, end_tasks
 from slime.rollout.traffic import Sums
 from slime.rollout.types import Progress
 from slime.settings import Args
@@ -82,8 +83,7 @@ class EpisodeWorker:
         """Ends a work; one that has ended is not an error."""
         if number in self._running:
             _, task = self._running[number]
-            task.cancel()
-            await asyncio.wait([task])
+            await end_tasks([task], 2 * END_LIMIT_S)
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker) -> None:
         """Requests to this model may go to these engines."""

@@ -33,6 +33,7 @@ from slime.rollout.counts import StepCounts
 from slime.rollout.group_loop import MAX_TRIES, GroupLoop, Policy
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
+from slime.rollout.supervise import END_LIMIT_S, end_tasks
 from slime.rollout.types import RolloutFnTrainOutput
 
 
@@ -148,8 +149,7 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Ends all requests and puts the groups back."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks([self._task], 4 * END_LIMIT_S)
 
     def _take(self) -> list[GroupRecord]:
         """A batch, if there is one; what is taken, or was stale, leaves room."""

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import sys
 import threading
 import time
 from pathlib import Path
@@ -33,6 +34,12 @@ def act(args: Any, sample: Sample) -> Any:
                 time.sleep(0.01)
         case "raise":
             raise RuntimeError("as told")
+        case "leave":
+            sys.exit("as told")
+        case "interrupt":
+            raise KeyboardInterrupt("as told")
+        case "cancel":
+            raise asyncio.CancelledError("as told")
         case "none":
             return None
         case "nan":
@@ -79,6 +86,8 @@ async def act_async(args: Any, sample: Sample) -> Any:
         await asyncio.sleep(3600)
     if sample.response == "block":
         time.sleep(3600)
+    if sample.response in ("leave", "interrupt", "cancel"):
+        return act(args, sample)
     await asyncio.sleep(0.2)
     return {"score": 0.5}
 

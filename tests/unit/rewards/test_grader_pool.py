@@ -57,6 +57,23 @@ def test_hostile_graders_cost_their_sample_only() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", args={"seven": 7})
 
 
+@pytest.mark.parametrize("function", ["act", "act_async"])
+def test_what_ends_processes_ends_one_grading(function: str) -> None:
+    """Law: the reason says what was raised, and the process grades on, beside others if it grades several."""
+    raised = {"leave": "SystemExit: as told", "interrupt": "KeyboardInterrupt: as told", "cancel": "CancelledError"}
+
+    async def work(pool: GraderPool) -> None:
+        lane = pool._serial if function == "act" else pool._concurrent
+        await pool.score(Sample(response="ok"))
+        pids = [process.pid for process in lane.processes]
+        scores = await asyncio.gather(*(pool.score(Sample(response=text)) for text in (*raised, "ok")))
+        for score, said in zip(scores, raised.values(), strict=False):
+            assert isinstance(score, Unscored) and said in score.reason and "hostile.py" in score.reason, score
+        assert isinstance(scores[-1], Scored) and [process.pid for process in lane.processes][:1] == pids
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:{function}", num_workers=1)
+
+
 @pytest.mark.parametrize("act", ["flood", "heir"])
 def test_a_process_whose_pipe_stays_open_is_gone_at_once(act: str) -> None:
     """Unread output, or a child that left the group and holds the pipe, once made the end of the process wait."""
