@@ -179,8 +179,9 @@ class RolloutSettings:
     """Seconds that a generate function (with its sample hooks) may be without progress; the execution has then failed,
     and the message says where it stands. Progress: an answer of an engine, a command in a sandbox, alive() of
     slime.rollout.progress; while an engine or a sandbox works for it, their own limits hold. The length of an execution
-    has no limit in seconds. Filters, converters and log functions may take as long in one call, and so may a function
-    that keeps the event loop from turning; the run then ends. 0: no limit."""
+    has no limit in seconds. Filters, converters and log functions may take as long in one call, a rollout
+    function may be without progress of its executions as long, and a function may keep the event loop from turning as
+    long; the run then ends. 0: no limit."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""
 
