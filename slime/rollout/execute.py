@@ -46,6 +46,7 @@ from slime.rewards.types import Score, Unscored, reason_kind
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load, name_of
+from slime.rollout.progress import waiting
 from slime.rollout.sampling import seeded
 from slime.rollout.scope import HANDBACK, Handback
 from slime.rollout.supervise import END_LIMIT_S, end_tasks, supervised
@@ -133,10 +134,11 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
         raise ConfigError(
             f"sample {missing[0].index} needs a reward, but no grader is set; give --rm-type or --custom-rm-path"
         )
-    if group:
-        scores = await context.graders.score_group(missing)
-    else:
-        scores = await asyncio.gather(*(context.graders.score(s) for s in missing))
+    with waiting():  # the pool has limits
+        if group:
+            scores = await context.graders.score_group(missing)
+        else:
+            scores = await asyncio.gather(*(context.graders.score(s) for s in missing))
     reasons = [_set_score(sample, score) for sample, score in zip(missing, scores, strict=True)]
     return next((reason for reason in reasons if reason), "")
 

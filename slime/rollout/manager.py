@@ -38,7 +38,7 @@ from slime.rollout.shown import Showcase
 from slime.rollout.sources import load_data_source, load_eval_datasets, load_tokenizer
 from slime.rollout.staleness import staleness
 from slime.rollout.step_functions import evaluate_by_function
-from slime.rollout.supervise import end_tasks
+from slime.rollout.supervise import end_tasks, supervised
 from slime.rollout.traffic import traffic_metrics
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
@@ -130,9 +130,10 @@ class RolloutManager:
         started = time.monotonic()
         with self._context(rollout_id) as context:
             if self._args.eval_function_path is None:
-                output = await evaluate(context, rollout_id)
+                work = evaluate(context, rollout_id)
             else:
-                output = await evaluate_by_function(context, rollout_id, self._source)
+                work = evaluate_by_function(context, rollout_id, self._source)
+            output = await supervised(work, what=f"evaluation at step {rollout_id}", limit_s=None)
         metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
         await self._recorder.save_evaluation(rollout_id, output)
         self.showcase.add_evaluation(rollout_id, output.data)
@@ -220,7 +221,8 @@ class RolloutManager:
         """The batch of a step from its schedule, accounted for."""
         before = None if self._schedule.continuous else self._account.in_flight()
         with self._context(rollout_id) as context:
-            output = await self._schedule.step(context, rollout_id, self._source)
+            step = self._schedule.step(context, rollout_id, self._source)
+            output = await supervised(step, what=f"rollout {rollout_id}", limit_s=None)  # its parts have limits
         self._account.hand_out(rollout_id, output.samples, before=before)
         now, limit = self._source.weight_version, self._args.max_weight_staleness
         output.metrics |= await in_thread(staleness, output.samples, now=now, limit=limit)

@@ -4,8 +4,8 @@
     alive()        # in a generate function, now and then, while it waits long for something of its own
 
 Tasks, and threads that slime starts, inherit it through `HEARTBEAT`. Consumes: `beat` of whoever sees progress, and
-`waiting` of what waits under a limit of its own: the engine client, the teacher's, sandboxes. Produces: the time
-without progress, which `supervise` reads. Waits for nothing. Times are those of the event loop.
+`waiting` of what waits under a limit of its own: the engine client, the teacher's, graders, sandboxes. Produces: the
+time without progress, which `supervise` reads. Waits for nothing. Times are those of the event loop.
 
 Invariants
 1. While a block of `waiting` runs, no time counts; when it ends there was progress.

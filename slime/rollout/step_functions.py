@@ -1,10 +1,12 @@
 """User functions of a whole step: `--rollout-function-path` and `--eval-function-path`, called and checked.
 
-Waits for: the function, which is awaited if it is async and otherwise runs in a thread.
+Waits for: the function, which is awaited if it is async and otherwise runs in a thread, as long as it, or what it
+starts, makes progress (`--execution-timeout-s`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from slime.buffer.groups import flatten
@@ -47,7 +49,7 @@ async def _call(
 ) -> Any:
     function = load(path, kind)
     assert function is not None, f"no function behind {path}"
-    if is_async(function):
-        work = function(context.args, rollout_id, source, evaluation=evaluation)
-        return await supervised(work, what=path, limit_s=None)  # of a whole step: --rollout-global-timeout-s
-    return await in_thread(function, context.args, rollout_id, source, evaluation=evaluation)
+    given = (context.args, rollout_id, source)
+    call = function if is_async(function) else partial(in_thread, function)
+    limit_s = context.args.execution_timeout_s  # progress of an execution of the step is its own
+    return await supervised(call(*given, evaluation=evaluation), what=path, limit_s=limit_s)

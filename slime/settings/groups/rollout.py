@@ -200,8 +200,9 @@ class RolloutSettings:
     """Seconds that a generate function (with its sample hooks) may be without progress; the execution has then failed,
     and the message says where it stands. Progress: an answer of an engine, a command in a sandbox, alive() of
     slime.rollout.progress; while an engine or a sandbox works for it, their own limits hold. The length of an execution
-    has no limit in seconds. Filters, converters and log functions may take as long in one call, and so may a function
-    that keeps the event loop from turning; the run then ends. 0: no limit."""
+    has no limit in seconds. Filters, converters and log functions may take as long in one call, a rollout
+    function may be without progress of its executions as long, and a function may keep the event loop from turning as
+    long; the run then ends. 0: no limit."""
     rollout_num_workers: int = derived(_num_workers, _why_num_workers, ge=0)
     """Processes that work on samples beside the rollout's own, on the driver's host: each asks the engines itself and
     has a tokenizer, its part of the graders, and a copy of your generate function, filters and sample hooks with what

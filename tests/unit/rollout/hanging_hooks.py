@@ -11,6 +11,7 @@ from typing import Any
 from slime.core.sample import Sample, Status
 from slime.rollout.context import current
 from slime.rollout.generate import generate
+from slime.rollout.loop import generate_rollout
 from slime.rollout.progress import alive
 
 LET_GO = threading.Event()
@@ -127,3 +128,43 @@ async def blocks(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> 
         except Exception:
             continue
     return await generate(args, sample, sampling_params)
+
+
+async def endless_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A rollout function that never returns."""
+    await asyncio.get_running_loop().create_future()
+
+
+def endless_step_in_thread(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    LET_GO.wait()
+
+
+def patient_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A rollout function around the default one."""
+    return generate_rollout(args, rollout_id, data_source, evaluation)
+
+
+async def exiting_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    raise SystemExit(3)
+
+
+class ExitingSource:
+    """A data source that has had enough."""
+
+    def __init__(self, args: Any) -> None:
+        """Has nothing."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        raise SystemExit("no more data")
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Takes nothing."""
+
+    def save(self, rollout_id: int) -> None:
+        """Saves nothing."""
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Loads nothing."""
