@@ -50,6 +50,7 @@ from slime.rollout.progress import waiting
 from slime.rollout.sampling import seeded
 from slime.rollout.scope import HANDBACK, Handback
 from slime.rollout.supervise import END_LIMIT_S, end_tasks, supervised
+from slime.rollout.traced import traced, traced_execution
 from slime.rollout.types import DynamicFilterOutput
 
 T = TypeVar("T")
@@ -144,9 +145,26 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
 
 
 async def run_execution(
-    context: RolloutContext, siblings: list[Sample], params: dict[str, Any], hook: Hook, *, evaluation: bool = False
+    context: RolloutContext,
+    siblings: list[Sample],
+    params: dict[str, Any],
+    hook: Hook,
+    *,
+    evaluation: bool = False,
+    attempts: int = 0,
 ) -> Execution:
-    """Generates and, unless the whole group is graded at once, scores one execution. Raises `FATAL` errors only."""
+    """Generates and, unless the whole group is graded at once, scores one execution. Raises `FATAL` errors only.
+
+    `attempts`: how often its group was issued before, for the trace.
+    """
+    one = siblings[0]
+    with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
+        return await _run_execution(context, siblings, params, hook, evaluation=evaluation)
+
+
+async def _run_execution(
+    context: RolloutContext, siblings: list[Sample], params: dict[str, Any], hook: Hook, *, evaluation: bool
+) -> Execution:
     args = context.args
     group_rm = args.group_rm and not evaluation
     if is_finished(siblings, scored=not group_rm):
@@ -160,11 +178,12 @@ async def run_execution(
             if sample.generate_function_path:
                 hook = load(sample.generate_function_path, "generate") or hook
             fresh = seeded(args, params, sample.index or 0)
-            result = await supervised(
-                _by_user(context, hook, sample, fresh, evaluation=evaluation),
-                what=f"execution {sample.index} of group {sample.group_index} in {name_of(hook)}",
-                limit_s=args.execution_timeout_s,
-            )
+            with traced("generate", function=name_of(hook)):
+                result = await supervised(
+                    _by_user(context, hook, sample, fresh, evaluation=evaluation),
+                    what=f"execution {sample.index} of group {sample.group_index} in {name_of(hook)}",
+                    limit_s=args.execution_timeout_s,
+                )
         else:
             result = [sample]
         statuses = {s.status for s in result}
@@ -188,7 +207,8 @@ async def run_execution(
         if group_rm:
             return Execution(result, Outcome.FINISHED)
         as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
-        reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
+        with traced("grade", samples=len(result)):
+            reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
         if reason:
             context.progress.failed(reason)
         return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
@@ -257,7 +277,10 @@ def can_be_compared(group: Group) -> bool:
 
 async def run_group(context: RolloutContext, group: Group, params: dict[str, Any], hook: Hook) -> GroupResult:
     """Runs what is left of a group. Raises `FATAL` errors only; the other executions are then cancelled."""
-    executions = await all_or_first_error([run_execution(context, e, params, hook) for e in by_execution(group)])
+    again = group.attempts
+    executions = await all_or_first_error(
+        [run_execution(context, e, params, hook, attempts=again) for e in by_execution(group)]
+    )
     worst = max(executions, key=lambda e: SEVERITY.index(e.outcome))
     finished = group.with_samples([s for e in executions for s in e.samples])
     if worst.outcome is Outcome.UNSCORED:

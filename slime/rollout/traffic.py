@@ -92,7 +92,7 @@ class Traffic:
             sums.cached_tokens += read[1]
         sums.tokens += tokens
         if lap.row is not None:
-            self._trace(lap, one, now, tokens=tokens, read=read)
+            self._trace(lap, one, now, tokens=tokens, read=read, again=again)
             self._rows.append(lap.row)
 
     def take(self, upstreams: Iterable[Upstream], now: float) -> Sums | None:
@@ -110,10 +110,10 @@ class Traffic:
             sums.idle = max(0.0, 1.0 - sum(busy for busy, _ in shares) / there)
         return sums
 
-    def _trace(self, lap: Lap, one: Try | None, now: float, *, tokens: int, read: tuple[int, int]) -> None:
+    def _trace(self, lap: Lap, one: Try | None, now: float, *, tokens: int, read: tuple[int, int], again: bool) -> None:
         to_unix, row = time.time() - now, f"request row {lap.row}"
         placed_at = now if one is None else one.placed_at
-        note_span("request: place", to_unix + lap.asked_at, to_unix + placed_at, row=row)
+        note_span("request: place", to_unix + lap.asked_at, to_unix + placed_at, row=row, again=again)
         if one is None:
             return
         engine, first_at = {"engine": one.upstream.url, "rid": one.rid}, now if one.first_at is None else one.first_at

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slime.core.registry import Registry
 from slime.rollout.progress import waiting
+from slime.rollout.traced import traced
 
 if TYPE_CHECKING:
     from slime.agent.sandbox.e2b import E2BSandbox
@@ -91,7 +92,7 @@ class Sandbox(ABC):
     ) -> ExecResult:
         """Runs a line of shell in `folder`. `check`: raises `CommandFailed` for another status than 0. `idempotent`: a
         sandbox that is far away may send it again when the answer got lost."""
-        with waiting():
+        with waiting(), traced("tool: command", sandbox=self.sandbox_id):
             result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):
             why = "its time limit" if result.timed_out else f"status {result.code}"

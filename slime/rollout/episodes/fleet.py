@@ -28,6 +28,7 @@ from slime.rollout.episodes.here import Episodes
 from slime.rollout.episodes.work import Done, Work
 from slime.rollout.execute import Execution, GroupResult, Outcome
 from slime.rollout.hooks import RolloutHooks
+from slime.rollout.progress import waiting
 from slime.rollout.scope import RequestScope
 from slime.rollout.traffic import Sums
 
@@ -126,7 +127,8 @@ class WorkerFleet(Episodes):
         port = member.port
         member.num_running += 1
         try:
-            done: Done = await port.call("run", work)
+            with waiting():  # its executions have limits of their own, there
+                done: Done = await port.call("run", work)
         except asyncio.CancelledError:
             await self._bounded(port.call("cancel", work.number), f"worker {member.number} to end a group")
             raise
