@@ -14,7 +14,6 @@ from typing import Any
 
 from slime.core.sample import Sample
 
-
 ENDS = {"leave": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError}
 """What is meant to end more than a grading."""
 
