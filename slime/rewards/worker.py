@@ -139,7 +139,7 @@ class Server:
 
 
 class _Exited(Exception):
-    """What a grader raised that is no `Exception`: out of a task it would end the event loop."""
+    """Carries what a grader raised beside the exceptions: out of a task it would end the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
