@@ -7,7 +7,6 @@ and on its event loop by the ends of requests and gradings. It ends with the rol
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.episodes.fleet import WorkerFleet
 from slime.rollout.episodes.worker import EpisodeWorker
-from slime.rollout.watchdog import Watchdog, last_words
+from slime.rollout.watchdog import last_words
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.settings import Args
 
@@ -38,16 +37,12 @@ class EpisodeActor:
         setup_logging(Path(log_dir) / f"rollout_worker_{number}.log")
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
         allow_many_connections()
-        self._worker = EpisodeWorker(args, args.rollout_num_workers, api_key=api_key)
-        self._watchdog: Watchdog | None = None
-        self._limit_s, self._stall = args.execution_timeout_s, stall_file(log_dir, number)
+        stall = stall_file(log_dir, number)
+        self._worker = EpisodeWorker(args, args.rollout_num_workers, api_key=api_key, last_words=stall)
         collect_garbage_rarely()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Of `EpisodeWorker`. The loop is watched since the first call."""
-        if self._watchdog is None:
-            loop = asyncio.get_running_loop()
-            self._watchdog = Watchdog(loop, limit_s=self._limit_s, last_words=self._stall)
+        """Of `EpisodeWorker`."""
         answer = getattr(self._worker, method)(*arguments)
         return await answer if isinstance(answer, Awaitable) else answer
 

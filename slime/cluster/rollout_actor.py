@@ -164,7 +164,8 @@ class RolloutActor:
         begin_s = time.time()
         batch, metrics = await self._manager.generate(rollout_id)
         if self._watchdog is not None:
-            metrics = {**metrics, "perf/loop_stall_time": self._watchdog.take_longest_s()}
+            theirs = await self._workers.longest_stall_s() if self._workers is not None else 0.0
+            metrics = {**metrics, "perf/loop_stall_time": max(theirs, self._watchdog.take_longest_s())}
         news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
         return batch, news
 

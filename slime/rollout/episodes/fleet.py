@@ -163,6 +163,7 @@ class WorkerFleet(Episodes):
 
     def _tell_state(self, member: _Member) -> None:
         """What a new process has to know."""
+        self._tell(member, "ready")
         for (model, url), worker in self._admitted.items():
             self._tell(member, "admit", model, [url], worker)
         if self._paused:
@@ -185,6 +186,11 @@ class WorkerFleet(Episodes):
         """Engines that bring the requests of a worker no token. Who does not answer at once has seen none."""
         seen = await asyncio.gather(*(self._asked(member.port.call("stalled", within_s)) for member in self._members))
         return [url for urls in seen for url in urls or ()]
+
+    async def longest_stall_s(self) -> float:
+        """The longest time since the last call in which the event loop of a worker did not turn, seconds."""
+        calls = [self._asked(member.port.call("longest_stall_s")) for member in self._members]
+        return max((s for s in await asyncio.gather(*calls) if s is not None), default=0.0)
 
     async def traffic(self) -> list[Sums]:
         """What the requests of the workers waited for, of those who answer at once."""

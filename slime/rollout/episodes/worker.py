@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from slime.buffer.records import GroupRecord, record_of
 from slime.core.sample import Group
@@ -32,6 +33,7 @@ from slime.rollout.sources import load_tokenizer
 from slime.rollout.supervise import END_LIMIT_S, end_tasks
 from slime.rollout.traffic import Sums
 from slime.rollout.types import Progress
+from slime.rollout.watchdog import Watchdog
 from slime.settings import Args
 from slime.settings.topology import topology_of
 
@@ -49,8 +51,11 @@ def share_of(args: Args, num_workers: int) -> Args:
 class EpisodeWorker:
     """One of the workers. Made once per process, before or after its event loop starts."""
 
-    def __init__(self, args: Args, num_workers: int, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, args: Args, num_workers: int, *, api_key: str | None = None, last_words: Path | None = None
+    ) -> None:
         """`args`: those of the run; `num_workers`: how many share engines and graders; `api_key`: of the engines.
+        `last_words`: where it says what kept its event loop from turning until it had to end; None: it is not watched.
 
         Raises `ConfigError`, `HookError`.
         """
@@ -61,12 +66,21 @@ class EpisodeWorker:
         policy = topology_of(args).main
         self._client = self._models[policy.name] if policy is not None else None
         self._teacher, self._graders = teacher_client(args), grader_pool(args)
+        self._last_words = last_words
+        self._watchdog: Watchdog | None = None
         self._scopes: dict[int, RequestScope] = {}
         """By their numbers in the rollout's process; those of whom something runs here."""
         self._running: dict[int, tuple[Work, asyncio.Task[Done]]] = {}
 
     async def ready(self) -> None:
-        """Answers when the worker has been made."""
+        """Answers when the worker has been made. From now on its event loop is watched."""
+        if self._last_words is not None and self._watchdog is None:
+            loop, limit_s = asyncio.get_running_loop(), self._args.execution_timeout_s
+            self._watchdog = Watchdog(loop, limit_s=limit_s, last_words=self._last_words)
+
+    def longest_stall_s(self) -> float:
+        """The longest time since the last call in which its event loop did not turn, seconds."""
+        return 0.0 if self._watchdog is None else self._watchdog.take_longest_s()
 
     async def run(self, work: Work) -> Done:
         """Works on a group. Raises what ends the run, and `asyncio.CancelledError` if it was cancelled."""
@@ -126,6 +140,8 @@ class EpisodeWorker:
         """Ends what runs, the graders and the connections."""
         await asyncio.gather(*(self.cancel(number) for number in list(self._running)))
         await self._graders.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         for client in (*self._models.values(), self._teacher):
             if client is not None:
                 await client.close()
