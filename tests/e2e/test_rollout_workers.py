@@ -39,3 +39,36 @@ def test_a_worker_that_is_killed_loses_no_prompt(
         for step, row in run.metrics("train").items():
             assert row["data/trained"] == (step + 1) * PROMPTS_PER_STEP and not row["data/failed"], (step, row)
         assert run.left() == []
+
+
+SLEEPS_ONCE = """
+import pathlib, time
+from slime.rollout.generate import generate as default
+
+MARK = pathlib.Path(__file__).with_suffix(".slept")
+
+async def generate(args, sample, sampling_params):
+    if sample.group_index == 3 and not MARK.exists():
+        MARK.touch()
+        time.sleep(100_000)
+    return await default(args, sample, sampling_params)
+"""
+
+
+def test_a_worker_that_stands_still_is_replaced_and_named(
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+) -> None:
+    """Law: code that blocks the event loop of a worker for good costs that worker alone."""
+    hook = runs / "sleeps_once.py"
+    hook.write_text(SLEEPS_ONCE)
+    how: Flags = ["--custom-generate-function-path", f"{hook}:generate", "--execution-timeout-s", "15"]
+    flags = [*digits(tiny_qwen3), *FLAGS, *how, "--num-rollout", "2"]
+    with RealRun(runs / "workers-blocked", flags) as run:
+        assert run.wait() == 0, run.tail
+        assert f"{hook}:10 in generate kept it" in (run.run_dir / "logs" / "rollout.log").read_text()
+        require_balance(run.metrics("train"))
+        assert [row["data/trained"] for row in run.metrics("train").values()] == [
+            PROMPTS_PER_STEP,
+            2 * PROMPTS_PER_STEP,
+        ]
+        assert run.left() == []
