@@ -199,19 +199,19 @@ DATA: dict[str, Mutation] = {
     "response mask off by one": Mutation(
         "data",
         "data/packing.py",
-        "np.arange(end - s.response_length - 1, end - 1, dtype=np.int64)",
-        "np.arange(end - s.response_length, end, dtype=np.int64)",
+        "r[len(r) - s.response_length - 1 : -1]",
+        "r[len(r) - s.response_length :]",
     ),
     "targets not shifted": Mutation(
         "data",
         "data/packing.py",
-        "target_tokens[start : end - 1] = s.tokens[1:]",
-        "target_tokens[start:end] = s.tokens",
+        "s.tokens[s.num_tokens - s.response_length :]",
+        "s.tokens[s.num_tokens - s.response_length - 1 : -1]",
     ),
     "positions run on across sequences": Mutation(
         "data",
         "data/packing.py",
-        "np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])",
+        "np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=False)])",
         "np.arange(num_tokens, dtype=np.int64)",
     ),
 }
