@@ -144,7 +144,7 @@ def forked_lengths(draw: st.DrawFn) -> list[TrainSample]:
 def test_a_schedule_with_shared_prefixes(
     samples: list[TrainSample], dp_size: int, cap: int, counted: bool, balance: bool
 ) -> None:
-    """Nothing lost or doubled; a micro-batch keeps to its limit, with shared tokens counted once and a limit of keys."""
+    """Nothing lost or doubled; a micro-batch keeps to its limits: shared tokens count once, and keys have one, too."""
     prefixes = Prefixes.of(samples, replays=False)
     lengths = [s.num_tokens for s in samples]
     how = {"micro_batch_size": cap // 20} if counted else {"max_tokens_per_gpu": cap}

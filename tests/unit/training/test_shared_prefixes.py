@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.models.common.attention import PackedAttention, PackedSequences
 from slime.models.common.rotary import cos_sin
