@@ -42,7 +42,7 @@ class Family(ABC):
     """Its attention makes its rotary embedding by itself; else the model makes cos and sin once for a packed row."""
     shares_prefixes: ClassVar[bool] = False
     """Its layers read other tokens through `PackedAttention` alone, without masks, and places from `PackedSequences`.
-    Then samples may share tokens with which they begin alike (`--use-prefix-sharing`)."""
+    Then samples may share the tokens with which they begin (`--use-prefix-sharing`)."""
 
     # --- the architecture ---------------------------------------------------------------------------------------------
 

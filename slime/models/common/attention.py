@@ -24,7 +24,7 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 from slime.models.common.norm import RMSNorm
 from slime.ops import attention as ops
-from slime.ops.copies import Copies, copied
+from slime.ops.repeats import Repeats, repeated
 from slime.ops.qk_rotary import Heads, split_and_rotate
 from slime.ops.select import REFERENCE, name_of
 
@@ -95,7 +95,7 @@ class PackedSequences(PackedSeqParams):
     """cos and sin [T, r / 2] float32 of the positions, for all layers; the model makes them in its first pass."""
     shard: RowShard | None = None
     """This rank's part of the row; None without context parallelism."""
-    copies: Copies | None = None
+    repeats: Repeats | None = None
     """The keys that each sequence sees, end to end, where samples share prefixes; `shard` has them under context
     parallelism."""
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
@@ -150,11 +150,11 @@ class PackedAttention(torch.nn.Module):
         assert packed is not None, "the trainer always packs its sequences"
         if packed.shard is not None:
             key, value = packed.shard.keys_and_values(key, value)
-        if packed.copies is None:
+        if packed.repeats is None:
             out = self._attend(query, key, value, packed, masks)
         else:
             assert masks is None, "a mask of each sequence knows no shared prefix"
-            with copied((key, value), packed.copies) as (key, value):
+            with repeated((key, value), packed.repeats) as (key, value):
                 out = self._attend(query, key, value, packed, None)
         return out.reshape(query.size(0), -1)
 

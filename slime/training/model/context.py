@@ -30,7 +30,7 @@ from torch import Tensor
 
 from slime.data.context_split import split_context
 from slime.models.common.attention import PackedSequences
-from slime.ops.copies import Copies
+from slime.ops.repeats import Repeats
 
 PREDICTING = "predicting"
 """Among the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
@@ -171,7 +171,7 @@ class RowPlan:
         `prefixes`: see `PackedBatch.prefixes`.
         """
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
-        before = np.array([len(p) for p in prefixes or [()] * len(lengths)], np.int64)
+        before = np.zeros_like(starts) if prefixes is None else np.array([len(p) for p in prefixes], np.int64)
         positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
         query, key = tuple(lengths.tolist()), tuple((lengths + before).tolist())
         group, shard = None, dict[str, npt.NDArray[Any]]()
@@ -188,8 +188,8 @@ class RowPlan:
         if prefixes is not None and group is None:
             own = np.split(np.arange(int(cu_seqlens[-1])), starts[1:])
             seen = [part for both in zip(prefixes, own, strict=True) for part in both]
-            copies = Copies.arrays(np.concatenate(seen), int(cu_seqlens[-1]))
-            arrays |= {f"copies/{name}": array for name, array in copies.items()}
+            repeats = Repeats.arrays(np.concatenate(seen), int(cu_seqlens[-1]))
+            arrays |= {f"repeats/{name}": array for name, array in repeats.items()}
         return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
 
     def packed(self, tensors: Mapping[str, Tensor]) -> PackedSequences:
@@ -213,7 +213,7 @@ class RowPlan:
             cu_key=tensors["row/cu_key"],
             positions=tensors["row/positions"],
             shard=shard,
-            copies=Copies.of(tensors, "copies/"),
+            repeats=Repeats.of(tensors, "repeats/"),
         )
 
 

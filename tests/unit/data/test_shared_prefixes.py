@@ -91,7 +91,7 @@ def test_a_token_sees_its_own_past_in_order(samples: list[TrainSample], cp_size:
 
     if cp_size == 1 and row.prefixes is not None:
         plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, prefixes=row.prefixes)
-        keys = np.split(plan.arrays["copies/rows"], np.cumsum(plan.key_lengths)[:-1])
+        keys = np.split(plan.arrays["repeats/rows"], np.cumsum(plan.key_lengths)[:-1])
         note(np.split(np.arange(len(row.tokens)), np.cumsum(plan.query_lengths)[:-1]), keys)
         assert np.array_equal(plan.arrays["row/positions"], row.position_ids)
     for rank in range(cp_size) if not seen else ():
@@ -108,7 +108,7 @@ def test_the_sums_of_copies_know_every_copy() -> None:
     batch = forked_batch(1)
     row = packed_row(list(batch.samples), LEAST_SHARED)
     arrays = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, prefixes=row.prefixes).arrays
-    rows, order, starts = (arrays[f"copies/{name}"] for name in ("rows", "order", "starts"))
+    rows, order, starts = (arrays[f"repeats/{name}"] for name in ("rows", "order", "starts"))
     assert sorted(order.tolist()) == list(range(len(rows))) and len(starts) == len(row.tokens) + 1
     for i, (a, b) in enumerate(itertools.pairwise(starts.tolist())):
         assert (rows[order[a:b]] == i).all() and (np.diff(order[a:b]) > 0).all()

@@ -21,7 +21,7 @@ from slime.ops.select import FUSED, name_of
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class Repeats:
     """Which rows are copied: K copies of T rows."""
 
     rows: Tensor
@@ -39,26 +39,26 @@ class Copies:
         return {"rows": rows, "order": order.astype(np.int32), "starts": starts.astype(np.int32)}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Copies | None:
+    def of(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Repeats | None:
         """From the tensors of `arrays`, whose names begin with `prefix`; None if they are not there."""
         names = [prefix + name for name in ("rows", "order", "starts")]
         return cls(*(tensors[name] for name in names)) if names[0] in tensors else None
 
 
-def copy_rows(x: Tensor, copies: Copies) -> Tensor:
+def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:
     """x [T, ...] -> [K, ...]; the gradient of a row is the sum of those of its copies."""
-    if name_of("copies", x) == FUSED:
-        out: Tensor = _Copied.apply(x, copies)
+    if name_of("repeats", x) == FUSED:
+        out: Tensor = _Repeated.apply(x, repeats)
         return out
-    return x.index_select(0, copies.rows)
+    return x.index_select(0, repeats.rows)
 
 
 @contextmanager
-def copied(rows: Sequence[Tensor], copies: Copies) -> Iterator[tuple[Tensor, ...]]:
+def repeated(rows: Sequence[Tensor], repeats: Repeats) -> Iterator[tuple[Tensor, ...]]:
     """Copies of each of `rows` for the block. The backward pass of the block makes them again where it wants a whole
     one, so that no copy is kept between the passes.
     """
-    made = tuple(copy_rows(x, copies) for x in rows)
+    made = tuple(repeat_rows(x, repeats) for x in rows)
     sources = [x.detach() for x in rows]
     places = [(x.data_ptr(), x.shape, x.stride()) for x in made]
 
@@ -67,20 +67,20 @@ def copied(rows: Sequence[Tensor], copies: Copies) -> Iterator[tuple[Tensor, ...
         return places.index(place) if saved.numel() and place in places else saved
 
     def give(kept: Tensor | int) -> Tensor:
-        return sources[kept].index_select(0, copies.rows) if isinstance(kept, int) else kept
+        return sources[kept].index_select(0, repeats.rows) if isinstance(kept, int) else kept
 
     with torch.autograd.graph.saved_tensors_hooks(keep, give):
         yield made
 
 
-class _Copied(torch.autograd.Function):
+class _Repeated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return x.index_select(0, copies.rows)
+    def forward(ctx: Any, x: Tensor, repeats: Repeats) -> Tensor:
+        ctx.repeats = repeats
+        return x.index_select(0, repeats.rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        kernels: Any = importlib.import_module("slime.ops.kernels.copies")
-        total: Tensor = kernels.sum_copies(grads[0].flatten(1).contiguous(), ctx.copies.order, ctx.copies.starts)
+        kernels: Any = importlib.import_module("slime.ops.kernels.repeats")
+        total: Tensor = kernels.sum_repeats(grads[0].flatten(1).contiguous(), ctx.repeats.order, ctx.repeats.starts)
         return total.view(-1, *grads[0].shape[1:]), None
