@@ -24,8 +24,8 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 from slime.models.common.norm import RMSNorm
 from slime.ops import attention as ops
-from slime.ops.repeats import Repeats, repeated
 from slime.ops.qk_rotary import Heads, split_and_rotate
+from slime.ops.repeats import Repeats, repeated
 from slime.ops.select import REFERENCE, name_of
 
 
