@@ -39,10 +39,9 @@ class Repeats:
         return {"rows": rows, "order": order.astype(np.int32), "starts": starts.astype(np.int32)}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Repeats | None:
-        """From the tensors of `arrays`, whose names begin with `prefix`; None if they are not there."""
-        names = [prefix + name for name in ("rows", "order", "starts")]
-        return cls(*(tensors[name] for name in names)) if names[0] in tensors else None
+    def of(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Repeats:
+        """From the tensors of `arrays`, whose names begin with `prefix`."""
+        return cls(*(tensors[prefix + name] for name in ("rows", "order", "starts")))
 
 
 def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:

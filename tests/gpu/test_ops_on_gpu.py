@@ -181,7 +181,6 @@ def test_attention_behind_shared_prefixes(form: Any) -> None:
     lengths, keys = (700, 64, 1, 135), tuple(map(len, seen))
     arrays = Repeats.arrays(np.concatenate(seen), sum(lengths))
     repeats = Repeats.of({name: torch.from_numpy(array).cuda() for name, array in arrays.items()})
-    assert repeats is not None
     cu_query, cu_key = (torch.tensor([0, *x]).cumsum(0).int().cuda() for x in (lengths, keys))
 
     def op(query: Tensor, key_value: Tensor) -> tuple[Tensor]:

@@ -213,7 +213,7 @@ class RowPlan:
             cu_key=tensors["row/cu_key"],
             positions=tensors["row/positions"],
             shard=shard,
-            repeats=Repeats.of(tensors, "repeats/"),
+            repeats=Repeats.of(tensors, "repeats/") if "repeats/rows" in self.arrays else None,
         )
 
 

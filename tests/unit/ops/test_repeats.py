@@ -22,9 +22,7 @@ NUM_ROWS = 7
 
 
 def repeats_of(rows: np.ndarray, num_rows: int) -> Repeats:
-    made = Repeats.of({name: torch.from_numpy(array) for name, array in Repeats.arrays(rows, num_rows).items()})
-    assert made is not None
-    return made
+    return Repeats.of({name: torch.from_numpy(array) for name, array in Repeats.arrays(rows, num_rows).items()})
 
 
 class Square(torch.autograd.Function):
