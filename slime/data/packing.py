@@ -32,6 +32,8 @@ from slime.data.shared_prefixes import NOTHING, Shared
 Int64s = npt.NDArray[np.int64]
 PAD_TOKEN = 0
 """Filler id; never trained and never attended to, so any id of the vocabulary would do."""
+_ID_BITS = 32
+"""Of a pair of a position and a token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,18 @@ class PackedBatch:
             return None
         own = [rows[:n] for rows, n in zip(self.token_rows, self.num_shared, strict=True)]
         return *own, *[np.zeros(0, np.int64)] * (len(self.cu_seqlens) - 1 - len(own))
+
+    def questions(self) -> tuple[Int64s, Int64s, Int64s | None]:
+        """(positions [U], tokens [U], answers [R_total] or None): which token is asked for at which position, and which
+        of these questions is that of each response token; None: each has its own, in order.
+
+        Response tokens that samples share have one question.
+        """
+        if not any(self.num_shared):
+            return self.response_positions, self.target_tokens, None
+        pairs = (self.response_positions << _ID_BITS) + self.target_tokens
+        asked, answers = np.unique(pairs, return_inverse=True)
+        return asked >> _ID_BITS, asked & ((1 << _ID_BITS) - 1), answers
 
 
 def pack(

@@ -264,8 +264,8 @@ TRAINING: dict[str, Mutation] = {
     "log-probs of the token after": Mutation(
         "training",
         "training/step/micro_batch.py",
-        "PREDICTING: row.response_positions",
-        "PREDICTING: np.minimum(row.response_positions + 1, len(row.tokens) - 1)",
+        "PREDICTING: predicting",
+        "PREDICTING: np.minimum(predicting + 1, len(row.tokens) - 1)",
     ),
     "ratio to the engine's log-probs": Mutation(
         "training",

@@ -147,9 +147,11 @@ class MicroBatch:
     """[T] int64"""
     packed: PackedSequences
     predicting: Tensor
-    """[R] int64 index in [0, T) whose hidden state predicts the response token."""
+    """[U] int64 index in [0, T) whose hidden state predicts a response token; U is R without shared response tokens."""
     target_tokens: Tensor
-    """[R] int64"""
+    """[U] int64"""
+    answers: Tensor | None
+    """[R] int64 which of these each response token is; None: one after the other."""
     sequences: Sequences
     """Which sample each response token belongs to."""
     mask: Tensor
@@ -196,18 +198,18 @@ def to_device(
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.prefixes is None else prepared.prefixes.of_row(positions)
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
-    plan = RowPlan.of(
-        row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=row.response_positions, prefixes=row.prefixes
-    )
+    predicting, targets, answers = row.questions()
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=predicting, prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
-        PREDICTING: row.response_positions,
-        "target_tokens": row.target_tokens,
+        PREDICTING: predicting,
+        "target_tokens": targets,
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
         **plan.arrays,
+        **({} if answers is None else {"answers": answers}),
     }
     tensors = (put or put_each(device))(arrays)
     packed = plan.packed(tensors)
@@ -222,6 +224,7 @@ def to_device(
         packed=packed,
         predicting=tensors[PREDICTING],
         target_tokens=tensors["target_tokens"],
+        answers=tensors.get("answers"),
         sequences=Sequences(tensors["sequences"], len(samples)),
         mask=tensors["mask"],
         weights=tensors["weights"],

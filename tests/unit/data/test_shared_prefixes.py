@@ -62,6 +62,16 @@ def test_every_sample_is_whole_in_the_row(samples: list[TrainSample], least: int
 
 
 @given(sample_lists())
+def test_a_response_token_that_samples_share_is_asked_for_once(samples: list[TrainSample]) -> None:
+    row = packed_row(samples, 1)
+    positions, tokens, answers = row.questions()
+    answers = np.arange(len(positions)) if answers is None else answers
+    assert np.array_equal(positions[answers], row.response_positions)
+    assert np.array_equal(tokens[answers], row.target_tokens)
+    assert len(set(zip(positions.tolist(), tokens.tolist(), strict=True))) == len(positions) == len(set(answers))
+
+
+@given(sample_lists())
 def test_what_samples_have_in_common_stands_there_once(samples: list[TrainSample]) -> None:
     """As many tokens as their tree has, and the last token again of a sample that goes nowhere new."""
     row = packed_row(samples, 1)

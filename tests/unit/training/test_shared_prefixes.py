@@ -101,7 +101,7 @@ def in_the_row(decoder: Decoder, batch: MicroBatch) -> TokenScores:
         with_entropy=True,
         entropy_grad=True,
         chunk_tokens=7,
-    )
+    ).at(batch.answers)
 
 
 def one_by_one(decoder: Decoder, prepared: PreparedBatch, positions: tuple[int, ...]) -> TokenScores:
