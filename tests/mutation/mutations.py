@@ -214,6 +214,18 @@ DATA: dict[str, Mutation] = {
         "np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=False)])",
         "np.arange(num_tokens, dtype=np.int64)",
     ),
+    "positions begin anew behind a shared prefix": Mutation(
+        "shared prefixes",
+        "data/packing.py",
+        "starts = [*firsts, 0]",
+        "starts = [0] * len(lengths)",
+    ),
+    "tokens of other experts are shared": Mutation(
+        "shared prefixes",
+        "data/shared_prefixes.py",
+        "common = min(_common(a, b) for a, b in zip(own, columns, strict=True))",
+        "common = _common(own[0], columns[0])",
+    ),
 }
 
 _STEP_WEIGHTS = """        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)

@@ -33,6 +33,7 @@ TP = {"tensor_model_parallel_size": 2}
 SP = {**TP, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, TP),
@@ -40,6 +41,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "sp2cp2": (4, {**SP, **CP}),
     "pp2": (2, PP),
     "dp2": (2, {}),
+    "ep2": (2, EP),
+    "sp2ep2": (2, {**SP, **EP}),
 }
 """Ranks, and how they share a model."""
 STEPS: dict[str, Any] = {"global_batch_size": 6}
@@ -82,7 +85,7 @@ def check(want: Outcome, got: Outcome, tolerance: float = TOLERANCE) -> None:
         assert after[f"train/{name}"] == pytest.approx(before[f"train/{name}"], rel=1e-4, abs=1e-6), name
 
 
-QUICK = ("one", "tp2", "cp2")
+QUICK, SLOW = ("one", "tp2", "cp2"), ("sp2cp2", "pp2", "dp2")
 
 
 def test_a_dense_model_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
@@ -94,11 +97,31 @@ def test_a_dense_model_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks
 
 @pytest.mark.slow
 def test_nor_in_layouts_of_several_kinds(tmp_path: Path, ranks: Ranks) -> None:
-    others = LAYOUTS.keys() - {*QUICK}
-    layouts = {"alone": reference(), **{name: layout(name) for name in others}}
+    layouts = {"alone": reference(), **{name: layout(name) for name in SLOW}}
     got = run(ranks, tmp_path, write_tiny_model, "qwen3", layouts)
-    for name in others:
+    for name in SLOW:
         check(got["alone"], got[name])
+
+
+@pytest.mark.slow
+def test_a_critic_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
+    critic = {"global_batch_size": 12, "advantage_estimator": "ppo", "lambd": 0.9}
+    layouts = {"alone": {**reference(), "args": critic}} | {n: {**layout(n), "args": critic} for n in ("one", "cp2")}
+    got = run(ranks, tmp_path, write_tiny_model, "qwen3", layouts)
+    (want,) = got["alone"].result["metrics"]
+    values = {name for name in want if "value" in name or "critic" in name}
+    assert values, "the critic says nothing"
+    for outcome in (got["one"], got["cp2"]):
+        (metrics,) = outcome.result["metrics"]
+        assert {n: metrics[n] for n in values} == pytest.approx({n: want[n] for n in values}, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_of_other_ranks_do_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
+    layouts = {"alone": reference(), "ep2": layout("ep2"), "sp2ep2": layout("sp2ep2")}
+    got = run(ranks, tmp_path, write_tiny_model, "qwen3_moe", layouts)
+    check(got["alone"], got["ep2"])
+    check(got["alone"], got["sp2ep2"])
 
 
 @pytest.mark.slow
