@@ -198,14 +198,14 @@ def to_device(
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.prefixes is None else prepared.prefixes.of_row(positions)
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
-    predicting, targets, answers = row.questions()
+    predicting, asked, answers = row.questions()
     plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=predicting, prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
         PREDICTING: predicting,
-        "target_tokens": targets,
+        "target_tokens": asked,
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
         **plan.arrays,
