@@ -41,6 +41,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "sp2cp2": (4, {**SP, **CP}),
     "pp2": (2, PP),
     "dp2": (2, {}),
+    "recompute": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    "recompute_core": (1, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
     "ep2": (2, EP),
     "sp2ep2": (2, {**SP, **EP}),
 }
@@ -85,7 +87,7 @@ def check(want: Outcome, got: Outcome, tolerance: float = TOLERANCE) -> None:
         assert after[f"train/{name}"] == pytest.approx(before[f"train/{name}"], rel=1e-4, abs=1e-6), name
 
 
-QUICK, SLOW = ("one", "tp2", "cp2"), ("sp2cp2", "pp2", "dp2")
+QUICK, SLOW = ("one", "tp2", "cp2"), ("sp2cp2", "pp2", "dp2", "recompute", "recompute_core")
 
 
 def test_a_dense_model_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
