@@ -8,10 +8,12 @@ Invariants
 1. The positions of all ranks together are a permutation of the row.
 2. A rank's tokens keep the order of the sequences; the two chunks of a sequence follow each other.
 3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, causality applied at the chunk's own end.
+   Where a sequence goes on behind tokens that samples share, it sees these before its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,8 +56,13 @@ def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_s
     return np.concatenate(parts)
 
 
-def split_context(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> ContextSplit:
-    """Everything that rank `cp_rank` needs of a row. Raises `DataError` like `context_positions`."""
+def split_context(
+    cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int, prefixes: Sequence[Int64s] | None = None
+) -> ContextSplit:
+    """Everything that rank `cp_rank` needs of a row. Raises `DataError` like `context_positions`.
+
+    `prefixes`: for each sequence the row positions of the tokens before it; None: every sequence is whole.
+    """
     by_rank = [context_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
     order = np.concatenate(by_rank)
     place = np.empty(int(cu_seqlens[-1]), np.int64)
@@ -65,11 +72,13 @@ def split_context(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size:
     query_lengths: list[int] = []
     key_lengths: list[int] = []
     keys = [np.zeros(0, np.int64)]
-    for start, size in zip(cu_seqlens[:-1].tolist(), _chunk_sizes(cu_seqlens, cp_size), strict=True):
+    before = [np.zeros(0, np.int64)] * (len(cu_seqlens) - 1) if prefixes is None else prefixes
+    for start, size, prefix in zip(cu_seqlens[:-1].tolist(), _chunk_sizes(cu_seqlens, cp_size), before, strict=True):
         for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            seen = (chunk + 1) * size
             query_lengths.append(size)
-            key_lengths.append((chunk + 1) * size)
-            keys.append(place[start : start + key_lengths[-1]])
+            key_lengths.append(len(prefix) + seen)
+            keys += [place[prefix], place[start : start + seen]]
     return ContextSplit(
         positions=by_rank[cp_rank],
         local_index=local,

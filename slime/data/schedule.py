@@ -10,11 +10,14 @@ Invariants
    is empty (`()`) only when the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
 4. A micro-batch holds at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is a single
    sample that is longer than that by itself. Balancing by cost keeps to this, too: memory goes by tokens.
-5. Without `balance`, a rank sees its samples in batch order.
+5. Without `balance`, and where nothing is shared, a rank sees its samples in batch order.
 6. With `balance`, each rank runs its micro-batches from the dearest to the cheapest, and what runs side by side is
    neighbouring in cost: no micro-batch is cheaper than one that any rank runs later.
 
-Groups are not kept together: a step boundary may separate the executions of one prompt. Advantages come from
+Samples that share a prefix (`slime.data.shared_prefixes`) are a bundle: it counts shared tokens once, goes into one
+micro-batch, and is split only where there would be nothing to do for a rank.
+
+Groups are not kept together otherwise: a step boundary may separate the executions of one prompt. Advantages come from
 the whole batch, so no number but the step's own denominators depends on it, and steps of even size matter more. Groups
 of equal size stay whole where their number divides by the number of steps.
 """
@@ -24,10 +27,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slime.core.errors import ConfigError, DataError
+from slime.data.shared_prefixes import MOST_READ, Prefixes
 
 MicroBatch = tuple[int, ...]
 """Positions in the batch of the samples that are packed into one forward pass."""
@@ -72,6 +76,8 @@ def build_schedule(
     micro_batch_multiple: int = 1,
     balance: bool = False,
     cost_S: Sequence[float] | None = None,
+    prefixes: Prefixes | None = None,
+    prefix_cost: Callable[[int], float] = float,
 ) -> Schedule:
     """Splits a batch of S samples into optimizer steps, ranks and micro-batches.
 
@@ -85,6 +91,9 @@ def build_schedule(
     `balance` evens out the micro-batches (longest processing time first; Graham 1969) and the ranks (Karmarkar-Karp
     with equal counts; Michiels et al. 2003, "balanced largest differencing") by `cost_S`, the cost of each sample in
     any unit, such as `FlopsModel.forward`; without it by tokens.
+
+    `prefixes`: which samples share how many tokens, if that is made use of; what they cost by themselves says
+    `prefix_cost`, in the unit of `cost_S`.
 
     A batch with fewer executions than `global_batch_size` is one step. Raises `ConfigError` if the executions do not
     divide into whole steps (samples would have to be dropped) or a size is impossible, `DataError` on malformed input.
@@ -100,17 +109,18 @@ def build_schedule(
     costs = [float(c) for c in (num_tokens_S if cost_S is None else cost_S)]
     _check(num_tokens_S, execution_S, costs, sizes)
     cap = max_tokens_per_gpu or micro_batch_size or 1
-    room = [1 if max_tokens_per_gpu is None else min(int(n), cap) for n in num_tokens_S]
+    tokens = None if max_tokens_per_gpu is None else [int(n) for n in num_tokens_S]
+    bundling = _Bundling(cap, tokens, costs, prefixes, prefix_cost)
     members: dict[int, list[int]] = {}
     for position, execution in enumerate(execution_S):
         members.setdefault(int(execution), []).append(position)
     steps = []
     for chosen in _split_into_steps(list(members), global_batch_size, num_steps):
         positions = sorted(p for execution in chosen for p in members[execution])
-        bins = _to_multiple(_first_fit(positions, room, cap), costs, dp_size * micro_batch_multiple)
+        bins = _to_multiple(_first_fit(bundling.of(positions), cap), bundling, dp_size * micro_batch_multiple)
         if balance:
-            bins = _evened(bins, room, cap, costs)
-        steps.append(StepSchedule(_assign(bins, costs, dp_size, balance), num_executions=len(chosen)))
+            bins = _evened(bins, cap)
+        steps.append(StepSchedule(_assign(bins, dp_size, balance), num_executions=len(chosen)))
     return Schedule(tuple(steps))
 
 
@@ -155,69 +165,141 @@ def _split_into_steps(executions: list[int], global_batch_size: int | None, num_
     return [executions[i : i + global_batch_size] for i in range(0, total, global_batch_size)]
 
 
-def _first_fit(positions: Sequence[int], room: Sequence[int], cap: int) -> list[list[int]]:
-    """Puts each sample, in order, into the first bin with room for it. `room`: what each takes of a bin's `cap`."""
-    bins: list[list[int]] = []
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """Samples that stay in one micro-batch: one, or several with a common prefix."""
+
+    positions: tuple[int, ...] = ()
+    tokens: int = 0
+    """What they share counts once."""
+    read: int = 0
+    """Tokens of all samples, each whole."""
+    cost: float = 0.0
+    room: int = 0
+    """What it takes of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundling:
+    """Makes bundles that fit into a micro-batch of `cap` tokens, or samples where `tokens_S` is None."""
+
+    cap: int
+    tokens_S: Sequence[int] | None
+    costs_S: Sequence[float]
+    prefixes: Prefixes | None
+    prefix_cost: Callable[[int], float]
+
+    def of(self, positions: Sequence[int]) -> list[_Bundle]:
+        """Each sample joins the bundle of its group, among those with room for it, in which it shares most."""
+        bundles: list[_Bundle] = []
+        of_group: dict[int, list[int]] = {}
+        for position in positions:
+            peers = [] if self.prefixes is None else of_group.setdefault(self.prefixes.group_S[position], [])
+            options = [(self._shared(position, bundles[i]), i) for i in peers]
+            fitting = [(n, i) for n, i in options if n and self._joined(bundles[i], position, n).room <= self.cap]
+            shared, chosen = max(fitting, key=lambda option: option[0], default=(0, len(bundles)))
+            if chosen == len(bundles):
+                peers.append(chosen)
+                bundles.append(_Bundle())
+            bundles[chosen] = self._joined(bundles[chosen], position, shared)
+        return bundles
+
+    def halves(self, bundle: _Bundle) -> list[_Bundle]:
+        """Of a bundle of at least two samples."""
+        at = _even_split([self.costs_S[p] for p in bundle.positions])
+        return [self._one(bundle.positions[:at]), self._one(bundle.positions[at:])]
+
+    def _one(self, positions: Sequence[int]) -> _Bundle:
+        bundle = _Bundle()
+        for position in positions:
+            bundle = self._joined(bundle, position, self._shared(position, bundle))
+        return bundle
+
+    def _shared(self, position: int, bundle: _Bundle) -> int:
+        return 0 if self.prefixes is None else self.prefixes.longest(position, bundle.positions).num_tokens
+
+    def _joined(self, bundle: _Bundle, position: int, shared: int) -> _Bundle:
+        """The bundle with one more sample, whose first `shared` tokens it has."""
+        positions = (*bundle.positions, position)
+        cost = bundle.cost + self.costs_S[position] - (self.prefix_cost(shared) if shared else 0.0)
+        if self.tokens_S is None:
+            return _Bundle(positions, cost=cost, room=len(positions))
+        tokens, read = bundle.tokens + self.tokens_S[position] - shared, bundle.read + self.tokens_S[position]
+        room = max(tokens, math.ceil(read / MOST_READ)) if len(positions) > 1 else min(tokens, self.cap)
+        return _Bundle(positions, tokens, read, cost, room)
+
+
+_Bin = list[_Bundle]
+"""A micro-batch in the making."""
+
+
+def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
+    """Puts each bundle, in order, into the first bin with room for it."""
+    bins: list[_Bin] = []
     loads: list[int] = []
-    smallest = min(room[p] for p in positions)
+    smallest = min(b.room for b in bundles)
     open_bins: list[int] = []  # a full one is never looked at again: linear time for equal samples
-    for position in positions:
-        chosen = next((i for i in open_bins if loads[i] + room[position] <= cap), len(bins))
+    for bundle in bundles:
+        chosen = next((i for i in open_bins if loads[i] + bundle.room <= cap), len(bins))
         if chosen == len(bins):
             bins.append([])
             loads.append(0)
             open_bins.append(chosen)
-        bins[chosen].append(position)
-        loads[chosen] += room[position]
+        bins[chosen].append(bundle)
+        loads[chosen] += bundle.room
         if loads[chosen] + smallest > cap:
             open_bins.remove(chosen)
     return bins
 
 
-def _to_multiple(bins: list[list[int]], costs: Sequence[float], multiple: int) -> list[list[int]]:
-    """Splits the dearest divisible bins until their number is a multiple; empty bins only when none divides."""
+def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_Bin]:
+    """Splits the dearest divisible bins until their number is a multiple; bundles where no bin has two, and empty bins
+    only when no bundle divides.
+    """
     bins = [list(b) for b in bins]
     while len(bins) % multiple:
         divisible = [i for i, b in enumerate(bins) if len(b) > 1]
-        if not divisible:
+        whole = [i for i, b in enumerate(bins) if len(b) == 1 and len(b[0].positions) > 1]
+        if not divisible and not whole:
             bins.append([])
             continue
-        dearest = max(divisible, key=lambda i: (sum(costs[p] for p in bins[i]), -i))
-        at = _even_split([costs[p] for p in bins[dearest]])
-        bins[dearest : dearest + 1] = [bins[dearest][:at], bins[dearest][at:]]
+        dearest = max(divisible or whole, key=lambda i: (sum(b.cost for b in bins[i]), -i))
+        parts = bins[dearest] if divisible else bundling.halves(bins[dearest][0])
+        at = _even_split([b.cost for b in parts])
+        bins[dearest : dearest + 1] = [parts[:at], parts[at:]]
     return bins
 
 
-def _evened(bins: list[list[int]], room: Sequence[int], cap: int, costs: Sequence[float]) -> list[list[int]]:
-    """The same samples in as many bins of like cost: the dearest first, each into the cheapest bin with room for it.
+def _evened(bins: list[_Bin], cap: int) -> list[_Bin]:
+    """The same bundles in as many bins of like cost: the dearest first, each into the cheapest bin with room for it.
 
-    The bins as they were, if some sample then finds no room or the dearest bin gets dearer.
+    The bins as they were, if some bundle then finds no room or the dearest bin gets dearer.
     """
-    out: list[list[int]] = [[] for _ in bins]
+    out: list[_Bin] = [[] for _ in bins]
     loads = [0] * len(bins)
     heap = [(0.0, i) for i in range(len(bins))]
-    positions = sorted((p for b in bins for p in b), key=lambda p: (-costs[p], p))
-    smallest = min(room[p] for p in positions)
-    for position in positions:
+    bundles = sorted((one for b in bins for one in b), key=lambda b: (-b.cost, b.positions))
+    smallest = min(b.room for b in bundles)
+    for bundle in bundles:
         aside = []
-        while heap and loads[heap[0][1]] + room[position] > cap:
+        while heap and loads[heap[0][1]] + bundle.room > cap:
             aside.append(heapq.heappop(heap))
         if not heap:
             return bins
         cost, chosen = heapq.heappop(heap)
-        out[chosen].append(position)
-        loads[chosen] += room[position]
+        out[chosen].append(bundle)
+        loads[chosen] += bundle.room
         if loads[chosen] + smallest <= cap:
-            aside.append((cost + costs[position], chosen))
+            aside.append((cost + bundle.cost, chosen))
         for item in aside:
             heapq.heappush(heap, item)
-    if max(_costs_of(out, costs)) > max(_costs_of(bins, costs)):
+    if max(_costs_of(out)) > max(_costs_of(bins)):
         return bins
-    return [sorted(b) for b in out]
+    return out
 
 
-def _costs_of(bins: list[list[int]], costs: Sequence[float]) -> list[float]:
-    return [math.fsum(costs[p] for p in b) for b in bins]
+def _costs_of(bins: Sequence[_Bin]) -> list[float]:
+    return [math.fsum(one.cost for one in b) for b in bins]
 
 
 def _even_split(costs: Sequence[float]) -> int:
@@ -231,17 +313,16 @@ def _even_split(costs: Sequence[float]) -> int:
     return best
 
 
-def _assign(
-    bins: list[list[int]], costs: Sequence[float], dp_size: int, balance: bool
-) -> tuple[tuple[MicroBatch, ...], ...]:
+def _assign(bins: list[_Bin], dp_size: int, balance: bool) -> tuple[tuple[MicroBatch, ...], ...]:
     """Deals the bins (a multiple of `dp_size`) to the ranks, the same number to each."""
+    micro_batches = [tuple(sorted(p for one in b for p in one.positions)) for b in bins]
     if not balance:
-        return tuple(tuple(tuple(b) for b in bins[rank::dp_size]) for rank in range(dp_size))
-    weights = _costs_of(bins, costs)
+        return tuple(tuple(micro_batches[rank::dp_size]) for rank in range(dp_size))
+    weights = _costs_of(bins)
     shares = _balanced_differencing(weights, dp_size)
     # Heaviest first on every rank: what runs side by side (expert parallelism waits for the slowest) is of like size.
     ordered = [sorted(share, key=lambda i: (-weights[i], i)) for share in shares]
-    return tuple(tuple(tuple(bins[i]) for i in share) for share in ordered)
+    return tuple(tuple(micro_batches[i] for i in share) for share in ordered)
 
 
 def _balanced_differencing(weights: Sequence[float], num_shares: int) -> list[list[int]]:

@@ -23,7 +23,16 @@ from slime.models.common.spread import problem
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
 
-__all__ = ["FAMILIES", "Family", "architecture", "family_of", "layout_problem", "load_family", "table_for"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "architecture",
+    "family_of",
+    "layout_problem",
+    "load_family",
+    "prefix_problem",
+    "table_for",
+]
 
 FAMILIES: Registry[Family] = Registry(
     "model family",
@@ -73,6 +82,14 @@ def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
     """
     spread, tied = family_of(hf_config).spread(hf_config), bool(hf_config.get("tie_word_embeddings", False))
     return problem(spread, layout, tied=tied, num_experts=num_experts_of(hf_config))
+
+
+def prefix_problem(hf_config: HfConfig) -> str | None:
+    """Why samples of this model cannot share a prefix, in a half sentence; None if they can.
+
+    Raises `ConfigError` for an unknown family.
+    """
+    return family_of(hf_config).prefix_problem(hf_config)
 
 
 def table_for(hf_config: HfConfig) -> FamilyTable:

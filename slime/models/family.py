@@ -40,6 +40,9 @@ class Family(ABC):
     """Keys of the config that hold one entry per layer."""
     rotates_itself: ClassVar[bool] = False
     """Its attention makes its rotary embedding by itself; else the model makes cos and sin once for a packed row."""
+    shares_prefixes: ClassVar[bool] = False
+    """Its layers read other tokens through `PackedAttention` alone, without masks, and places from `PackedSequences`.
+    Then samples may share the tokens with which they begin (`--use-prefix-sharing`)."""
 
     # --- the architecture ---------------------------------------------------------------------------------------------
 
@@ -60,6 +63,10 @@ class Family(ABC):
     def check(self, args: Args) -> str | None:
         """What the settings of a run ask of it that cannot work (got / because / do); None if nothing."""
         return None
+
+    def prefix_problem(self, hf_config: HfConfig) -> str | None:
+        """Why samples cannot share tokens with which they begin alike, in a half sentence; None if they can."""
+        return None if self.shares_prefixes else f"{hf_config.get('model_type')} does not say that its layers can"
 
     # --- its tensors --------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
         Fused(FUSED, "aten::_flash_attention_forward, KV heads as they are", flash_problems),
         Fused("varlen", "torch.nn.attention.varlen", varlen_problems),
     ),
+    "repeats": (Fused(FUSED, "one Triton kernel sums the gradients of copied rows", triton_problems),),
     "experts": (Fused(FUSED, "one grouped product of PyTorch, rows in Triton kernels", expert_problems),),
 }
 """Op -> its fused forms, the best first."""

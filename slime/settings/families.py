@@ -39,6 +39,13 @@ def layout_problem_of(hf_checkpoint: str, layout: EngineLayout) -> str | None:
     return problem
 
 
+def prefix_problem_of(hf_checkpoint: str) -> str | None:
+    """Why samples of a checkpoint cannot share a prefix, in a half sentence; None if they can."""
+    models: Any = importlib.import_module(MODELS)
+    problem: str | None = models.prefix_problem(read_hf_config(hf_checkpoint))
+    return problem
+
+
 def model_type_of(hf_checkpoint: str) -> str | None:
     """The `model_type` of a checkpoint, by which its family is known; None for a folder without a config.json."""
     path = Path(hf_checkpoint) / "config.json"

@@ -5,7 +5,8 @@ line of a model under its settings (layout, recompute, kernels). So a micro-batc
 number that can, before a run has sampled anything, and kernels are compiled.
 
 Not known to it: attention without a kernel, whose masks grow with the square of a sequence; experts that get more
-tokens than others, under expert parallelism; the passes of a critic; samples longer than the settings say.
+tokens than others, under expert parallelism; the passes of a critic; samples longer than the settings say; copies of
+the keys of shared prefixes.
 
 Invariants
 1. Weights, optimizer, buffers and random numbers are as before; gradients are zeros.

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from slime.ops import attention, norm, qk_rotary, select, swiglu
+from slime.ops.repeats import Repeats, repeated
 from tests.support.families import write_family
 from tests.support.training_ranks import run_on_cpu_and_gpu
 
@@ -170,6 +172,41 @@ def test_attention(
 
     inputs = [draw(sum(lengths), heads, size), draw(sum(keys), groups, 2, size, seed=1)]
     require_near(op, plain, inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", [attention.flash, attention.varlen])
+def test_attention_behind_shared_prefixes(form: Any) -> None:
+    """Copies of keys are made again for the backward pass, and the gradients of the copies are summed."""
+    seen = [np.arange(700), *(np.r_[0:500, start:end] for start, end in ((700, 764), (764, 765), (765, 900)))]
+    lengths, keys = (700, 64, 1, 135), tuple(map(len, seen))
+    arrays = Repeats.arrays(np.concatenate(seen), sum(lengths))
+    repeats = Repeats.of({name: torch.from_numpy(array).cuda() for name, array in arrays.items()})
+    cu_query, cu_key = (torch.tensor([0, *x]).cumsum(0).int().cuda() for x in (lengths, keys))
+
+    def op(query: Tensor, key_value: Tensor) -> tuple[Tensor]:
+        with repeated(key_value.unbind(2), repeats) as (key, value):
+            return (form(query, key, value, cu_query, cu_key, max(lengths), max(keys)),)
+
+    def plain(query: Tensor, key_value: Tensor) -> tuple[Tensor]:
+        key, value = key_value.index_select(0, repeats.rows).unbind(2)
+        return (attention.per_sequence(query, key, value, lengths, keys),)
+
+    inputs = [draw(sum(lengths), 16, 128), draw(sum(lengths), 8, 2, 128, seed=1)]
+    require_near(op, plain, inputs, torch.bfloat16)
+
+
+def test_a_trainer_with_shared_prefixes_is_one_without(tmp_path: Path) -> None:
+    """Law: in float32 gradients and log-probs are those of whole samples on a CPU, in bfloat16 as near to them."""
+    checkpoint = write_family(tmp_path / "model", "qwen3", head_dim=64)
+    shared = {"device": "cuda", "global_batch_size": 12, "micro_batch_size": 4, "use_prefix_sharing": True}
+    devices: dict[str, dict[str, Any]] = {
+        "cpu": {"args": {"device": "cpu", "global_batch_size": 12}},
+        "gpu": {"args": shared},
+        "half_whole": {"args": {**shared, "use_prefix_sharing": False}, "megatron": {"bf16": True}},
+        "half_shared": {"args": shared, "megatron": {"bf16": True}},
+    }
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, {name: {**own, "forked": True} for name, own in devices.items()})
+    assert far["half_shared"] < 2 * far["half_whole"] + 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "glm4", "glm4_moe"])

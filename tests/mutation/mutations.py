@@ -199,20 +199,32 @@ DATA: dict[str, Mutation] = {
     "response mask off by one": Mutation(
         "data",
         "data/packing.py",
-        "np.arange(end - s.response_length - 1, end - 1, dtype=np.int64)",
-        "np.arange(end - s.response_length, end, dtype=np.int64)",
+        "r[len(r) - s.response_length - 1 : -1]",
+        "r[len(r) - s.response_length :]",
     ),
     "targets not shifted": Mutation(
         "data",
         "data/packing.py",
-        "target_tokens[start : end - 1] = s.tokens[1:]",
-        "target_tokens[start:end] = s.tokens",
+        "s.tokens[s.num_tokens - s.response_length :]",
+        "s.tokens[s.num_tokens - s.response_length - 1 : -1]",
     ),
     "positions run on across sequences": Mutation(
         "data",
         "data/packing.py",
-        "np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])",
+        "np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=False)])",
         "np.arange(num_tokens, dtype=np.int64)",
+    ),
+    "positions begin anew behind a shared prefix": Mutation(
+        "shared prefixes",
+        "data/packing.py",
+        "starts = [*firsts, 0]",
+        "starts = [0] * len(lengths)",
+    ),
+    "tokens of other experts are shared": Mutation(
+        "shared prefixes",
+        "data/shared_prefixes.py",
+        "common = min(_common(a, b) for a, b in zip(own, columns, strict=True))",
+        "common = _common(own[0], columns[0])",
     ),
 }
 
@@ -264,8 +276,8 @@ TRAINING: dict[str, Mutation] = {
     "log-probs of the token after": Mutation(
         "training",
         "training/step/micro_batch.py",
-        "PREDICTING: row.response_positions",
-        "PREDICTING: np.minimum(row.response_positions + 1, len(row.tokens) - 1)",
+        "PREDICTING: predicting",
+        "PREDICTING: np.minimum(predicting + 1, len(row.tokens) - 1)",
     ),
     "ratio to the engine's log-probs": Mutation(
         "training",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 SUITES: dict[str, tuple[str, ...]] = {
     "algorithms": ("tests/unit/algorithms/test_*.py",),
     "data": ("tests/unit/data/test_packing.py", "tests/unit/data/test_schedule.py"),
+    "shared prefixes": ("tests/unit/data/test_shared_prefixes.py",),
     "training": ("tests/unit/training/test_step_reference.py",),
     "log_probs": ("tests/unit/training/test_log_probs*.py",),
     "steps": ("tests/contract/training/test_steps_against_torch.py",),

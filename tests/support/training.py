@@ -87,6 +87,37 @@ def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, voc
     return TrainBatch(rollout_id=0, samples=tuple(samples))
 
 
+def forked_batch(num_groups: int = 3, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:
+    """Groups of four samples of one prompt of at least 20 tokens: two of them with a common first turn, of which the
+    second has a mask of its own, one that is the beginning of another, and one with an answer to itself.
+    """
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(num_groups):
+        prompt, turn, first, second, third = (
+            rng.integers(3, vocab_size, int(rng.integers(low, high)))
+            for low, high in ((20, 30), (17, 24), (2, 9), (2, 9), (2, 9))
+        )
+        answers = [[turn, first], [third], [turn, second], [turn, first, third]]
+        for answer in answers:
+            response = np.concatenate(answer)
+            mask = (rng.random(len(response)) < 0.8).astype(np.float32)
+            mask[-1] = 1.0
+            samples.append(
+                TrainSample(
+                    tokens=np.concatenate([prompt, response]).astype(np.int64),
+                    loss_mask=mask,
+                    rollout_log_probs=(rng.normal(-4.8, 0.1, len(response))).astype(np.float32),
+                    token_versions=np.where(mask > 0, 1, -1).astype(np.int32),
+                    reward=float(rng.normal()),
+                    group_index=group,
+                    index=len(samples),
+                    truncated=False,
+                )
+            )
+    return TrainBatch(rollout_id=0, samples=tuple(samples))
+
+
 def with_samples(batch: TrainBatch, samples: list[TrainSample]) -> TrainBatch:
     """The same batch holding other samples."""
     return dataclasses.replace(batch, samples=tuple(samples))

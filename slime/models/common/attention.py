@@ -2,7 +2,8 @@
 
 `PackedAttention` attends inside each sequence of a packed row (`slime.ops.attention`). Under context parallelism the
 queries are this rank's chunks, the keys those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section 3.3.2),
-and causality is aligned at the end of both. `RotatingAttention` is the layer around it: Megatron's, but for the way
+and causality is aligned at the end of both. A sequence that goes on behind a prefix that samples share has the keys of
+that prefix before its own, copied in the row. `RotatingAttention` is the layer around it: Megatron's, but for the way
 from the projection to queries and keys, which is one op (`slime.ops.qk_rotary`) with the angles of the whole row.
 """
 
@@ -24,6 +25,7 @@ from slime.core.errors import ConfigError
 from slime.models.common.norm import RMSNorm
 from slime.ops import attention as ops
 from slime.ops.qk_rotary import Heads, split_and_rotate
+from slime.ops.repeats import Repeats, repeated
 from slime.ops.select import REFERENCE, name_of
 
 
@@ -82,7 +84,7 @@ class PackedSequences(PackedSeqParams):
     query_lengths: tuple[int, ...] = ()
     """[N] tokens of each sequence; of each local chunk [2 N] under context parallelism."""
     key_lengths: tuple[int, ...] = ()
-    """[N] or [2 N] keys that each of them sees."""
+    """[N] or [2 N] keys that each of them sees, those of a shared prefix included."""
     cu_query: Tensor | None = None
     """[N + 1] or [2 N + 1] int32 on the device of the model."""
     cu_key: Tensor | None = None
@@ -93,6 +95,9 @@ class PackedSequences(PackedSeqParams):
     """cos and sin [T, r / 2] float32 of the positions, for all layers; the model makes them in its first pass."""
     shard: RowShard | None = None
     """This rank's part of the row; None without context parallelism."""
+    repeats: Repeats | None = None
+    """The keys that each sequence sees, end to end, where samples share prefixes; `shard` has them under context
+    parallelism."""
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """By number of the layer that chose for the layers behind it: see `sparse_indexer`."""
     routing: Choices | None = None
@@ -145,17 +150,25 @@ class PackedAttention(torch.nn.Module):
         assert packed is not None, "the trainer always packs its sequences"
         if packed.shard is not None:
             key, value = packed.shard.keys_and_values(key, value)
+        if packed.repeats is None:
+            out = self._attend(query, key, value, packed, masks)
+        else:
+            assert masks is None, "a mask of each sequence knows no shared prefix"
+            with repeated((key, value), packed.repeats) as (key, value):
+                out = self._attend(query, key, value, packed, None)
+        return out.reshape(query.size(0), -1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        """query [T, heads, d], key and value of what each sequence sees -> [T, heads, d_v]."""
         kernel = REFERENCE if masks is not None else name_of("attention", query)
         if kernel == REFERENCE:
             lengths = packed.query_lengths, packed.key_lengths
-            out = ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale, masks=masks)
-        else:
-            attend = ops.varlen if kernel == "varlen" else ops.flash
-            assert packed.cu_query is not None and packed.cu_key is not None, "a row on a GPU has its lengths there"
-            out = attend(
-                *(query, key, value, packed.cu_query, packed.cu_key, *packed.longest), scale=self.softmax_scale
-            )
-        return out.reshape(query.size(0), -1)
+            return ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale, masks=masks)
+        attend = ops.varlen if kernel == "varlen" else ops.flash
+        assert packed.cu_query is not None and packed.cu_key is not None, "a row on a GPU has its lengths there"
+        return attend(*(query, key, value, packed.cu_query, packed.cu_key, *packed.longest), scale=self.softmax_scale)
 
 
 class RotatingAttention(SelfAttention):

@@ -30,6 +30,13 @@ class DeepSeek(Family):
     layer_kinds = ("full_attention", "deepseek_sparse_attention")
     per_layer = ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
     rotates_itself = True
+    shares_prefixes = True
+
+    def prefix_problem(self, hf_config: HfConfig) -> str | None:
+        """An indexer chooses the keys of one whole sequence."""
+        if indexer_kinds(hf_config):
+            return "its indexer chooses keys for whole sequences"
+        return super().prefix_problem(hf_config)
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Latent attention and experts. Raises `ConfigError` for what is not trained."""

@@ -20,6 +20,7 @@ class Glm4Moe(Family):
     """Norms of q and k, and biases, where the config asks for them."""
 
     refused_biases = ()
+    shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Half of each head is rotated; experts. Raises `ConfigError` for what the engine serves otherwise."""

@@ -14,6 +14,8 @@ from slime.models.family import Family
 class Llama(Family):
     """The plain decoder. Its table knows biases, which are not trained yet."""
 
+    shares_prefixes = True
+
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """Rows of a Llama-like model; `attention_bias` and `mlp_bias` as in its config."""
         bias, mlp_bias = (bool(hf_config.get(name, False)) for name in ("attention_bias", "mlp_bias"))

@@ -17,6 +17,7 @@ class Qwen2(Family):
     """The biases are part of the architecture, not of the config."""
 
     refused_biases = ()
+    shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Biases on q, k and v."""

@@ -18,6 +18,8 @@ from slime.models.family import Family
 class Qwen3(Family):
     """The dense one. Its table knows biases, which are not trained yet."""
 
+    shares_prefixes = True
+
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Norms of q and k per head."""
         return {"qk_layernorm": True}

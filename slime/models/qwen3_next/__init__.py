@@ -47,6 +47,10 @@ class Qwen3Next(Family):
         tp_size, cp_size = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1
         return split_problem(m["linear_num_key_heads"], tp_size, cp_size) or self._kernel_problem(args)
 
+    def prefix_problem(self, hf_config: HfConfig) -> str | None:
+        """A delta net has a state that runs through the sequence, and no branches."""
+        return "its linear attention carries a state along each sample"
+
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         """Gated delta nets, gated attention, experts. Raises `ConfigError` for what is not trained."""
         sizes = {f"linear_{name}": int(hf_config[f"linear_{name}"]) for name in _SIZES}

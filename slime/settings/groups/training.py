@@ -52,6 +52,10 @@ def _room(s: Any) -> int | None:
     return max(math.ceil(longest_sample(s) / ranks), LEAST_ROOM)
 
 
+_SEVERAL = Need(
+    lambda s: s.use_dynamic_batch_size or s.micro_batch_size > 1,
+    "--use-dynamic-batch-size or --micro-batch-size above 1: samples share within a micro-batch",
+)
 _DYNAMIC = Need(lambda s: s.use_dynamic_batch_size, "--use-dynamic-batch-size")
 _COUNTED = Need(lambda s: not s.use_dynamic_batch_size, "--no-use-dynamic-batch-size")
 
@@ -93,6 +97,10 @@ class TrainingSettings:
     """Train whatever number of executions a rollout has, in num_steps_per_rollout steps of nearly equal size."""
     balance_data: bool = False
     """Spread samples over data-parallel ranks by the floating-point operations that they cost."""
+    use_prefix_sharing: bool = opt(False, needs=_SEVERAL)
+    """Compute tokens with which samples of a prompt begin alike, the prompt and common turns, once in a micro-batch;
+    log-probs, loss weights and gradient are the same. max_tokens_per_gpu counts such tokens once. Models whose layers
+    carry a state along the sequence (Qwen3-Next, Qwen3.5) and sparse attention (GLM-5) are refused."""
     log_probs_chunk_size: int = 1024
     """Tokens whose full-vocabulary logits exist at one time; -1 means all."""
     kernels: Literal["auto", "reference", "fused"] = "auto"

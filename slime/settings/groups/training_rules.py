@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slime.settings.families import prefix_problem_of
 from slime.settings.group import Rule
 from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
 
@@ -90,6 +91,12 @@ def fused_kernels_can_run(args: Args) -> str | None:
     return f"got kernels fused, but {found}; use auto, which chooses by itself" if found else None
 
 
+def prefixes_can_be_shared(args: Args) -> str | None:
+    """Layers read a prefix of which others are behind as well."""
+    problem = prefix_problem_of(args.hf_checkpoint) if args.use_prefix_sharing else None
+    return None if problem is None else f"got --use-prefix-sharing for a checkpoint where {problem}; drop the flag"
+
+
 def one_dtype(args: Args) -> str | None:
     """A model has one training dtype."""
     if args.megatron["fp16"] and args.megatron["bf16"]:
@@ -164,6 +171,7 @@ RULES: tuple[Rule, ...] = (
     tensor_parallel_divides_heads,
     only_supported_parallelism,
     fused_kernels_can_run,
+    prefixes_can_be_shared,
     one_dtype,
     one_warm_up,
     warm_up_ends,

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from slime.data.context_split import split_context
 from slime.models.common.attention import PackedSequences
+from slime.ops.repeats import Repeats
 
 PREDICTING = "predicting"
 """Among the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
@@ -159,16 +160,24 @@ class RowPlan:
 
     @classmethod
     def of(
-        cls, cu_seqlens: npt.NDArray[np.int32], *, max_seqlen: int, predicting: npt.NDArray[np.int64] | None = None
+        cls,
+        cu_seqlens: npt.NDArray[np.int32],
+        *,
+        max_seqlen: int,
+        predicting: npt.NDArray[np.int64] | None = None,
+        prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> RowPlan:
-        """The plan of this rank. `predicting`: positions [R] that results are for, `PREDICTING` on the device."""
-        lengths = np.diff(cu_seqlens)
-        positions = np.arange(int(cu_seqlens[-1])) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
-        query = key = tuple(lengths.tolist())
+        """The plan of this rank. `predicting`: positions [R] that results are for, `PREDICTING` on the device.
+        `prefixes`: see `PackedBatch.prefixes`.
+        """
+        lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
+        before = np.zeros_like(starts) if prefixes is None else np.array([len(p) for p in prefixes], np.int64)
+        positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
+        query, key = tuple(lengths.tolist()), tuple((lengths + before).tolist())
         group, shard = None, dict[str, npt.NDArray[Any]]()
         if mpu.is_initialized() and mpu.get_context_parallel_world_size() > 1:
             group = mpu.get_context_parallel_group()
-            split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size())
+            split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size(), prefixes=prefixes)
             query, key, positions = split.query_lengths, split.key_lengths, positions[split.positions]
             shard = {name: getattr(split, name) for name in _INDICES} | {"cu_lengths": cu_seqlens}
             if predicting is not None:
@@ -176,6 +185,11 @@ class RowPlan:
                 shard |= {"which": np.flatnonzero(local >= 0), "owned": local[local >= 0]}
         arrays = {"row/cu_query": _cumulative(query), "row/cu_key": _cumulative(key), "row/positions": positions}
         arrays |= {f"shard/{name}": array for name, array in shard.items()}
+        if prefixes is not None and group is None:
+            own = np.split(np.arange(int(cu_seqlens[-1])), starts[1:])
+            seen = [part for both in zip(prefixes, own, strict=True) for part in both]
+            repeats = Repeats.arrays(np.concatenate(seen), int(cu_seqlens[-1]))
+            arrays |= {f"repeats/{name}": array for name, array in repeats.items()}
         return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
 
     def packed(self, tensors: Mapping[str, Tensor]) -> PackedSequences:
@@ -199,6 +213,7 @@ class RowPlan:
             cu_key=tensors["row/cu_key"],
             positions=tensors["row/positions"],
             shard=shard,
+            repeats=Repeats.of(tensors, "repeats/") if "repeats/rows" in self.arrays else None,
         )
 
 

@@ -68,6 +68,14 @@ class TokenScores:
     outside: Tensor
     """[T] bool: the target lay outside the kept set and was added to it."""
 
+    def at(self, answers: Tensor | None) -> TokenScores:
+        """The scores that `answers` [R] int64 name, each perhaps several times; None: all, in order."""
+        if answers is None:
+            return self
+        entropy = None if self.entropy is None else self.entropy.index_select(0, answers)
+        others = (x.index_select(0, answers) for x in (self.full_log_probs, self.outside))
+        return TokenScores(self.log_probs.index_select(0, answers), entropy, *others)
+
 
 @dataclass(frozen=True, slots=True)
 class _Settings:

@@ -93,9 +93,11 @@ class PolicyModel(GPTModel):
         packed: PackedSequences,
         positions: Tensor,
         target_tokens: Tensor,
+        answers: Tensor | None = None,
         **options: Unpack[ScoreOptions],
     ) -> Tensor | TokenScores:
-        """Scores float32 [R] of `target_tokens` [R] predicted at `positions` [R] of a row; see `score_tokens`.
+        """Scores float32 [U] of `target_tokens` [U] predicted at `positions` [U] of a row; see `score_tokens`. With
+        `answers` those of them that it names, [R].
 
         Each context-parallel rank evaluates the positions that it holds, and all of them get all results. A chunk that
         is not the last returns the hidden states for the next.
@@ -103,6 +105,12 @@ class PolicyModel(GPTModel):
         hidden = self.hidden(tokens, position_ids, packed)
         if not self.post_process:
             return hidden
+        return self._scores(hidden, packed, positions, target_tokens, options).at(answers)
+
+    def _scores(
+        self, hidden: Tensor, packed: PackedSequences, positions: Tensor, target_tokens: Tensor, options: ScoreOptions
+    ) -> TokenScores:
+        """hidden [T, H], of this rank's part under context parallelism -> scores [U] of the whole row."""
         shard, size = packed.shard, positions.size(0)
         if shard is None:
             return score_tokens(
@@ -146,9 +154,15 @@ class ValueModel(PolicyModel):
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
 
     def forward(  # type: ignore[override]
-        self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences, positions: Tensor
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        packed: PackedSequences,
+        positions: Tensor,
+        answers: Tensor | None = None,
     ) -> Tensor:
-        """Values float32 [R] before the response tokens that are predicted at `positions` [R] of a row of T tokens.
+        """Values float32 [U] before the response tokens that are predicted at `positions` [U] of a row of T tokens.
+        With `answers` those of them that it names, [R].
 
         Context-parallel ranks and chunks that are not the last as in `PolicyModel.forward`.
         """
@@ -161,7 +175,8 @@ class ValueModel(PolicyModel):
         # Every tensor-parallel rank computes the whole value, and the gradients of all of them are summed.
         hidden = _Share.apply(hidden, self.config.tensor_model_parallel_size)
         values = token_values(hidden.index_select(0, positions), self.value_head.weight, self.value_head.bias)
-        return values if shard is None else shard.whole(values, which, size)
+        values = values if shard is None else shard.whole(values, which, size)
+        return values if answers is None else values.index_select(0, answers)
 
 
 class _Share(torch.autograd.Function):

@@ -107,6 +107,7 @@ class LogProbs:
             batch.packed,
             batch.predicting,
             batch.target_tokens,
+            batch.answers,
             temperature=float(args.rollout_temperature) if samples else 1.0,
             with_entropy=with_entropy,
             entropy_grad=with_entropy and bool(args.entropy_coef),
@@ -227,7 +228,7 @@ class ValueObjective:
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
         """See `Evaluation`."""
-        return chunk(batch.tokens, batch.position_ids, batch.packed, batch.predicting)
+        return chunk(batch.tokens, batch.position_ids, batch.packed, batch.predicting, batch.answers)
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
         """See `Evaluation`."""

@@ -8,6 +8,7 @@ Forward passes then give log-probs, made whole on every rank; `with_advantages` 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import pack
 from slime.data.schedule import Schedule, build_schedule
+from slime.data.shared_prefixes import Prefixes
 from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
@@ -58,6 +60,17 @@ class PreparedBatch:
     """None until `with_advantages`."""
     routing: BatchRouting | None = None
     """Where routers get their choice from in the passes over it; None: from themselves."""
+    prefixes: Prefixes | None = None
+    """Which samples begin alike; None: every sample is computed whole."""
+
+    @property
+    def shared_fraction(self) -> float:
+        """The part of the batch's tokens that is not computed, because another sample of its row has it."""
+        if self.prefixes is None:
+            return 0.0
+        rows = [row for step in self.schedule.steps for rank in step.micro_batches for row in rank]
+        shared = sum(one.num_tokens for row in rows for one in self.prefixes.of_row(row))
+        return shared / sum(s.num_tokens for s in self.batch.samples)
 
 
 def prepare(
@@ -81,6 +94,7 @@ def prepare(
     room = args.max_tokens_per_gpu if args.use_dynamic_batch_size else None
     assert room is not None or not args.use_dynamic_batch_size, "the settings derive max_tokens_per_gpu"
     num_steps = 1 if one_step else args.num_steps_per_rollout if args.use_dynamic_global_batch_size else None
+    prefixes = Prefixes.of(samples, replays=args.use_rollout_routing_replay) if args.use_prefix_sharing else None
     schedule = build_schedule(
         [s.num_tokens for s in samples],
         [s.index for s in samples],
@@ -92,6 +106,8 @@ def prepare(
         balance=args.balance_data,
         cost_S=None if flops is None else [flops.forward(s.num_tokens, num_logits=s.response_length) for s in samples],
         micro_batch_multiple=micro_batch_multiple,
+        prefixes=prefixes,
+        prefix_cost=float if flops is None else functools.partial(flops.forward, num_logits=0),
     )
     weights: list[npt.NDArray[Any]] = [np.zeros_like(s.loss_mask) for s in samples]
     shares, units = [0.0] * len(samples), [0.0] * len(samples)
@@ -100,7 +116,7 @@ def prepare(
         own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
-    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units))
+    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units), prefixes=prefixes)
 
 
 def with_advantages(
@@ -131,9 +147,11 @@ class MicroBatch:
     """[T] int64"""
     packed: PackedSequences
     predicting: Tensor
-    """[R] int64 index in [0, T) whose hidden state predicts the response token."""
+    """[U] int64 index in [0, T) whose hidden state predicts a response token; U is R without shared response tokens."""
     target_tokens: Tensor
-    """[R] int64"""
+    """[U] int64"""
+    answers: Tensor | None
+    """[R] int64 which of these each response token is; None: one after the other."""
     sequences: Sequences
     """Which sample each response token belongs to."""
     mask: Tensor
@@ -178,17 +196,20 @@ def to_device(
     `put` takes all arrays to the device at once (`slime.training.step.staging`); without it each goes by itself.
     """
     samples = [prepared.batch.samples[p] for p in positions]
-    row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to)
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=row.response_positions)
+    shared = None if prepared.prefixes is None else prepared.prefixes.of_row(positions)
+    row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
+    predicting, asked, answers = row.questions()
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=predicting, prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
-        PREDICTING: row.response_positions,
-        "target_tokens": row.target_tokens[row.response_positions],
+        PREDICTING: predicting,
+        "target_tokens": asked,
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
         **plan.arrays,
+        **({} if answers is None else {"answers": answers}),
     }
     tensors = (put or put_each(device))(arrays)
     packed = plan.packed(tensors)
@@ -203,6 +224,7 @@ def to_device(
         packed=packed,
         predicting=tensors[PREDICTING],
         target_tokens=tensors["target_tokens"],
+        answers=tensors.get("answers"),
         sequences=Sequences(tensors["sequences"], len(samples)),
         mask=tensors["mask"],
         weights=tensors["weights"],

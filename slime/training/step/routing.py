@@ -98,9 +98,9 @@ class BatchRouting:
         if not known:
             return None
         whole = np.full((len(row.tokens), *known[0].shape[1:]), not_recorded(known[0].dtype), known[0].dtype)
-        for start, part in zip(row.cu_seqlens.tolist(), parts, strict=False):
+        for rows, part in zip(row.token_rows, parts, strict=True):
             if part is not None:
-                whole[start : start + len(part)] = part
+                whole[rows[: len(part)]] = part
         ids = torch.from_numpy(whole).to(device, non_blocking=True)
         if shard is not None:
             ids = ids.index_select(0, shard.positions)

@@ -1,4 +1,5 @@
-"""`benchmarks/train.py` with a tiny shape: a rank in the test process; the command, with ranks of its own."""
+"""`benchmarks/train.py` with a tiny shape: a rank in the test process; the command, with ranks of its own. And
+`benchmarks/prefix_sharing.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import train
+from benchmarks import prefix_sharing, train
 from benchmarks.training.rank import Rank
 from benchmarks.training.tree import PHASES, load
 from slime.training.parallel import destroy_process_groups
@@ -62,6 +63,23 @@ def test_a_rank_measures_every_length_and_profiles_it(tmp_path: Path) -> None:
         assert profile["host_calls"]["aten::item"] > 0 and len(profile["by_host_time"]) == 40
         assert profile["device_idle_share"] is None and profile["waits_of_host"] == {}
         assert "aten::mm" in (tmp_path / "profile" / f"{spec['name']}-{mean}.txt").read_text()
+
+
+def test_shared_prefixes_are_measured_beside_whole_samples(tmp_path: Path) -> None:
+    """Law: both train the same batch of every round; only what is computed differs."""
+    words = "--device cpu --shape tiny --prompt 64 --own 16 --samples 4 --rounds 1 --out"
+    record = prefix_sharing.run(prefix_sharing.options_of([*words.split(), str(tmp_path / "all.json")]))
+    assert record == json.loads((tmp_path / "all.json").read_text())
+    assert [(size["max_tokens"], size["rounds"][0]["whole"]["micro_batches"]) for size in record["sizes"]] == [
+        (159, 4),
+        (320, 1),
+    ]
+    for size in record["sizes"]:
+        assert len(size["rounds"]) == len(size["ratios"]) == 1 and size["largest_difference_of_gradient_norms"] < 1e-4
+        for calls in (size["warm_up"], *size["rounds"]):
+            assert calls["shared"]["micro_batches"] == 1 and calls["whole"]["shared_tokens"] == 0.0
+            assert calls["shared"]["shared_tokens"] == pytest.approx(3 * 64 / 320)
+            assert calls["shared"]["entropy"] == pytest.approx(calls["whole"]["entropy"], rel=1e-5)
 
 
 @pytest.mark.slow

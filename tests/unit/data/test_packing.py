@@ -55,24 +55,17 @@ def test_sequences_survive_in_order_and_padding_is_its_own(batch) -> None:
     assert 0 <= len(parts) - len(samples) <= 1
     assert packed.max_seqlen == max(map(len, parts))
     assert all(np.array_equal(p, np.arange(len(p))) for p in sequences(packed, packed.position_ids))
-    for a, target in zip(parts, sequences(packed, packed.target_tokens), strict=True):
-        assert np.array_equal(target[:-1], a[1:]) and target[-1] == 0
     if len(parts) > len(samples):
         assert (packed.response_positions < packed.cu_seqlens[-2]).all(), "padding predicts nothing"
 
 
-def of_samples(packed: PackedBatch, samples: list[TrainSample], row: np.ndarray) -> list[np.ndarray]:
-    """Each sample's entries of a row, at the positions that predict its response."""
-    ends = np.cumsum([s.response_length for s in samples])
-    return np.split(row[packed.response_positions], ends[:-1]) if len(ends) else []
-
-
 @given(batches)
-def test_targets_at_response_positions_are_the_response(batch) -> None:
+def test_targets_are_the_response_and_are_predicted_by_the_token_before(batch) -> None:
     samples, multiple = batch
     packed = pack(samples, pad_to_multiple=multiple)
-    for s, target in zip(samples, of_samples(packed, samples, packed.target_tokens), strict=True):
-        assert np.array_equal(target, s.tokens[s.num_tokens - s.response_length :])
+    responses = [s.tokens[s.num_tokens - s.response_length :] for s in samples]
+    assert packed.target_tokens.tolist() == [token for response in responses for token in response]
+    assert np.array_equal(np.append(packed.tokens, 0)[packed.response_positions + 1], packed.target_tokens)
 
 
 @given(batches)

@@ -14,9 +14,10 @@ import torch
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError
 from slime.data.packing import pack
+from slime.data.shared_prefixes import Prefixes
 from slime.training.step.routing import BatchRouting
 from tests.support.tiny import write_tiny_model
-from tests.support.training import random_batch, training_args, with_routed_experts, with_samples
+from tests.support.training import forked_batch, random_batch, training_args, with_routed_experts, with_samples
 
 LAYERS, EXPERTS, TOPK = 2, 4, 2
 CPU = torch.device("cpu")
@@ -54,6 +55,30 @@ def test_a_row_has_the_experts_of_its_tokens(positions: list[int], pad_each_to: 
             assert np.array_equal(ids[start : start + len(own)].numpy(), own[:, layer])
             rest[start : start + len(own)] = False
         assert (ids[rest] == 255).all(), "last tokens and padding have no record"
+
+
+def test_shared_tokens_have_the_experts_of_all_that_share_them(checkpoint: Path) -> None:
+    """Law: with a record, samples share tokens as far as it is the same, and each finds its own record in the row."""
+    batch = forked_batch()
+
+    def record(tokens: np.ndarray) -> np.ndarray:
+        """By token and place, so that equal beginnings have equal records; one turn was recorded in two ways."""
+        other = int(tokens[-1]) % 2 * (np.arange(len(tokens) - 1) > 30)
+        first = (tokens[:-1] + np.arange(len(tokens) - 1) + other) % EXPERTS
+        pairs = np.stack([first, (first + 1) % EXPERTS], axis=-1)[:, None, :]
+        return np.repeat(pairs, LAYERS, axis=1).astype(np.uint8)
+
+    batch = with_samples(batch, [dataclasses.replace(s, routed_experts=record(s.tokens)) for s in batch.samples])
+    routing = routing_of(checkpoint, batch, use_rollout_routing_replay=True)
+    assert routing is not None
+    positions = list(range(len(batch.samples)))
+    row = pack(batch.samples, shared=Prefixes.of(batch.samples, replays=True).of_row(positions), pad_to_multiple=8)
+    free = Prefixes.of(batch.samples, replays=False).of_row(positions)
+    assert 0 < sum(row.num_shared) < sum(one.num_tokens for one in free), "some records differ where ids are equal"
+    for layer, ids in routing.row(positions, row, None, CPU).recorded.items():
+        for sample, rows in zip(batch.samples, row.token_rows, strict=True):
+            own = sample.routed_experts
+            assert own is not None and np.array_equal(ids[rows[: len(own)]].numpy(), own[:, layer])
 
 
 def test_only_passes_of_the_policy_read_a_record(checkpoint: Path) -> None:

@@ -1,0 +1,135 @@
+"""Shared prefixes in real Megatron, float32: gradient, log-probs and training of a batch are those without sharing.
+
+Over tensor-, context- and pipeline-parallel ranks and experts, real gloo, one process per rank. The reference is one
+rank that computes every sample whole and by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.families import write_family
+from tests.support.ranks import Ranks
+from tests.support.tiny import write_tiny_model
+from tests.support.training_ranks import Outcome, run_layouts
+
+TOLERANCE = 1e-5
+"""Relative to the largest entry of each tensor."""
+WIDE_TOLERANCE = 1e-4
+"""Of models with wide weights, where another order of the same samples alone is up to 1.2e-5 off."""
+SHARED = {"use_prefix_sharing": True}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "four": {"args": {"micro_batch_size": 4, **SHARED}},
+    "three": {"args": {"micro_batch_size": 3, **SHARED}},
+    "by_tokens": {"args": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100, **SHARED}},
+    "reversed": {"order": list(reversed(range(12))), "args": {"micro_batch_size": 12, **SHARED}},
+}
+TP = {"tensor_model_parallel_size": 2}
+SP = {**TP, "sequence_parallel": True}
+CP = {"context_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, TP),
+    "cp2": (2, CP),
+    "sp2cp2": (4, {**SP, **CP}),
+    "pp2": (2, PP),
+    "dp2": (2, {}),
+    "recompute": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    "recompute_core": (1, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
+    "ep2": (2, EP),
+    "sp2ep2": (2, {**SP, **EP}),
+}
+"""Ranks, and how they share a model."""
+STEPS: dict[str, Any] = {"global_batch_size": 6}
+"""A round of two optimizer steps, the second with ratios other than one."""
+
+
+def layout(name: str, **more: Any) -> dict[str, Any]:
+    world_size, megatron = LAYOUTS[name]
+    steps = {"rounds": 1, "round_args": {**STEPS, **SHARED, "micro_batch_size": 3}}
+    return {"world_size": world_size, "megatron": megatron, "scenarios": SCENARIOS, **steps, **more}
+
+
+def reference() -> dict[str, Any]:
+    alone = {"micro_batch_size": 1}
+    return layout("one", scenarios={"single": {"args": alone}}, round_args={**STEPS, **alone})
+
+
+def run(
+    ranks: Ranks, folder: Path, write: Callable[..., Path], family: str, layouts: dict[str, Any]
+) -> dict[str, Outcome]:
+    """The loss has a KL to another model, whose log-probs come from shared rows, too."""
+    checkpoint, other = (write(folder / f"model{seed}", family, seed=seed, vocab_size=131) for seed in (0, 1))
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "ref_load": str(other)}
+    same = {"checkpoint": str(checkpoint), "forked": True, "provoke": False, "args": {"global_batch_size": 12, **kl}}
+    return run_layouts(ranks, folder / "out", layouts, defaults=same)
+
+
+def check(want: Outcome, got: Outcome, tolerance: float = TOLERANCE) -> None:
+    for scenario, gradients in got.gradients.items():
+        assert gradients.keys() == want.gradients["single"].keys()
+        for name, gradient in want.gradients["single"].items():
+            error = float((gradients[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12))
+            assert error <= tolerance, f"{scenario}: {name} differs by {error:.2e} of its largest entry"
+    for a, b in zip(want.result["log_probs"], got.result["log_probs"], strict=True):
+        assert np.abs(np.subtract(a, b)).max() <= tolerance
+    (before,), (after,) = want.result["metrics"], got.result["metrics"]
+    assert after["train/num_updates"] == 2.0 and abs(after["train/ppo_kl"]) > 1e-4
+    assert 0.2 < after["train/shared_tokens"] < 0.6 and "train/shared_tokens" not in before
+    for name in ("loss", "grad_norm", "entropy_loss", "ppo_kl", "kl_loss", "train_rollout_logprob_abs_diff"):
+        assert after[f"train/{name}"] == pytest.approx(before[f"train/{name}"], rel=1e-4, abs=1e-6), name
+
+
+QUICK, SLOW = ("one", "tp2", "cp2"), ("sp2cp2", "pp2", "dp2", "recompute", "recompute_core")
+
+
+def test_a_dense_model_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
+    layouts = {"alone": reference(), **{name: layout(name) for name in QUICK}}
+    got = run(ranks, tmp_path, write_tiny_model, "qwen3", layouts)
+    for name in QUICK:
+        check(got["alone"], got[name])
+
+
+@pytest.mark.slow
+def test_nor_in_layouts_of_several_kinds(tmp_path: Path, ranks: Ranks) -> None:
+    layouts = {"alone": reference(), **{name: layout(name) for name in SLOW}}
+    got = run(ranks, tmp_path, write_tiny_model, "qwen3", layouts)
+    for name in SLOW:
+        check(got["alone"], got[name])
+
+
+@pytest.mark.slow
+def test_a_critic_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
+    critic = {"global_batch_size": 12, "advantage_estimator": "ppo", "lambd": 0.9}
+    layouts = {"alone": {**reference(), "args": critic}} | {n: {**layout(n), "args": critic} for n in ("one", "cp2")}
+    got = run(ranks, tmp_path, write_tiny_model, "qwen3", layouts)
+    (want,) = got["alone"].result["metrics"]
+    values = {name for name in want if "value" in name or "critic" in name}
+    assert values, "the critic says nothing"
+    for outcome in (got["one"], got["cp2"]):
+        (metrics,) = outcome.result["metrics"]
+        assert {n: metrics[n] for n in values} == pytest.approx({n: want[n] for n in values}, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_of_other_ranks_do_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
+    layouts = {"alone": reference(), "ep2": layout("ep2"), "sp2ep2": layout("sp2ep2")}
+    got = run(ranks, tmp_path, write_tiny_model, "qwen3_moe", layouts)
+    check(got["alone"], got["ep2"])
+    check(got["alone"], got["sp2ep2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"])
+def test_no_family_feels_what_is_shared(family: str, tmp_path: Path, ranks: Ranks) -> None:
+    layouts = {"alone": reference(), "one": layout("one"), "cp2": layout("cp2")}
+    got = run(ranks, tmp_path, write_family, family, layouts)
+    check(got["alone"], got["one"], WIDE_TOLERANCE)
+    check(got["alone"], got["cp2"], WIDE_TOLERANCE)

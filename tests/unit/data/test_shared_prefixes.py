@@ -1,0 +1,201 @@
+"""Laws of shared prefixes: every sample is whole in its row, sees its own past and nothing else, and nothing that two
+samples have in common stands there twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.core.batch import TrainSample
+from slime.data.context_split import split_context
+from slime.data.packing import PackedBatch, pack
+from slime.data.schedule import build_schedule
+from slime.data.shared_prefixes import LEAST_SHARED, MOST_READ, Prefixes
+from slime.training.model.context import RowPlan
+from tests.support.training import forked_batch
+
+
+def sample(tokens: list[int], response_length: int, group: int) -> TrainSample:
+    return TrainSample(
+        tokens=np.asarray(tokens, np.int64),
+        loss_mask=np.ones(response_length, np.float32),
+        rollout_log_probs=None,
+        token_versions=np.full(response_length, -1, np.int32),
+        reward=0.0,
+        group_index=group,
+        index=0,
+        truncated=False,
+    )
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn) -> list[TrainSample]:
+    """Few ids, so that any two samples may begin alike, go on alike, be equal or be one the other's beginning."""
+    samples = []
+    for _ in range(draw(st.integers(0, 6))):
+        tokens = draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
+        samples.append(sample(tokens, draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, 1))))
+    return samples
+
+
+def packed_row(samples: list[TrainSample], least: int, *, multiple: int = 1, each: int = 1) -> PackedBatch:
+    prefixes = dataclasses.replace(Prefixes.of(samples, replays=False), least=least)
+    return pack(samples, pad_to_multiple=multiple, pad_each_to=each, shared=prefixes.of_row(range(len(samples))))
+
+
+@given(sample_lists(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_every_sample_is_whole_in_the_row(samples: list[TrainSample], least: int, multiple: int, each: int) -> None:
+    row = packed_row(samples, least, multiple=multiple, each=each)
+    assert len(row.tokens) == row.cu_seqlens[-1] == len(row.position_ids) and len(row.tokens) % multiple == 0
+    ends = np.cumsum([s.response_length for s in samples])
+    predicting = np.split(row.response_positions, ends)
+    targets = np.split(row.target_tokens, ends)
+    for s, rows, asked, wanted in zip(samples, row.token_rows, predicting, targets, strict=False):
+        assert np.array_equal(row.tokens[rows], s.tokens)
+        assert np.array_equal(row.position_ids[rows], np.arange(s.num_tokens))
+        assert np.array_equal(asked, rows[s.num_tokens - s.response_length - 1 : -1])
+        assert np.array_equal(wanted, s.tokens[s.num_tokens - s.response_length :])
+
+
+@given(sample_lists())
+def test_a_response_token_that_samples_share_is_asked_for_once(samples: list[TrainSample]) -> None:
+    row = packed_row(samples, 1)
+    positions, tokens, answers = row.questions()
+    answers = np.arange(len(positions)) if answers is None else answers
+    assert np.array_equal(positions[answers], row.response_positions)
+    assert np.array_equal(tokens[answers], row.target_tokens)
+    assert len(set(zip(positions.tolist(), tokens.tolist(), strict=True))) == len(positions) == len(set(answers))
+
+
+@given(sample_lists())
+def test_what_samples_have_in_common_stands_there_once(samples: list[TrainSample]) -> None:
+    """As many tokens as their tree has, and the last token again of a sample that goes nowhere new."""
+    row = packed_row(samples, 1)
+    paths = [[(s.group_index, *s.tokens[: k + 1].tolist()) for k in range(s.num_tokens)] for s in samples]
+    tree = set(itertools.chain.from_iterable(paths))
+    again = sum(any(path[-1] in before for before in paths[:i]) for i, path in enumerate(paths))
+    assert len(row.tokens) == max(len(tree) + again, 1)
+    assert sum(s.num_tokens for s in samples) - sum(row.num_shared) == len(tree) + again
+
+
+@given(sample_lists(), st.integers(2, 5))
+def test_short_prefixes_are_not_shared(samples: list[TrainSample], least: int) -> None:
+    assert all(n == 0 or n >= least for n in packed_row(samples, least).num_shared)
+
+
+@given(sample_lists(), st.integers(1, 3), st.integers(1, 3))
+def test_a_token_sees_its_own_past_in_order(samples: list[TrainSample], cp_size: int, multiple: int) -> None:
+    """However the row is cut over context-parallel ranks; without a cut by the copies of keys in the row."""
+    row = packed_row(samples, 1, multiple=2 * cp_size * multiple, each=2 * cp_size)
+    seen: dict[int, list[int]] = {}
+
+    def note(queries: list[np.ndarray], keys: list[np.ndarray]) -> None:
+        for asking, visible in zip(queries, keys, strict=True):
+            for i, query in enumerate(asking):  # lower-right aligned: the last query sees all keys
+                assert query not in seen, "every token asks once"
+                seen[int(query)] = visible[: len(visible) - len(asking) + i + 1].tolist()
+
+    if cp_size == 1 and row.prefixes is not None:
+        plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, prefixes=row.prefixes)
+        keys = np.split(plan.arrays["repeats/rows"], np.cumsum(plan.key_lengths)[:-1])
+        note(np.split(np.arange(len(row.tokens)), np.cumsum(plan.query_lengths)[:-1]), keys)
+        assert np.array_equal(plan.arrays["row/positions"], row.position_ids)
+    for rank in range(cp_size) if not seen else ():
+        cut = split_context(row.cu_seqlens, cp_rank=rank, cp_size=cp_size, prefixes=row.prefixes)
+        keys = np.split(cut.order[cut.key_rows], np.cumsum(cut.key_lengths)[:-1])
+        note(np.split(cut.positions, np.cumsum(cut.query_lengths)[:-1]), keys)
+    assert len(seen) == len(row.tokens)
+    for rows in row.token_rows:
+        for k, query in enumerate(rows.tolist()):
+            assert seen[query] == rows[: k + 1].tolist()
+
+
+def test_the_sums_of_copies_know_every_copy() -> None:
+    batch = forked_batch(1)
+    row = packed_row(list(batch.samples), LEAST_SHARED)
+    arrays = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, prefixes=row.prefixes).arrays
+    rows, order, starts = (arrays[f"repeats/{name}"] for name in ("rows", "order", "starts"))
+    assert sorted(order.tolist()) == list(range(len(rows))) and len(starts) == len(row.tokens) + 1
+    for i, (a, b) in enumerate(itertools.pairwise(starts.tolist())):
+        assert (rows[order[a:b]] == i).all() and (np.diff(order[a:b]) > 0).all()
+
+
+def test_tokens_that_other_experts_compute_are_not_shared() -> None:
+    """Law: with a record that is replayed, equal ids are not enough."""
+    tokens = list(range(40))
+    a, b, c = (dataclasses.replace(sample(tokens, 5, 0), routed_experts=np.zeros((39, 2, 2), np.uint8)) for _ in "abc")
+    other = np.zeros((39, 2, 2), np.uint8)
+    other[25, 1, 0] = 3
+    b = dataclasses.replace(b, routed_experts=other)
+    d = dataclasses.replace(a, routed_experts=None)
+    replayed, free = (Prefixes.of([a, b, c, d], replays=replays) for replays in (True, False))
+    assert [one.num_tokens for one in free.of_row(range(4))] == [0, 39, 39, 39]
+    assert [one.num_tokens for one in replayed.of_row(range(4))] == [0, 25, 39, 0]
+
+
+@st.composite
+def forked_lengths(draw: st.DrawFn) -> list[TrainSample]:
+    """Groups of samples with a common prompt, some with a common answer, which may be longer than any micro-batch."""
+    samples = []
+    for group in range(draw(st.integers(1, 5))):
+        prompt, common = draw(st.integers(1, 60)), draw(st.integers(0, 30))
+        for i in range(draw(st.integers(1, 5))):
+            own = [1000 * (i + 1) + k for k in range(draw(st.integers(1, 30)))]
+            middle = list(range(500, 500 + common)) if draw(st.booleans()) else []
+            samples.append(sample([*range(prompt), *middle, *own], 1, group))
+    return samples
+
+
+@given(forked_lengths(), st.integers(1, 3), st.integers(20, 120), st.booleans(), st.booleans())
+def test_a_schedule_with_shared_prefixes(
+    samples: list[TrainSample], dp_size: int, cap: int, counted: bool, balance: bool
+) -> None:
+    """Nothing lost or doubled; a micro-batch keeps to its limits: shared tokens count once, and keys have one, too."""
+    prefixes = Prefixes.of(samples, replays=False)
+    lengths = [s.num_tokens for s in samples]
+    how = {"micro_batch_size": cap // 20} if counted else {"max_tokens_per_gpu": cap}
+    schedule = build_schedule(
+        lengths, range(len(samples)), dp_size=dp_size, num_steps=1, balance=balance, prefixes=prefixes, **how
+    )
+    (step,) = schedule.steps
+    assert step.positions == tuple(range(len(samples)))
+    assert len({len(rank) for rank in step.micro_batches}) == 1
+    for positions in itertools.chain.from_iterable(step.micro_batches):
+        read = sum(lengths[p] for p in positions)
+        computed = read - sum(one.num_tokens for one in prefixes.of_row(positions))
+        if counted:
+            assert len(positions) <= cap // 20
+        elif len(positions) > 1:
+            assert computed <= cap and read <= MOST_READ * cap
+
+
+def test_a_group_that_fits_is_not_taken_apart() -> None:
+    """Law: samples that share go into one micro-batch, where without sharing they would fill several."""
+    batch = forked_batch(4)
+    prefixes = Prefixes.of(batch.samples, replays=False)
+    lengths, executions = [s.num_tokens for s in batch.samples], [s.index for s in batch.samples]
+    for dp_size in (1, 2, 4):
+        (step,) = build_schedule(
+            lengths, executions, dp_size=dp_size, num_steps=1, max_tokens_per_gpu=130, prefixes=prefixes
+        ).steps
+        groups = [{batch.samples[p].group_index for p in mb} for rank in step.micro_batches for mb in rank]
+        assert sorted(itertools.chain.from_iterable(groups)) == [0, 1, 2, 3], "each in one micro-batch"
+    (step,) = build_schedule(
+        lengths, executions, dp_size=8, num_steps=1, max_tokens_per_gpu=130, prefixes=prefixes
+    ).steps
+    assert all(rank[0] for rank in step.micro_batches), "no rank is idle while another has a whole group"
+
+
+@given(forked_lengths(), st.integers(1, 3), st.integers(20, 120), st.booleans())
+def test_nothing_changes_where_nothing_is_shared(
+    samples: list[TrainSample], dp_size: int, cap: int, balance: bool
+) -> None:
+    apart = [dataclasses.replace(s, group_index=i) for i, s in enumerate(samples)]
+    how = {"dp_size": dp_size, "num_steps": 1, "max_tokens_per_gpu": cap, "balance": balance}
+    lengths = [s.num_tokens for s in samples]
+    with_prefixes = build_schedule(lengths, range(len(samples)), prefixes=Prefixes.of(apart, replays=False), **how)
+    assert with_prefixes == build_schedule(lengths, range(len(samples)), **how)

@@ -1,0 +1,52 @@
+"""Sharing prefixes is refused where a model cannot, and told where nothing could be shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.core.errors import ConfigError
+from slime.models import FAMILIES, prefix_problem
+from slime.settings import parse_args
+from tests.support.command_line import listed, refused
+from tests.support.qwen_next import EXPERTS, LINEAR
+
+SHARED = "--use-prefix-sharing"
+NEXT = {**LINEAR, **EXPERTS, "model_type": "qwen3_next", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
+
+
+def _of(base: list[str], config: dict[str, Any]) -> list[str]:
+    (Path(base[base.index("--hf-checkpoint") + 1]) / "config.json").write_text(json.dumps(config))
+    return base
+
+
+def test_it_is_off_unless_it_is_asked_for(base: list[str]) -> None:
+    assert not parse_args(base).use_prefix_sharing
+    args = parse_args([*base, SHARED])
+    assert args.use_prefix_sharing and args.use_dynamic_batch_size and not args.idle
+
+
+def test_a_state_along_the_sequence_is_refused(base: list[str]) -> None:
+    message = refused([*_of(base, NEXT), SHARED])
+    assert "got --use-prefix-sharing" in message and "carries a state" in message and "drop the flag" in message
+    assert parse_args(_of(base, NEXT)).hf_checkpoint
+
+
+@pytest.mark.parametrize("flags", ["--micro-batch-size 1", "--no-use-dynamic-batch-size"])
+def test_one_sample_by_itself_shares_with_nobody(base: list[str], flags: str) -> None:
+    args = parse_args([*base, SHARED, *flags.split()])
+    assert not args.use_prefix_sharing and "use_prefix_sharing True, which needs" in listed(args)
+    assert parse_args([*base, SHARED, "--micro-batch-size", "4"]).use_prefix_sharing
+
+
+def test_every_family_has_an_answer() -> None:
+    """Law: a family that says nothing does not share."""
+    configs: dict[str, dict[str, Any]] = {name: {"model_type": name, "num_hidden_layers": 2} for name in dict(FAMILIES)}
+    refusing = {name for name, config in configs.items() if prefix_problem(config) is not None}
+    assert refusing == {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+    assert "indexer" in str(prefix_problem({**configs["glm_moe_dsa"], "index_topk": 8}))
+    with pytest.raises(ConfigError, match="model_type 'unheard_of'"):
+        prefix_problem({"model_type": "unheard_of"})
