@@ -120,7 +120,7 @@ def pack(
         position_ids=np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=False)]),
         cu_seqlens=cu_seqlens,
         max_seqlen=max(lengths),
-        target_tokens=_join([s.tokens[s.num_tokens - s.response_length :] for s in samples]),
+        target_tokens=_join([s.tokens[s.num_tokens - s.response_length :].astype(np.int64) for s in samples]),
         response_positions=_join(predicting),
         token_rows=tuple(rows),
         num_shared=tuple(firsts),
