@@ -29,19 +29,23 @@ import ray
 from slime.cluster.episode_actor import worker_fleet
 from slime.core.sample import Sample
 from slime.rollout import generate as default
+from slime.rollout.context import current
 from slime.rollout.manager import RolloutManager
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.settings import Args, parse_args
 
-SAMPLES, WORDS = 8, 48
+SAMPLES, WORDS, WARM_TOKENS = 8, 48, 8
 GPU = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
 LIMIT_S = 600.0
 
 
 async def to_the_end(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The default function, with an answer of full length."""
-    sample = await default.generate(args, sample, {**sampling_params, "ignore_eos": True})
+    """The default function, with an answer of full length; the first step warms up what is new in each process."""
+    given = {**sampling_params, "ignore_eos": True}
+    if current().rollout_id == 0:
+        given["max_new_tokens"] = WARM_TOKENS
+    sample = await default.generate(args, sample, given)
     sample.reward = float((sample.index or 0) % 2)
     return sample
 
@@ -53,13 +57,13 @@ def write_prompts(path: Path, num: int, turn: int) -> None:
 
 def settings(options: argparse.Namespace, folder: Path, case: tuple[int, int], workers: int, turn: int) -> Args:
     num, length = case
-    write_prompts(folder / "prompts.jsonl", num // SAMPLES, turn)
+    write_prompts(folder / "prompts.jsonl", 2 * num // SAMPLES, turn)
     words: dict[str, Any] = {
         "--hf-checkpoint": options.model,
         "--prompt-data": folder / "prompts.jsonl",
         "--rollout-batch-size": num // SAMPLES,
         "--n-samples-per-prompt": SAMPLES,
-        "--num-rollout": 1,
+        "--num-rollout": 2,
         "--rollout-max-response-len": length,
         "--device": options.device,
         "--custom-generate-function-path": f"{__spec__.name}:to_the_end",
@@ -104,8 +108,10 @@ async def rollout(url: str, args: Args, folder: Path) -> float:
     if fleet is not None:
         await fleet.ready()
     try:
+        await manager.generate(0)
+        manager.commit(0)
         began = time.perf_counter()
-        batch, _ = await manager.generate(0)
+        batch, _ = await manager.generate(1)
         return sum(s.response_length for s in batch.samples) / (time.perf_counter() - began)
     finally:
         await manager.close()

@@ -38,6 +38,7 @@ class EpisodeActor:
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
         allow_many_connections()
         stall = stall_file(log_dir, number)
+        stall.unlink(missing_ok=True)  # of the process before
         self._worker = EpisodeWorker(args, args.rollout_num_workers, api_key=api_key, last_words=stall)
         collect_garbage_rarely()
 

@@ -36,6 +36,11 @@ def register() -> None:
         HookRegistry.register(update, _note, HookType.AROUND)
 
 
+def served_version() -> int:
+    """The version of the weights that this scheduler serves with now."""
+    return _served["version"]
+
+
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
     """Behind the launch of a forward pass: the version for each request of the batch."""
     output = getattr(result, "logits_output", None)

@@ -120,8 +120,8 @@ async def _evaluate_one(
         if execution.outcome is Outcome.FINISHED:
             context.progress.done += 1
             return execution.samples
-        if execution.outcome is Outcome.REJECTED:
-            break
+        if execution.outcome in (Outcome.REJECTED, Outcome.EXPIRED):
+            break  # the next try would be refused as well, or stand still as long
         if execution.outcome is Outcome.UNSCORED:
             last, sample = sample, original
             if last.status in (Status.COMPLETED, Status.TRUNCATED) and params.get("temperature") == 0:

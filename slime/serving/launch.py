@@ -54,6 +54,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_routed_experts,
         sglang_stages,
         sglang_token_versions,
+        sglang_version_prefixes,
     )
     from slime.compat.sglang_cpu import activate, forked_children
 
@@ -65,6 +66,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     sglang_memory_gate.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
         sglang_token_versions.register()
+        sglang_version_prefixes.register()
     if sglang_routed_experts.FLAG in arguments:
         sglang_routed_experts.register()
     if int(value_of(arguments, sglang_stages.FLAG, "1")) > 1:

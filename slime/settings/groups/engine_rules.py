@@ -147,19 +147,19 @@ def engines_need_a_gpu(args: Args) -> str | None:
 
 
 def engines_pause(args: Args) -> str | None:
-    """Where requests go on under new weights, the prefixes of old ones are in no cache, and every stage pauses."""
+    """Where requests go on under new weights, each prompt is read at once, and every stage pauses."""
     mode = args.pause_generation_mode
     if mode == "abort":
         return None
     for engines in _engines(args):
         if not engines.model.trained:
             continue
-        for name in ("disable_radix_cache", "chunked_prefill_size"):
-            if engines.sglang.get(name) != args.sglang.get(name):
-                return engines.told(
-                    f"got {name} {engines.sglang.get(name)} with --pause-generation-mode {mode}, under which engines "
-                    f"have {args.sglang.get(name)}; leave it out"
-                )
+        name = "chunked_prefill_size"
+        if engines.sglang.get(name) != args.sglang.get(name):
+            return engines.told(
+                f"got {name} {engines.sglang.get(name)} with --pause-generation-mode {mode}, under which engines "
+                f"have {args.sglang.get(name)}; leave it out"
+            )
         if int(engines.sglang.get("pp_size") or 1) > 1:
             return engines.told(
                 f"got --pause-generation-mode {mode} with sglang_pp_size {engines.sglang['pp_size']}: SGLang goes on "

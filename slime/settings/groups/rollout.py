@@ -52,10 +52,6 @@ def _num_batches_ahead(s: Any) -> int:
     return min(s.max_weight_staleness or 0, 1) + 1
 
 
-def _lets_requests_go_on(s: Any) -> bool:
-    return bool(s.fully_async and s.pause_generation_mode != "abort")
-
-
 def _num_requests(s: Any) -> int:
     groups = s.max_groups_in_flight if s.fully_async else s.over_sampling_batch_size
     return int(groups * s.n_samples_per_prompt)
@@ -213,12 +209,6 @@ class RolloutSettings:
 
 
 PASSED: tuple[Passed, ...] = (
-    Passed(
-        "sglang",
-        "disable_radix_cache",
-        lambda s: True if _lets_requests_go_on(s) else None,
-        lambda s: f"--pause-generation-mode {s.pause_generation_mode}: prefixes are of old weights",
-    ),
     Passed(  # the versions of a sample then say whether its keys and values are of several
         "sglang",
         "chunked_prefill_size",

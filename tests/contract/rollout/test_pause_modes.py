@@ -150,6 +150,47 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
         updates.sync_weights(1, "abort", engine_server.model_path)
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_prefix_is_cached_for_the_version_that_read_it(
+    mode: str, engine_server: SGLangServer, models: Models
+) -> None:
+    """Law: samples of a prompt share its prefix under one version; none gets one that other weights have read, though
+    a request lives through the weight sync and nothing is flushed.
+    """
+    updates, prompt = Updates(engine_server.url, models), [3, *range(30, 90)]
+    long, short = {**PARAMS, "max_new_tokens": 900}, {**PARAMS, "max_new_tokens": 2}
+
+    async def main() -> tuple[list[list[int]], set[int]]:
+        client, streamed = EngineClient(engine_server.url, token_versions=True), Streamed()
+        try:
+            one = asyncio.create_task(generate(client, 0, long["max_new_tokens"], streamed))
+            await streamed.reach(20, [one])
+            cached = []
+            for version in (2, 3, 4):
+                await asyncio.to_thread(updates.sync_weights, version, mode)
+                answers = [await client.generate(prompt, short) for _ in range(3)]
+                assert {v for a in answers for v in versions_of(a)} == {version}
+                cached.append([a.cached_tokens for a in answers])
+            return cached, versions_of(await one)
+        finally:
+            await client.close()
+
+    try:
+        updates.sync_weights(1, "abort")
+        cached, lived = asyncio.run(main())
+        assert len(lived) > 1, "no request lived through a weight sync"
+        assert [first for first, *_ in cached] == [0, 0, 0], f"prefixes of other weights: {cached}"
+        assert all(again >= len(prompt) - 8 for _, *more in cached for again in more), cached
+    finally:
+        updates.sync_weights(1, "abort", engine_server.model_path)
+
+
+def versions_of(answer: Generation) -> set[int]:
+    """Of its tokens."""
+    versions = answer.weight_version
+    return {versions} if isinstance(versions, int) else set(versions)
+
+
 def test_leaving_a_stream_ends_the_request_in_the_engine(engine_server: SGLangServer) -> None:
     """A stream that is as long, and was opened before, goes on when the engine has nothing else to do."""
     long = {**PARAMS, "max_new_tokens": 900}
@@ -182,7 +223,7 @@ def test_labels_are_exact_on_the_engine_of_a_run(
     (tmp_path / "model").symlink_to(tiny_model_path)
     flags = ["--fully-async", "--pause-generation-mode", mode, "--no-bf16", *more]
     spec = ServerSpec.from_args(rollout_args(tmp_path, *flags, synchronous=False))
-    assert spec.token_versions and spec.extra["disable_radix_cache"]
+    assert spec.token_versions and "disable_radix_cache" not in spec.extra
     with serving(spec, tmp_path) as server:
         updates = Updates(server.url, models)
         results = lived_through(server.url, updates, mode, num_tokens=(240, 900), last=12, at_least=50)

@@ -56,7 +56,6 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "experts of a dense model": (group(2, ep_size=2), ["--device", "cuda"], "0 experts"),
     "experts on a CPU": (group(2, ep_size=2), [], "sglang_ep_size 2 on a CPU"),
     "quantised": (group(quantization="fp8"), [], "quantization fp8"),
-    "a cache of old prefixes": (group(disable_radix_cache=False), RETRACT, "disable_radix_cache False"),
     "stages that do not pause": (group(2, pp_size=2), RETRACT, "sglang_pp_size 2: SGLang goes on serving"),
 }
 
