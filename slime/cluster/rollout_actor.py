@@ -24,6 +24,7 @@ from pathlib import Path
 import ray
 
 from slime.cluster.episode_actor import worker_fleet
+from slime.cluster.remote_arrays import set_apart
 from slime.core.batch import TrainBatch
 from slime.core.topology import ServedModel, Topology, Worker
 from slime.observability.logs import setup_logging
@@ -167,7 +168,7 @@ class RolloutActor:
             theirs = await self._workers.longest_stall_s() if self._workers is not None else 0.0
             metrics = {**metrics, "perf/loop_stall_time": max(theirs, self._watchdog.take_longest_s())}
         news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
-        return batch, news
+        return await asyncio.to_thread(set_apart, batch), news
 
     async def evaluate(self, rollout_id: int) -> StepNews:
         await self._settle_once()
@@ -178,7 +179,7 @@ class RolloutActor:
         return await self._manager.held_out()
 
     async def probe(self) -> TrainBatch:
-        return await self._manager.probe()
+        return set_apart(await self._manager.probe())
 
     async def pause(self, hand_back: bool = True) -> None:
         """Ends requests before a weight sync; no other is sent until `resume`. `hand_back`: a save follows."""

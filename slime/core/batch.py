@@ -1,14 +1,15 @@
 """`TrainBatch`: what the trainer receives, frozen, as arrays with documented shapes.
 
-The driver passes it by reference; every training rank reads the same whole batch (shared memory on one host) and
-computes the same schedule from it, so no rank can see another split of the data.
+The driver passes it by reference; every training rank reads the same batch (shared memory on one host) and computes
+the same schedule from it, so no rank can see another split of the data. What most of the bytes are, the routed experts,
+may be elsewhere (`Elsewhere`): a rank fetches those of the samples that it computes.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,18 @@ from slime.core.columns import Numbers
 from slime.core.errors import DataError
 from slime.core.routed_experts import Ids
 from slime.core.sample import NOT_SAMPLED, Sample
+
+
+class Elsewhere(Protocol):
+    """An array that is fetched by who asks for it, with `numpy.asarray`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +53,7 @@ class TrainSample:
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] nats, for on-policy distillation."""
-    routed_experts: Ids | None = None
+    routed_experts: Ids | Elsewhere | None = None
     """[at most T - 1, layers, topk] experts that the engine chose for the tokens from the first on, see
     `slime.core.routed_experts`; None: not recorded."""
 

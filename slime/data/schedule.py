@@ -63,6 +63,10 @@ class Schedule:
 
     steps: tuple[StepSchedule, ...]
 
+    def of_rank(self, dp_rank: int) -> tuple[int, ...]:
+        """Positions of the samples of a data-parallel rank."""
+        return tuple(p for step in self.steps for row in step.micro_batches[dp_rank] for p in row)
+
 
 def build_schedule(
     num_tokens_S: Sequence[int],

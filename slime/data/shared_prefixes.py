@@ -84,7 +84,7 @@ def _columns(sample: TrainSample, *, replays: bool) -> Columns:
     if not replays:
         return (sample.tokens,)
     ids = sample.routed_experts
-    return sample.tokens, np.zeros((0, 1, 1), np.uint8) if ids is None else ids
+    return sample.tokens, np.zeros((0, 1, 1), np.uint8) if ids is None else np.asarray(ids)
 
 
 def _may_exceed(known: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:

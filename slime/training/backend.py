@@ -157,7 +157,8 @@ class MegatronBackend:
                 context, objective_of(self.args, self._algorithm), self._trainable, prepared, version=version
             )
         if first.routing is not None:
-            metrics |= first.routing.metrics(batch)
+            own = first.schedule.of_rank(context.dp_rank) if context.reports else ()
+            metrics |= first.routing.metrics(batch, own)
         if self._critic is not None:
             metrics |= self._critic.train(context, dataclasses.replace(prepared, routing=None), version=version)
         self._others.note_trained(batch.rollout_id)

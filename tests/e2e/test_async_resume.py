@@ -35,6 +35,7 @@ from tests.support.ledger import require_balance
 
 NUM_STEPS, BATCH, NUM_ROWS, SEED = 10, 4, 24, 7
 BUFFER, SYNC = "slime.buffer.data_buffer", "slime.weights.sync"
+WORKER, FLEET = "slime.rollout.episodes.worker", "slime.rollout.episodes.fleet"
 CHECKPOINT, BACKEND, MANAGER = "slime.training.state.checkpoint", "slime.training.backend", "slime.rollout.manager"
 
 FULLY_ASYNC: Flags = ["--fully-async", "--max-weight-staleness", "8", "--max-groups-in-flight", "12"]
@@ -94,6 +95,17 @@ CHAINS: dict[str, tuple[Flags, list[Point]]] = {
             Point("slime.buffer.storage", "write_json", 2, "after"),
             Point(BUFFER, "DataBuffer.mark_trained", 2, "after"),
             Point(SYNC, "_WeightSync.resume", 3, "before"),
+        ],
+    ),
+    "rollout workers": (
+        [*FULLY_ASYNC, "--rollout-num-workers", "2"],
+        [
+            Point(WORKER, "EpisodeWorker.run", 7, "before"),
+            Point(WORKER, "record_of", 4, "after"),
+            Point(WORKER, "EpisodeWorker.pause", 2, "before"),
+            Point(FLEET, "WorkerFleet.resume", 3, "after"),
+            Point(BUFFER, "DataBuffer.put_finished", 9, "after"),
+            Point("slime.buffer.storage", "write_json", 2, "before"),
         ],
     ),
     "one-step-off": (

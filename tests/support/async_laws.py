@@ -23,9 +23,11 @@ from slime.rollout.generate import generate
 from slime.rollout.schedules.fully_async import RolloutWorker
 from slime.rollout.types import Progress
 from slime.settings.eval_config import EvalDatasetConfig
+from tests.support.episode_workers import WorkerOf, Workers
 
 NUM_ROWS = 500
 FILTER = "slime.rollout.filters.check_reward_nonzero_std"
+KILLED_EVERY_S = 5.0
 HEAVY_TAILED = f"{__name__}:heavy_tailed"
 
 
@@ -66,6 +68,9 @@ class Graders:
     rng: random.Random
     pace: float
 
+    async def close(self) -> None:
+        """Nothing runs."""
+
     async def score(self, sample: Sample) -> Score:
         await asyncio.sleep(self.rng.random() / 4 * self.pace)
         return Unscored("slow") if self.rng.random() < 0.03 else Scored(float(self.rng.random() < 0.5))
@@ -88,8 +93,10 @@ def held_out() -> EvalDataset:
 class Schedule:
     """One random run of `num_steps` steps."""
 
-    def __init__(self, settings: Any, seed: int, *, num_steps: int, faults: bool) -> None:
-        """`faults`: whether the engine fails in some schedules."""
+    def __init__(self, settings: Any, seed: int, *, num_steps: int, faults: bool, num_workers: int = 0) -> None:
+        """`faults`: whether the engine fails in some schedules, and workers are killed. `num_workers`: of the rollout;
+        0: its own process works on groups.
+        """
         self.rng = rng = random.Random(seed)
         self.num_steps = num_steps
         batch, bound, samples = rng.randint(1, 3), rng.randint(0, 3), rng.randint(1, 3)
@@ -105,6 +112,7 @@ class Schedule:
         self.fault_rate = rng.choice([0.0, 0.0, 0.04]) if faults else 0.0
         self.trained: set[int] = set()
         self.killed_at = rng.randrange(num_steps) if rng.random() < 0.5 else None
+        self.num_workers, self.num_killed = num_workers, 0
         self.num_evaluations = self.num_stale_tokens = self.num_mixed = 0
 
     def buffer(self, state: Any = None) -> DataBuffer:
@@ -128,8 +136,14 @@ class Schedule:
         rng, pace = self.rng, engine.pace
         graders: Any = Graders(random.Random(rng.random()), pace)
         loop = asyncio.get_running_loop()
+        workers = Workers(lambda: WorkerOf(self.args, engine.client, graders), self.num_workers)
         context = RolloutContext(self.args, engine.client, None, graders, Progress(), loop, eval_datasets=(held_out(),))
+        if self.num_workers:
+            context = dataclasses.replace(context, workers=workers.fleet)
         worker = RolloutWorker(context, buffer)
+        killing = asyncio.create_task(workers.kill_now_and_then(rng, KILLED_EVERY_S * pace))
+        if not self.fault_rate:
+            killing.cancel()
         try:
             for step in range(start, self.num_steps):
                 if step == killed_at and rng.random() < 0.3:
@@ -148,7 +162,10 @@ class Schedule:
                     await self._evaluate(context, step, buffer.weight_version)
         finally:
             await worker.close()
+            killing.cancel()
+            self.num_killed += max(0, len(workers.started) - self.num_workers)
             assert await engine.num_running() == 0, "a request outlived the worker"
+            await workers.fleet.close()
         buffer.ledger().check(max_in_flight=0)
         return None, self.num_steps
 

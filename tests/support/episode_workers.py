@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.core.errors import ActorDied
+from slime.rollout.context import Models
 from slime.rollout.episodes.fleet import WorkerFleet
 from slime.rollout.episodes.worker import EpisodeWorker
+from slime.rollout.hooks import RolloutHooks
 from slime.rollout.manager import RolloutManager
 from tests.support.fake_engine import FakeEngine, serve
 
@@ -18,8 +21,8 @@ from tests.support.fake_engine import FakeEngine, serve
 class PickledWorker:
     """A worker that can be killed: it does nothing any more, and whoever waits for it hears of its end."""
 
-    def __init__(self, args: Any, num_workers: int) -> None:
-        self.worker = EpisodeWorker(pickle.loads(pickle.dumps(args)), num_workers)
+    def __init__(self, worker: EpisodeWorker) -> None:
+        self.worker = worker
         self.num_groups = 0
         """It was asked to work on."""
         self.num_done = 0
@@ -58,16 +61,34 @@ class PickledWorker:
             raise ActorDied("a worker of the rollout was killed") from None
 
 
+class WorkerOf(EpisodeWorker):
+    """A worker that has its client and its graders from the test."""
+
+    def __init__(self, args: Any, client: Any, graders: Any) -> None:
+        self._args, self._hooks = args, RolloutHooks.load(args)
+        self._client, self._graders = client, graders
+        self._models, self._scopes, self._running = Models(), {}, {}
+        self._tokenizer = self._teacher = self._last_words = self._watchdog = None
+
+
 class Workers:
     """Of a test: the processes in the order of their start."""
 
-    def __init__(self, args: Any, num: int) -> None:
+    def __init__(self, make: Callable[[], EpisodeWorker], num: int) -> None:
         self.started: list[PickledWorker] = []
-        self.fleet = WorkerFleet(lambda _: self._start(args, num), num)
+        self.fleet = WorkerFleet(lambda _: self._start(make()), num)
 
-    def _start(self, args: Any, num: int) -> PickledWorker:
-        self.started.append(PickledWorker(args, num))
+    def _start(self, worker: EpisodeWorker) -> PickledWorker:
+        self.started.append(PickledWorker(worker))
         return self.started[-1]
+
+    async def kill_now_and_then(self, rng: random.Random, most_s: float) -> None:
+        """Kills workers that have finished a group since they were started, until it is cancelled."""
+        while True:
+            await asyncio.sleep(rng.uniform(0.0, most_s))
+            for one in self.started:
+                if one.num_done > rng.choice((0, 1, 2)):
+                    one.kill()
 
     async def close(self) -> None:
         """Ends what the killed ones left: their clients and graders, which a process would have taken with it."""
@@ -80,7 +101,7 @@ async def with_workers(
 ) -> Any:
     """Runs `work` on a manager with so many workers, whose engine is the fake one."""
     async with serve(engine):
-        workers = Workers(args, num)
+        workers = Workers(lambda: EpisodeWorker(pickle.loads(pickle.dumps(args)), num), num)
         manager = RolloutManager(args, engines=[engine.url], workers=workers.fleet)
         try:
             return await work(manager, workers)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from slime.core.errors import ActorDied
+from slime.core.errors import ActorDied, DeadlineExceeded
 from slime.core.sample import Group, Sample
 from slime.core.topology import Worker
 from slime.rollout.context import RolloutContext
@@ -85,8 +85,13 @@ class WorkerFleet(Episodes):
     async def ready(self) -> None:
         """Answers when all workers are made. Raises what a constructor raised, and `DeadlineExceeded`."""
         self._begin()
-        async with asyncio.timeout(START_LIMIT_S):
-            await asyncio.gather(*(member.port.call("ready") for member in self._members))
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await asyncio.gather(*(member.port.call("ready") for member in self._members))
+        except TimeoutError as late:
+            raise DeadlineExceeded(
+                f"waited {START_LIMIT_S:.0f} s for {self._num_workers} rollout workers to start"
+            ) from late
 
     # ---- groups --------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
-from slime.core.routed_experts import not_recorded
+from slime.core.routed_experts import Ids, not_recorded
 from slime.data.packing import PackedBatch
 from slime.models.common.attention import RowShard
 from slime.models.common.routing_replay import RowRouting
@@ -93,7 +93,7 @@ class BatchRouting:
         self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
     ) -> Tensor | None:
         """[T, L, topk] of this rank's tokens; None if no sample of the micro-batch has a record."""
-        parts = [self.samples[p].routed_experts for p in positions] if self.samples else []
+        parts = [_fetched(self.samples[p]) for p in positions] if self.samples else []
         known = [part for part in parts if part is not None]
         if not known:
             return None
@@ -108,18 +108,22 @@ class BatchRouting:
         slices = mpu.get_tensor_model_parallel_world_size() if mpu.is_initialized() else 1
         return ids.chunk(slices)[mpu.get_tensor_model_parallel_rank()] if slices > 1 else ids
 
-    def metrics(self, batch: TrainBatch) -> dict[str, float]:
-        """What is known of the engines' record, the same on every rank. Collective where there is one."""
+    def metrics(self, batch: TrainBatch, own: Sequence[int]) -> dict[str, float]:
+        """What is known of the engines' record, the same on every rank. Collective where there is one.
+
+        `own`: positions of the samples that this rank speaks for; each is one rank's.
+        """
         if self.counts is None:
             return {}
-        counts = self.counts.clone()
+        unrecorded = sum(_unrecorded(batch.samples[p]) for p in own)
+        counts = torch.cat([self.counts, self.counts.new_tensor([unrecorded])])
         dist.all_reduce(counts)
-        compared, differing = counts.tolist()
+        compared, differing, unrecorded = counts.tolist()
         size = sum(s.routed_experts.nbytes for s in batch.samples if s.routed_experts is not None)
         shares = {"train/routing_changed": differing / compared} if compared else {}
         return {
             **shares,
-            "train/routing_unrecorded_tokens": float(sum(map(_unrecorded, batch.samples))),
+            "train/routing_unrecorded_tokens": unrecorded,
             "train/routing_bytes_per_token": size / sum(s.num_tokens for s in batch.samples),
         }
 
@@ -134,10 +138,14 @@ def _check(config: Any, batch: TrainBatch) -> None:
             )
 
 
+def _fetched(sample: TrainSample) -> Ids | None:
+    return None if sample.routed_experts is None else np.asarray(sample.routed_experts)
+
+
 def _unrecorded(sample: TrainSample) -> int:
     """Trained tokens that were predicted from a token without a record."""
     recorded = np.zeros(sample.num_tokens, np.bool_)
-    if (ids := sample.routed_experts) is not None:
+    if (ids := _fetched(sample)) is not None:
         recorded[: len(ids)] = ids[:, 0, 0] != not_recorded(ids.dtype)
     first = sample.num_tokens - sample.response_length - 1
     return int(((sample.loss_mask > 0) & ~recorded[first : first + sample.response_length]).sum())

@@ -18,9 +18,11 @@ import pytest
 from slime.algorithms.advantages.grpo import group_advantages
 from slime.core.batch import TrainBatch
 from slime.core.sample import Sample
+from slime.rewards.pool import GraderPool
 from slime.rewards.types import Scored
 from slime.rollout.manager import RolloutManager
 from tests.contract.rollout import hostile_rewards
+from tests.support.episode_workers import Workers, with_workers
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
@@ -84,29 +86,45 @@ def step_args(tmp_path: Path, num_prompts: int, *further: str) -> Any:
     )
 
 
-def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float) -> tuple[Any, Any]:
-    """A clean step, then a hostile one, of one manager with warm graders."""
+async def warm_up(graders: GraderPool) -> None:
+    """Until both lanes have both of their processes, whatever their start took."""
+    pair = [Sample(response="\\boxed{1}", label="1"), Sample(response="ok", custom_rm_path=hostile_rewards.REWARD)]
+    for _ in range(20):
+        scores = await asyncio.gather(*(graders.score(s) for s in pair * 2))
+        if scores == [Scored(1.0)] * 4:
+            break
+
+
+def clean_and_hostile(tmp_path: Path, num_prompts: int, tick_s: float, num_workers: int = 0) -> tuple[Any, Any]:
+    """A clean step, then a hostile one, of one manager with warm graders, its own or those of its workers."""
     num_executions = num_prompts * SAMPLES_PER_PROMPT
     args = step_args(tmp_path, num_prompts, "--reward-timeout-s", "4")
+    engine = FakeEngine(tick_s=tick_s)
 
-    async def work(manager: RolloutManager) -> tuple[Any, Any]:
-        pair = [Sample(response="\\boxed{1}", label="1"), Sample(response="ok", custom_rm_path=hostile_rewards.REWARD)]
-        for _ in range(20):  # until both lanes have both of their processes, whatever their start took
-            scores = await asyncio.gather(*(manager._graders.score(s) for s in pair * 2))
-            if scores == [Scored(1.0)] * 4:
-                break
+    async def steps(manager: RolloutManager, pools: list[GraderPool]) -> tuple[Any, Any]:
+        for pool in pools:
+            await warm_up(pool)
         clean = await step(manager, 0)
         hostile_rewards.ACTS.update(hostile_rewards.plan(num_executions, num_executions, SAMPLES_PER_PROMPT))
         return clean, await step(manager, 1)
 
-    result: tuple[Any, Any] = asyncio.run(with_manager(args, FakeEngine(tick_s=tick_s), work))
+    async def here(manager: RolloutManager) -> tuple[Any, Any]:
+        return await steps(manager, [manager._graders])
+
+    async def there(manager: RolloutManager, workers: Workers) -> tuple[Any, Any]:
+        await workers.fleet.ready()
+        return await steps(manager, [one.worker._graders for one in workers.started])
+
+    run = with_workers(args, engine, num_workers, there) if num_workers else with_manager(args, engine, here)
+    result: tuple[Any, Any] = asyncio.run(run)
     return result
 
 
-def check_laws(clean: Any, hostile: Any, num_prompts: int) -> None:
+def check_laws(clean: Any, hostile: Any, num_prompts: int, num_workers: int = 0) -> None:
     batch, metrics, _, stall_s = hostile
     acts = hostile_rewards.ACTS
-    assert stall_s <= STALL_S, f"the event loop stalled for {stall_s:.2f} s"
+    if not num_workers:  # those of a test are all on one event loop
+        assert stall_s <= STALL_S, f"the event loop stalled for {stall_s:.2f} s"
     assert all(s.reward == 1 - s.index % 2 for s in clean[0].samples), "a clean reward is wrong"
     assert len(batch.samples) == num_prompts * SAMPLES_PER_PROMPT, "an unscored sample cost its group"
     assert metrics["rollout/num_failed_groups"] == metrics["rollout/num_retried_groups"] == 0, metrics
@@ -129,10 +147,11 @@ def check_laws(clean: Any, hostile: Any, num_prompts: int) -> None:
     assert all(got[index] == 0.0 for reward, _, index in everyone if math.isnan(reward))
 
 
-def test_a_step_goes_on_without_its_unscored_samples(tmp_path: Path) -> None:
-    clean, hostile = clean_and_hostile(tmp_path, num_prompts=8, tick_s=0.0)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_step_goes_on_without_its_unscored_samples(tmp_path: Path, num_workers: int) -> None:
+    clean, hostile = clean_and_hostile(tmp_path, 8, 0.0, num_workers)
 
-    check_laws(clean, hostile, 8)
+    check_laws(clean, hostile, 8, num_workers)
 
 
 @pytest.mark.slow

@@ -56,22 +56,13 @@ def test_a_killed_worker_loses_no_group(tmp_path: Path, seed: int) -> None:
     args, chance = rollout_args(tmp_path, *GRADED, num_rows=400), random.Random(seed)
 
     async def work(manager: RolloutManager, workers: Workers) -> Any:
-        trained, stop = [], asyncio.Event()
-
-        async def killer() -> None:
-            while not stop.is_set():
-                await asyncio.sleep(chance.uniform(0.0, 0.05))
-                for one in workers.started:
-                    if one.num_done > chance.choice((0, 1, 2)):
-                        one.kill()
-
-        killing = asyncio.create_task(killer())
+        trained = []
+        killing = asyncio.create_task(workers.kill_now_and_then(chance, 0.05))
         for step in range(5):
             batch, _ = await manager.generate(step)
             ledger = manager.commit(step)
             trained += [s.group_index for s in batch.samples]
-        stop.set()
-        await killing
+        killing.cancel()
         return trained, ledger, len(workers.started)
 
     trained, ledger, num_started = asyncio.run(with_workers(args, FakeEngine(tick_s=0.005), 2, work))

@@ -34,15 +34,17 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return rollout_args(path, "--fully-async", "--rm-type", "random", synchronous=False)
 
 
-def run_schedules(settings: Any, seeds: range) -> None:
+def run_schedules(settings: Any, seeds: range, num_workers: int) -> None:
+    num_killed = 0
     logging.disable(logging.WARNING)
     try:
         for seed in seeds:
             try:
-                schedule = Schedule(settings, seed, num_steps=5, faults=True)
+                schedule = Schedule(settings, seed, num_steps=5, faults=True, num_workers=num_workers)
                 pause_mode = schedule.rng.choice(["abort", "in_place"])
                 engine = InProcessEngine(schedule.rng, schedule.fault_rate, pause_mode=pause_mode)
                 run_on_fake_clock(schedule.run(engine))
+                num_killed += schedule.num_killed
             except EngineError as error:
                 assert "failed groups in step" in str(error), f"seed {seed}"
             except BaseException as error:
@@ -50,16 +52,19 @@ def run_schedules(settings: Any, seeds: range) -> None:
                 raise
     finally:
         logging.disable(logging.NOTSET)
+    assert not num_workers or num_killed > len(seeds) // 20, f"{num_killed} workers were killed"
 
 
-def test_the_laws_hold_under_random_schedules(settings: Any) -> None:
-    run_schedules(settings, range(100))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_laws_hold_under_random_schedules(settings: Any, num_workers: int) -> None:
+    run_schedules(settings, range(100), num_workers)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_laws_hold_under_many_random_schedules(settings: Any) -> None:
-    run_schedules(settings, range(100, 4000))
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_the_laws_hold_under_many_random_schedules(settings: Any, num_workers: int) -> None:
+    run_schedules(settings, range(100, 4000), num_workers)
 
 
 def test_steps_through_the_manager_train_what_is_finished_and_count_how_old_it_is(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_only_passes_of_the_policy_read_a_record(checkpoint: Path) -> None:
     later = engines.afterwards()
     assert later is not None and later.samples == batch.samples and later.counts is None
     old = routing_of(checkpoint, bare, use_routing_replay=True)
-    assert old is not None and old.keeps and old.metrics(bare) == {}
+    assert old is not None and old.keeps and old.metrics(bare, [0]) == {}
     row = pack([bare.samples[1]])
     kept = old.row([1], row, None, CPU)
     kept_choice = torch.zeros(len(row.tokens), TOPK, dtype=torch.uint8)
