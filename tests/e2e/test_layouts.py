@@ -46,6 +46,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--max-tokens-per-gpu",
             "512",
             "--balance-data",
+            "--use-rollout-routing-replay",
+            "--rollout-num-workers",
+            "2",
         ],
     ),
 }
