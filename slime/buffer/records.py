@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from slime.buffer.groups import oldest_version, with_bounded_text
 from slime.core.columns import Column, Numbers
@@ -44,6 +46,10 @@ class Content:
 
     def read(self) -> Content:
         return self
+
+    def owned(self) -> Content:
+        """The same with arrays of its own."""
+        return Content(self.text, tuple(np.array(array) for array in self.arrays))
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +80,11 @@ class GroupRecord:
         if any(one is not two for one, two in zip(bounded, group.samples, strict=True)):
             saved = _content(group, bounded)
         return cls(group.group_index, group.attempts, oldest_version(group), body, saved)
+
+    def owned(self) -> GroupRecord:
+        """The same with arrays of its own: those that came from another process may be views of what brought them."""
+        body = self.body.read().owned()
+        return replace(self, body=body, saved=body if self.saved is self.body else self.saved.read().owned())
 
     def group(self) -> Group:
         """A group of its own. Raises `CheckpointError` if its part of a checkpoint cannot be read."""

@@ -1,6 +1,7 @@
 """A worker of the rollout as an actor: `EpisodeWorker` in a process of its own, and how the rollout calls it.
 
-Consumes: calls of the rollout's process, any number side by side; they begin in the order in which they were made.
+Consumes: calls of the rollout's process, any number side by side; they are numbered, because Ray may begin a later one
+first, and begin in that order (`in_order`).
 Produces: groups that have been worked on. Waits for: what their episodes wait for. Is woken by: the rollout's calls,
 and on its event loop by the ends of requests and gradings. It ends with the rollout's process, whose actor it is.
 """
@@ -20,6 +21,7 @@ from slime.core.errors import ActorDied
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.episodes.fleet import WorkerFleet
+from slime.rollout.episodes.in_order import InOrder
 from slime.rollout.episodes.worker import EpisodeWorker
 from slime.rollout.watchdog import last_words
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
@@ -39,13 +41,12 @@ class EpisodeActor:
         allow_many_connections()
         stall = stall_file(log_dir, number)
         stall.unlink(missing_ok=True)  # of the process before
-        self._worker = EpisodeWorker(args, args.rollout_num_workers, api_key=api_key, last_words=stall)
+        self._calls = InOrder(EpisodeWorker(args, args.rollout_num_workers, api_key=api_key, last_words=stall))
         collect_garbage_rarely()
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Of `EpisodeWorker`."""
-        answer = getattr(self._worker, method)(*arguments)
-        return await answer if isinstance(answer, Awaitable) else answer
+    async def call(self, number: int, method: str, *arguments: Any) -> Any:
+        """Of `EpisodeWorker`; the first number is 0."""
+        return await self._calls.call(number, method, *arguments)
 
 
 def stall_file(log_dir: str, number: int) -> Path:
@@ -58,10 +59,13 @@ class RayWorker:
 
     def __init__(self, actor: Any, number: int, stall: Path) -> None:
         self._actor, self._number, self._stall = actor, number, stall
+        self._num_calls = 0
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         """See `WorkerPort`."""
-        return self._answer(self._actor.call.remote(method, *arguments), method)
+        answer = self._actor.call.remote(self._num_calls, method, *arguments)
+        self._num_calls += 1
+        return self._answer(answer, method)
 
     def kill(self) -> None:
         """See `WorkerPort`."""

@@ -31,6 +31,7 @@ from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.held_out import HeldOut
 from slime.rollout.manager import RolloutManager
+from slime.rollout.threads import beside
 from slime.rollout.types import StepNews
 from slime.rollout.watchdog import LAST_WORDS, Watchdog
 from slime.rollout.wire import allow_many_connections, collect_garbage_rarely
@@ -168,7 +169,7 @@ class RolloutActor:
             theirs = await self._workers.longest_stall_s() if self._workers is not None else 0.0
             metrics = {**metrics, "perf/loop_stall_time": max(theirs, self._watchdog.take_longest_s())}
         news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
-        return await asyncio.to_thread(set_apart, batch), news
+        return await beside(set_apart, batch), news
 
     async def evaluate(self, rollout_id: int) -> StepNews:
         await self._settle_once()

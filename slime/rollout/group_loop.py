@@ -42,10 +42,11 @@ from slime.rollout.context import RolloutContext, use
 from slime.rollout.counts import StepCounts
 from slime.rollout.episodes.here import Episodes, Here
 from slime.rollout.execute import GroupResult, Outcome, failure_kind
-from slime.rollout.hooks import RolloutHooks, in_thread, in_time
+from slime.rollout.hooks import RolloutHooks, in_time
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
-from slime.rollout.supervise import END_LIMIT_S, end_tasks, num_left_behind
+from slime.rollout.supervise import END_LIMIT_S, end_tasks
+from slime.rollout.threads import beside
 from slime.rollout.types import DynamicFilterOutput, RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
@@ -167,14 +168,15 @@ class GroupLoop:
     async def hand_out(self, batch: Sequence[Held]) -> RolloutFnTrainOutput:
         """Shows the groups of a batch, sorted by prompt, to the hooks, and tells the metrics of the step."""
         limit_s = self.args.execution_timeout_s
-        groups = await in_thread(_unpacked, sorted(batch, key=lambda held: held.group_index))
+        groups = await beside(_unpacked, sorted(batch, key=lambda held: held.group_index))
         if self.hooks.sample_filter is not None:
             await in_time(limit_s, self.hooks.sample_filter, self.args, groups)
         if self.hooks.all_samples is not None:
-            dropped = await in_thread(_unpacked, self.counts.dropped)
+            dropped = await beside(_unpacked, self.counts.dropped)
             await in_time(limit_s, self.hooks.all_samples, self.args, groups + dropped, self.source)
-        counts = {**self.counts.metrics(), "rollout/num_left_behind": float(num_left_behind())}
-        return RolloutFnTrainOutput(groups, {**counts, **await in_thread(sample_metrics, self.args.reward_key, groups)})
+        left_behind = await self.episodes.num_left_behind()
+        counts = {**self.counts.metrics(), "rollout/num_left_behind": float(left_behind)}
+        return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args.reward_key, groups)})
 
     def time_left_s(self, began: float) -> float | None:
         """Seconds until the limit of a step that began at `began`; None without one. Raises `DeadlineExceeded`."""

@@ -27,9 +27,10 @@ from slime.rollout.clients import grader_pool, model_clients, teacher_client
 from slime.rollout.context import Models, RolloutContext, use
 from slime.rollout.convert import to_train_batch
 from slime.rollout.episodes.fleet import WorkerFleet
+from slime.rollout.episodes.here import Here
 from slime.rollout.evaluate import evaluate
 from slime.rollout.held_out import HeldOut, held_out_batches
-from slime.rollout.hooks import in_thread, in_time, is_logged_by_user
+from slime.rollout.hooks import in_time, is_logged_by_user
 from slime.rollout.metrics import speed
 from slime.rollout.mismatch_probe import MismatchProbe
 from slime.rollout.recorder import Recorder
@@ -39,6 +40,7 @@ from slime.rollout.sources import load_data_source, load_eval_datasets, load_tok
 from slime.rollout.staleness import staleness
 from slime.rollout.step_functions import evaluate_by_function
 from slime.rollout.supervise import end_tasks, supervised
+from slime.rollout.threads import beside
 from slime.rollout.traffic import traffic_metrics
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.settings import Args
@@ -82,6 +84,8 @@ class RolloutManager:
         policy = topology_of(args).main
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
         self._workers = workers
+        if workers is not None:
+            workers.beside(Here(self._client))
         if policy is not None and self._client is not None and engines:
             self.admit(policy.name, engines)
         self._teacher = teacher_client(args)
@@ -144,7 +148,7 @@ class RolloutManager:
 
     async def held_out(self) -> tuple[HeldOut, ...]:
         """The datasets of which the trainer measures the loss."""
-        made: tuple[HeldOut, ...] = await in_thread(held_out_batches, self._args, self._tokenizer, self._loss_datasets)
+        made: tuple[HeldOut, ...] = await beside(held_out_batches, self._args, self._tokenizer, self._loss_datasets)
         return made
 
     async def probe(self) -> TrainBatch:
@@ -192,7 +196,7 @@ class RolloutManager:
     async def save(self, directory: Path) -> None:
         """Writes the Data Buffer of this moment into `directory`; the event loop goes on meanwhile."""
         step = self._account.last_step
-        await in_thread(self._source.begin_save(directory / BUFFER_FILE, rollout_id=step))
+        await beside(self._source.begin_save(directory / BUFFER_FILE, rollout_id=step))
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote. Raises `CheckpointError`."""
@@ -225,7 +229,7 @@ class RolloutManager:
             output = await supervised(step, what=f"rollout {rollout_id}", limit_s=None)  # its parts have limits
         self._account.hand_out(rollout_id, output.samples, before=before)
         now, limit = self._source.weight_version, self._args.max_weight_staleness
-        output.metrics |= await in_thread(staleness, output.samples, now=now, limit=limit)
+        output.metrics |= await beside(staleness, output.samples, now=now, limit=limit)
         return output
 
     @contextlib.contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 
 from slime.core.batch import TrainBatch
 from slime.rollout import debug_data
-from slime.rollout.hooks import in_thread
 from slime.rollout.metrics import sample_metrics
+from slime.rollout.threads import beside
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput, SampleGroup
 from slime.settings import Args
 
@@ -44,10 +44,10 @@ class Recorder:
         """`--save-debug-train-data` of one step."""
         if self._args.save_debug_train_data is not None:
             path = debug_data.path_of(self._args.save_debug_train_data, rollout_id)
-            await in_thread(debug_data.save_train_batch, path, batch)
+            await beside(debug_data.save_train_batch, path, batch)
 
     async def _save_groups(self, name: int | str, rollout_id: int, groups: list[SampleGroup]) -> None:
         """`name` stands for `{rollout_id}` in the path."""
         if self._args.save_debug_rollout_data is not None:
             path = debug_data.path_of(self._args.save_debug_rollout_data, name)
-            await in_thread(debug_data.save_rollout, path, rollout_id, groups)
+            await beside(debug_data.save_rollout, path, rollout_id, groups)

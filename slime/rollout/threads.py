@@ -1,4 +1,5 @@
 """Threads for synchronous user code: one for each call, which nobody has to wait for, not even the end of the process.
+And a few for slime's own functions (`beside`), which never wait for those.
 
 asyncio's own pool has a few threads, which calls that never return would use up, and Python waits for them when it
 exits. Consumes: calls. Produces: their results, or what they raise. Waits for nothing; a caller that stops waiting
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -51,6 +53,7 @@ class DaemonThreads(concurrent.futures.Executor):
 
 
 _THREADS = DaemonThreads()
+_OWN = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime")  # threads start when they work
 _SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 LEFT_BEHIND: set[int] = set()
 """Identities of threads that nobody waits for any more, and that still run."""
@@ -70,6 +73,15 @@ def exited(error: BaseException) -> HookExited | DeadlineExceeded:
         return DeadlineExceeded(f"{error}{raised_by_user(error)}")
     said = f"{type(error).__name__}: {error}".rstrip(": ")
     return HookExited(f"{said}{raised_by_user(error)}")
+
+
+async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Calls a function of slime's beside the event loop, which goes on. Raises what it raises.
+
+    Whatever user code does with asyncio's own threads, and with those of `run_in_thread`, it comes to its turn.
+    """
+    call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_OWN, call)
 
 
 async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

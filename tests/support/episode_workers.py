@@ -1,17 +1,20 @@
-"""Workers of the rollout on the event loop of the test: everything that goes to one, or comes from it, is pickled."""
+"""Workers of the rollout on the event loop of the test: everything that goes to one, or comes from it, is pickled, and
+calls come in any order.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import pickle
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.core.errors import ActorDied
+from slime.core.sample import Group
 from slime.rollout.context import Models
 from slime.rollout.episodes.fleet import WorkerFleet
+from slime.rollout.episodes.in_order import InOrder
 from slime.rollout.episodes.worker import EpisodeWorker
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.manager import RolloutManager
@@ -23,17 +26,26 @@ class PickledWorker:
 
     def __init__(self, worker: EpisodeWorker) -> None:
         self.worker = worker
-        self.num_groups = 0
-        """It was asked to work on."""
+        self._in_order, self._num_calls = InOrder(worker), 0
+        self._delays = random.Random(5)
+        self.groups: list[Group] = []
+        """That it was asked to work on."""
         self.num_done = 0
         self._calls: set[asyncio.Task[Any]] = set()
         self._is_dead = False
 
+    @property
+    def num_groups(self) -> int:
+        """That it was asked to work on."""
+        return len(self.groups)
+
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         """See `WorkerPort`."""
         given = pickle.dumps(arguments)
-        self.num_groups += method == "run"
-        task = asyncio.create_task(self._called(method, given))
+        if method == "run":
+            self.groups.append(arguments[0].group)
+        task = asyncio.create_task(self._called(self._num_calls, method, given))
+        self._num_calls += 1
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         return self._answer(task)
@@ -44,11 +56,12 @@ class PickledWorker:
         for task in self._calls:
             task.cancel()
 
-    async def _called(self, method: str, given: bytes) -> bytes:
+    async def _called(self, number: int, method: str, given: bytes) -> bytes:
+        for _ in range(self._delays.randrange(3)):
+            await asyncio.sleep(0)
         if self._is_dead:
             raise asyncio.CancelledError
-        answer = getattr(self.worker, method)(*pickle.loads(given))
-        done = pickle.dumps(await answer if inspect.isawaitable(answer) else answer)
+        done = pickle.dumps(await self._in_order.call(number, method, *pickle.loads(given)))
         self.num_done += method == "run"
         return done
 

@@ -5,39 +5,48 @@ whose tokens nobody here looks into. A call waits for the worker that has its gr
 end, or by a cancellation, which it hands on. All on the event loop of the rollout's process (the conductor).
 
 Invariants
-1. A group goes to the worker with the fewest. When a worker dies, each of its groups comes back as a failed try, as it
-   was issued, and another worker is started in its place, with the engines and the pause of this moment. None is lost.
-2. Orders reach a worker in the order in which they were given.
-3. A worker that dies `MAX_DEATHS` times in a row without having finished a group ends the run.
+1. A group goes to the worker with the fewest. When a worker dies, another one is started in its place, with the engines
+   and the pause of this moment, and each of its groups goes on to one as it was issued. None is lost.
+2. A group that `SUSPECT` workers died with is worked on alone, in a process of its own. If that dies, too, it is the
+   group that ended them, and it has failed; those that were beside it have not.
+3. Orders reach a worker in the order in which they were given, and the clients of the conductor as well.
+4. A worker that dies `MAX_DEATHS` times in a row without having finished a group, or does not start, ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-from slime.core.errors import ActorDied, DeadlineExceeded
+from slime.core.errors import ActorDied, DeadlineExceeded, SlimeError
 from slime.core.sample import Group, Sample
 from slime.core.topology import Worker
 from slime.rollout.context import RolloutContext
-from slime.rollout.episodes.here import Episodes
+from slime.rollout.episodes.here import Episodes, Here
 from slime.rollout.episodes.work import Done, Work
 from slime.rollout.execute import Execution, GroupResult, Outcome
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.progress import waiting
 from slime.rollout.scope import RequestScope
+from slime.rollout.supervise import num_left_behind
+from slime.rollout.threads import beside
 from slime.rollout.traffic import Sums
 
 logger = logging.getLogger(__name__)
 
-MAX_DEATHS = 3
-"""One more try of its groups would drop them as failed (`group_loop`)."""
+SUSPECT = 4
+"""Few enough that one group which ends its process is found soon, and so many that others are seldom beside it each
+time: those that are alone wait for each other."""
+MAX_DEATHS = SUSPECT + 2
+"""More than it takes to find one group that ends its process."""
 ORDER_LIMIT_S = 60.0
 """How long a worker may take to end requests, or a group; its code may hold its event loop."""
+CLOSE_LIMIT_S = 30.0
 QUESTION_LIMIT_S = 2.0
 """How long a worker may take to say what it sees."""
 START_LIMIT_S = 300.0
@@ -62,6 +71,8 @@ class _Member:
 
     number: int
     port: WorkerPort
+    is_shared: bool = True
+    """Whether it may have any group; otherwise it is there for one."""
     num_running: int = 0
     num_deaths: int = 0
     """In a row, without a finished group."""
@@ -80,7 +91,17 @@ class WorkerFleet(Episodes):
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
         """(model, engine) -> what it does of a request."""
-        self._paused = False
+        self._conductor: Here | None = None
+        self._paused = self._closing = False
+        self._verdict: ActorDied | None = None
+        """Why there are no workers any more."""
+        self._deaths = Counter[tuple[int, int | None]]()
+        """(group, its first execution) -> workers that died with it."""
+        self._alone = asyncio.Semaphore(num_workers)
+
+    def beside(self, conductor: Here) -> None:
+        """Orders are for the requests of this process as well: those of evaluations and functions of the user."""
+        self._conductor = conductor
 
     async def ready(self) -> None:
         """Answers when all workers are made. Raises what a constructor raised, and `DeadlineExceeded`."""
@@ -89,9 +110,8 @@ class WorkerFleet(Episodes):
             async with asyncio.timeout(START_LIMIT_S):
                 await asyncio.gather(*(member.port.call("ready") for member in self._members))
         except TimeoutError as late:
-            raise DeadlineExceeded(
-                f"waited {START_LIMIT_S:.0f} s for {self._num_workers} rollout workers to start"
-            ) from late
+            who = f"{self._num_workers} rollout workers"
+            raise DeadlineExceeded(f"waited {START_LIMIT_S:.0f} s for {who} to start") from late
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
@@ -106,9 +126,11 @@ class WorkerFleet(Episodes):
         """See `Episodes`. The hooks are the workers' own."""
         group.pack()
         try:
-            done = await self._done(Work(next(self._numbers), scope.number, context.rollout_id, params, group))
-        except _WorkerLost as loss:
-            return GroupResult(group, Outcome.FAILED, context.progress.failed(str(loss)))
+            done = await self._done(scope, context.rollout_id, params, group)
+        except _Ended:
+            return GroupResult(group, Outcome.ABORTED)
+        except _Guilty as death:
+            return GroupResult(group, Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
         return GroupResult(done.record, done.outcome, done.reason, done.verdict)
 
@@ -119,48 +141,93 @@ class WorkerFleet(Episodes):
         sample.pack()
         group = Group(sample.group_index or 0, (sample,))
         try:
-            done = await self._done(Work(next(self._numbers), None, context.rollout_id, params, group))
-        except _WorkerLost as loss:
-            return Execution([sample], Outcome.FAILED, context.progress.failed(str(loss)))
+            done = await self._done(None, context.rollout_id, params, group)
+        except _Guilty as death:
+            return Execution([sample], Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
         return Execution(list(done.record.group().samples), done.outcome, done.reason)
 
-    async def _done(self, work: Work) -> Done:
+    async def _done(
+        self, scope: RequestScope | None, rollout_id: int | None, params: Mapping[str, Any], group: Group
+    ) -> Done:
+        """Of a worker that lived long enough. Raises `_Ended` if the scope ended before, `_Guilty`, and what ends the
+        run.
+        """
+        key = group.group_index, group.samples[0].index
+        while True:
+            self._begin()
+            if scope is not None and scope.aborted:
+                raise _Ended
+            work = Work(next(self._numbers), None if scope is None else scope.number, rollout_id, params, group)
+            try:
+                if self._deaths[key] < SUSPECT:
+                    shared = [member for member in self._members if member.is_shared]
+                    done = await self._done_by(min(shared, key=lambda one: one.num_running), work)
+                else:
+                    done = await self._done_alone(work)
+            except _WorkerLost as loss:
+                self._deaths[key] += 1
+                if self._deaths[key] > SUSPECT:
+                    raise _Guilty(f"its worker died alone: {loss}") from loss
+                continue
+            del self._deaths[key]
+            return done
+
+    async def _done_alone(self, work: Work) -> Done:
+        """In a process of its own, as many at a time as there are workers."""
+        with waiting():
+            await self._alone.acquire()
+        member = _Member(self._num_workers, self._start(self._num_workers), is_shared=False)
+        self._members.append(member)
+        try:
+            self._tell_state(member)
+            return await self._done_by(member, work)
+        finally:
+            self._alone.release()
+            self._members.remove(member)
+            member.port.kill()
+
+    async def _done_by(self, member: _Member, work: Work) -> Done:
         """Raises `_WorkerLost` if the worker died, and what ends the run."""
-        self._begin()
-        member = min(self._members, key=lambda one: one.num_running)
         port = member.port
         member.num_running += 1
         try:
             with waiting():  # its executions have limits of their own, there
                 done: Done = await port.call("run", work)
+                record = await beside(done.record.owned)
         except asyncio.CancelledError:
-            await self._bounded(port.call("cancel", work.number), f"worker {member.number} to end a group")
+            await self._bounded(member, "cancel", work.number)
             raise
         except ActorDied as death:
             self._replace(member, port, death)
-            raise _WorkerLost(f"worker died: {death}") from death
+            raise _WorkerLost(str(death)) from death
         finally:
             member.num_running -= 1
         member.num_deaths = 0
-        return done
+        return replace(done, record=record)
 
     def _replace(self, member: _Member, port: WorkerPort, death: ActorDied) -> None:
-        """Another process takes the place of a dead one; the first of its groups that hears of it starts it."""
-        if member.port is not port:
+        """Another process takes the place of a dead one; the first call that hears of it starts it."""
+        if member.port is not port or not member.is_shared or self._closing or self._verdict is not None:
             return
+        port.kill()  # it may be out of reach, and alive
         member.num_deaths += 1
         if member.num_deaths >= MAX_DEATHS:
-            raise ActorDied(
+            self._verdict = ActorDied(
                 f"got rollout worker {member.number} dead {member.num_deaths} times in a row without a finished group, "
                 f"the last time because: {death}; look into its log: the code of an episode ends its process, or "
                 "memory runs out"
-            ) from death
+            )
+            return
         logger.warning("rollout worker %d is gone, and is started again: %s", member.number, death)
         member.port = self._start(member.number)
         self._tell_state(member)
 
     def _begin(self) -> None:
+        if self._closing:
+            raise ActorDied("the workers of the rollout are closed")
+        if self._verdict is not None:
+            raise self._verdict
         if not self._members:
             self._members = [_Member(number, self._start(number)) for number in range(self._num_workers)]
             for member in self._members:
@@ -168,11 +235,25 @@ class WorkerFleet(Episodes):
 
     def _tell_state(self, member: _Member) -> None:
         """What a new process has to know."""
-        self._tell(member, "ready")
+        self._hold(member, self._started(member, member.port))
         for (model, url), worker in self._admitted.items():
             self._tell(member, "admit", model, [url], worker)
         if self._paused:
             self._tell(member, "pause", None)
+
+    async def _started(self, member: _Member, port: WorkerPort) -> None:
+        """Watches the start of a process; one that takes too long is ended, and its groups hear of that."""
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await port.call("ready")
+        except TimeoutError:
+            port.kill()
+            late = ActorDied(f"rollout worker {member.number} was not there {START_LIMIT_S:.0f} s after its start")
+            self._replace(member, port, late)
+        except ActorDied as death:
+            self._replace(member, port, death)
+        except SlimeError as error:  # its groups raise it
+            logger.warning("rollout worker %d did not start: %s", member.number, error)
 
     # ---- engines and requests --------------------------------------------------------------------------------------
 
@@ -189,53 +270,62 @@ class WorkerFleet(Episodes):
 
     async def stalled(self, within_s: float) -> list[str]:
         """Engines that bring the requests of a worker no token. Who does not answer at once has seen none."""
-        seen = await asyncio.gather(*(self._asked(member.port.call("stalled", within_s)) for member in self._members))
-        return [url for urls in seen for url in urls or ()]
+        return [url for urls in await self._ask_all("stalled", within_s) for url in urls or ()]
 
     async def longest_stall_s(self) -> float:
-        """The longest time since the last call in which the event loop of a worker did not turn, seconds."""
-        calls = [self._asked(member.port.call("longest_stall_s")) for member in self._members]
-        return max((s for s in await asyncio.gather(*calls) if s is not None), default=0.0)
+        """The longest time since the last call in which the event loop of a worker did not turn, seconds. One that does
+        not answer at once stands still now.
+        """
+        seen = await self._ask_all("longest_stall_s")
+        return max((QUESTION_LIMIT_S if s is None else s for s in seen), default=0.0)
 
     async def traffic(self) -> list[Sums]:
         """What the requests of the workers waited for, of those who answer at once."""
-        seen = await asyncio.gather(*(self._asked(member.port.call("traffic")) for member in self._members))
-        return [sums for sums in seen if sums is not None]
+        return [sums for sums in await self._ask_all("traffic") if sums is not None]
+
+    async def num_left_behind(self) -> int:
+        """See `Episodes`; of the workers who answer at once, and of this process."""
+        return num_left_behind() + sum(num or 0 for num in await self._ask_all("num_left_behind"))
 
     async def abort(self, scope: RequestScope) -> None:
         """See `Episodes`."""
         scope.aborted = True
-        await self._order("abort", scope.number)
+        here = [] if self._conductor is None else [self._conductor.abort(scope)]
+        await asyncio.gather(self._order("abort", scope.number), *here)
 
     async def pause(self, scope: RequestScope | None) -> None:
         """See `Episodes`. Also where a worker does not answer in time, which is logged."""
         self._paused = True
-        await self._order("pause", None if scope is None else scope.number)
+        here = [] if self._conductor is None else [self._conductor.pause(scope)]
+        await asyncio.gather(self._order("pause", None if scope is None else scope.number), *here)
 
     def resume(self) -> None:
         """See `Episodes`."""
         self._paused = False
+        if self._conductor is not None:
+            self._conductor.resume()
         self._tell_all("resume")
 
     async def drain(self) -> None:
         """See `Episodes`."""
-        await self._order("drain")
+        here = [] if self._conductor is None else [self._conductor.drain()]
+        await asyncio.gather(self._order("drain"), *here)
 
     async def close(self) -> None:
         """Ends all workers."""
-        await self._order("close")
-        for member in self._members:
-            member.port.kill()
+        self._closing = True
+        try:
+            await self._order("close", limit_s=CLOSE_LIMIT_S)
+        finally:
+            for member in self._members:
+                member.port.kill()
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    async def _order(self, method: str, *arguments: Any) -> None:
+    async def _order(self, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S) -> None:
         """Gives all workers an order, and waits for each until it is done, the worker is gone, or it takes too long."""
-        given = [
-            self._bounded(member.port.call(method, *arguments), f"worker {member.number} to {method}")
-            for member in self._members
-        ]
-        await asyncio.gather(*given)
+        members = list(self._members)
+        await asyncio.gather(*(self._bounded(member, method, *arguments, limit_s=limit_s) for member in members))
 
     def _tell_all(self, method: str, *arguments: Any) -> None:
         for member in self._members:
@@ -243,30 +333,58 @@ class WorkerFleet(Episodes):
 
     def _tell(self, member: _Member, method: str, *arguments: Any) -> None:
         """Gives an order whose end nobody waits for."""
-        order = asyncio.ensure_future(
-            self._bounded(member.port.call(method, *arguments), f"worker {member.number} to {method}")
-        )
+        self._hold(member, self._bounded(member, method, *arguments))
+
+    @staticmethod
+    def _hold(member: _Member, work: Coroutine[Any, Any, None]) -> None:
+        order = asyncio.ensure_future(work)
         member.orders.add(order)
         order.add_done_callback(member.orders.discard)
 
-    @staticmethod
-    async def _bounded(answer: Awaitable[Any], what: str) -> None:
-        try:
-            async with asyncio.timeout(ORDER_LIMIT_S):
-                await answer
-        except ActorDied:
-            return  # its groups hear of it, too
-        except TimeoutError:
-            logger.warning("waited %.0f s for %s; its code holds its event loop", ORDER_LIMIT_S, what)
+    def _bounded(
+        self, member: _Member, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S
+    ) -> Coroutine[Any, Any, None]:
+        """Gives an order now; the coroutine waits for its end."""
+        port = member.port
+        return self._obeyed(member, port, port.call(method, *arguments), method, limit_s)
 
-    @staticmethod
-    async def _asked(answer: Awaitable[Any]) -> Any:
+    async def _obeyed(
+        self, member: _Member, port: WorkerPort, answer: Awaitable[Any], method: str, limit_s: float
+    ) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await answer
+        except ActorDied as death:
+            self._replace(member, port, death)
+        except TimeoutError:
+            what = f"worker {member.number} to {method}"
+            logger.warning("waited %.0f s for %s; its code holds its event loop", limit_s, what)
+        except SlimeError as error:
+            logger.warning("%s of rollout worker %d: %s", method, member.number, error)
+
+    async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all workers; None of those who do not answer at once, or are gone."""
+        return await asyncio.gather(*(self._asked(member, method, *arguments) for member in list(self._members)))
+
+    async def _asked(self, member: _Member, method: str, *arguments: Any) -> Any:
+        port = member.port
         try:
             async with asyncio.timeout(QUESTION_LIMIT_S):
-                return await answer
-        except (ActorDied, TimeoutError):
-            return None
+                return await port.call(method, *arguments)
+        except ActorDied as death:
+            self._replace(member, port, death)
+        except TimeoutError:
+            pass
+        return None
 
 
 class _WorkerLost(Exception):
     """The worker of a group died."""
+
+
+class _Guilty(Exception):
+    """A group ended the processes that worked on it."""
+
+
+class _Ended(Exception):
+    """The run ended the requests of a group that was between two workers."""

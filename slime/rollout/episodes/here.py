@@ -20,6 +20,7 @@ from slime.core.sample import Group, Sample
 from slime.rollout.execute import Execution, GroupResult, Outcome, run_execution, run_group
 from slime.rollout.hooks import RolloutHooks, keep_group
 from slime.rollout.scope import RequestScope
+from slime.rollout.supervise import num_left_behind
 
 if TYPE_CHECKING:
     from slime.rollout.client import EngineClient
@@ -61,6 +62,10 @@ class Episodes(ABC):
     @abstractmethod
     async def drain(self) -> None:
         """Waits until no order to end a request is on its way."""
+
+    @abstractmethod
+    async def num_left_behind(self) -> int:
+        """Tasks and threads of user code that nobody waits for any more, and that still run."""
 
 
 class Here(Episodes):
@@ -105,6 +110,10 @@ class Here(Episodes):
         """See `Episodes`."""
         if self._client is not None:
             await self._client.drain()
+
+    async def num_left_behind(self) -> int:
+        """See `Episodes`."""
+        return num_left_behind()
 
 
 async def work_on(context: RolloutContext, group: Group, params: Mapping[str, Any], hooks: RolloutHooks) -> GroupResult:

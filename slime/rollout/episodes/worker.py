@@ -30,7 +30,8 @@ from slime.rollout.episodes.work import Done, Work
 from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.sources import load_tokenizer
-from slime.rollout.supervise import END_LIMIT_S, end_tasks
+from slime.rollout.supervise import END_LIMIT_S, end_tasks, num_left_behind
+from slime.rollout.threads import beside
 from slime.rollout.traffic import Sums
 from slime.rollout.types import Progress
 from slime.rollout.watchdog import Watchdog
@@ -82,16 +83,22 @@ class EpisodeWorker:
         """The longest time since the last call in which its event loop did not turn, seconds."""
         return 0.0 if self._watchdog is None else self._watchdog.take_longest_s()
 
+    def num_left_behind(self) -> int:
+        """Tasks and threads of user code that nobody waits for any more, and that still run."""
+        return num_left_behind()
+
     async def run(self, work: Work) -> Done:
         """Works on a group. Raises what ends the run, and `asyncio.CancelledError` if it was cancelled."""
+        if work.scope is not None:
+            self._scopes.setdefault(work.scope, RequestScope())  # an order may come before its first request
         task = asyncio.create_task(self._work(work), name=f"group-{work.group.group_index}")
         self._running[work.number] = work, task
         try:
             return await task
         finally:
             del self._running[work.number]
-            if all(other.scope != work.scope for other, _ in self._running.values()):
-                self._scopes.pop(work.scope or 0, None)
+            if work.scope is not None and all(other.scope != work.scope for other, _ in self._running.values()):
+                del self._scopes[work.scope]
 
     async def cancel(self, number: int) -> None:
         """Ends a work; one that has ended is not an error."""
@@ -159,18 +166,18 @@ class EpisodeWorker:
             teacher=self._teacher,
         )
         if work.scope is not None:
-            REQUEST_SCOPE.set(self._scopes.setdefault(work.scope, RequestScope()))
+            REQUEST_SCOPE.set(self._scopes[work.scope])
         with use(context):
             if work.scope is None:
                 return await self._evaluate(context, work)
             result = await work_on(context, work.group, work.params, self._hooks)
         finished = result.outcome is Outcome.FINISHED
-        record = await asyncio.to_thread(record_of, result.group, finished=finished)
+        record = await beside(record_of, result.group, finished=finished)
         return Done(record, result.outcome, result.reason, result.verdict, context.progress)
 
     async def _evaluate(self, context: RolloutContext, work: Work) -> Done:
         samples, params = list(work.group.samples), dict(work.params)
         made = await run_execution(context, samples, params, self._hooks.generate, evaluation=True)
         group = Group(work.group.group_index, tuple(made.samples))
-        record = await asyncio.to_thread(GroupRecord.of, group, finished=made.outcome is Outcome.FINISHED)
+        record = await beside(GroupRecord.of, group, finished=made.outcome is Outcome.FINISHED)
         return Done(record, made.outcome, made.reason, None, context.progress)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from slime.core.errors import ActorDied, HookError
-from slime.rollout.episodes.fleet import MAX_DEATHS
+from slime.rollout.episodes import fleet as fleet_module
+from slime.rollout.episodes.fleet import MAX_DEATHS, WorkerFleet
+from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
 from tests.support.episode_workers import Workers, with_workers
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
 GRADED = ("--rm-type", "exact_match")
@@ -201,3 +203,101 @@ def test_a_new_process_knows_the_engines_and_the_pause(tmp_path: Path) -> None:
         return held, len(batch.samples)
 
     assert asyncio.run(with_workers(args, FakeEngine(), 1, work)) == (True, 8)
+
+
+def test_the_group_that_ends_its_process_is_found(tmp_path: Path) -> None:
+    """Law: a group that ends whoever works on it has failed; those that were beside it each time have not."""
+    args = rollout_args(tmp_path, *GRADED)
+    engine = FakeEngine(tick_s=0.001)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        async def killer() -> None:
+            while True:
+                for one in workers.started:
+                    if any(group.group_index == 1 for group in one.groups):
+                        one.kill()
+                await asyncio.sleep(0)
+
+        killing = asyncio.create_task(killer())
+        batch, metrics = await manager.generate(0)
+        killing.cancel()
+        return sorted({s.group_index for s in batch.samples}), metrics, manager._source.ledger()
+
+    indices, metrics, ledger = asyncio.run(with_workers(args, engine, 2, work))
+    assert indices == [0, 2, 3, 4]
+    assert metrics["rollout/num_failed_groups"] == 1 and ledger.failed == {"failed_its_worker_died_alone": 1}
+
+
+def test_threads_of_users_hold_no_result_up(tmp_path: Path) -> None:
+    """Law: whatever user code does with asyncio's threads, what has ended is recorded, and handed on."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import asyncio, threading\n"
+        "from slime.rollout.generate import generate as default\n"
+        "OVER = threading.Event()\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if sample.group_index == 0:\n"
+        "        threads = [asyncio.to_thread(OVER.wait) for _ in range(80)]\n"
+        "        await asyncio.gather(*threads)\n"
+        "    return await default(args, sample, sampling_params)\n"
+    )
+    how = ("--custom-generate-function-path", f"{own}:generate", "--execution-timeout-s", "1")
+    args = rollout_args(tmp_path, *GRADED, *how)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        try:
+            batch, _ = await manager.generate(0)
+            return sorted({s.group_index for s in batch.samples})
+        finally:
+            module = load(f"{own}:generate", "generate").__globals__
+            module["OVER"].set()
+
+    assert asyncio.run(with_workers(args, FakeEngine(), 1, work)) == [1, 2, 3, 4]
+
+
+def test_a_pause_reaches_requests_of_the_conductor(tmp_path: Path) -> None:
+    """Law: what evaluates with the client of the rollout's own process pauses with the workers."""
+    args = rollout_args(tmp_path, *GRADED)
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        client = manager._client
+        assert client is not None
+        await workers.fleet.pause(None)
+        asking = asyncio.create_task(client.generate([3, 4], {"max_new_tokens": 2}))
+        await asyncio.sleep(0.05)
+        held = not asking.done()
+        workers.fleet.resume()
+        return held, len((await asking).tokens)
+
+    held, num = asyncio.run(with_workers(args, FakeEngine(), 1, work))
+    assert held and num > 0
+
+
+def test_a_worker_that_does_not_start_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the start of a process has a limit, and so have the groups that wait for it."""
+    monkeypatch.setattr(fleet_module, "START_LIMIT_S", 0.02)
+    args = rollout_args(tmp_path, *GRADED)
+
+    class Stuck:
+        """Never answers, until it is killed."""
+
+        def __init__(self) -> None:
+            self.is_over = asyncio.Event()
+
+        async def call(self, method: str, *arguments: Any) -> Any:
+            await self.is_over.wait()
+            raise ActorDied("killed")
+
+        def kill(self) -> None:
+            self.is_over.set()
+
+    async def main() -> None:
+        fleet = WorkerFleet(lambda _: Stuck(), 1)
+        engine = FakeEngine()
+        async with serve(engine):
+            manager = RolloutManager(args, engines=[engine.url], workers=fleet)
+            with pytest.raises(ActorDied, match=r"was not there 0 s after its start|killed"):
+                await manager.generate(0)
+            await manager.close()
+
+    asyncio.run(main())

@@ -252,6 +252,7 @@ def test_an_asynchronous_run_quarantines_as_well(tmp_path: Path) -> None:
     asyncio.run(with_manager(args, engine, work))
 
 
+@pytest.mark.slow
 def test_a_group_that_never_answers_in_any_step_is_given_up(tmp_path: Path) -> None:
     args = rollout_args(tmp_path, *REWARD, "--request-timeout-s", "3")  # the others answer sooner, on any machine
 

@@ -222,6 +222,7 @@ from torch.distributed import distributed_c10d as c10d
 port, name = int(sys.argv[1]), sys.argv[2]
 limit = timedelta(seconds=60)
 store = c10d.PrefixStore(name, dist.TCPStore("127.0.0.1", port, 2, False, timeout=limit))
+print("here", flush=True)
 c10d._new_process_group_helper(2, 1, [], c10d.Backend("gloo"), store, group_name=name, timeout=limit)
 threading.Event().wait(60)
 """
@@ -232,8 +233,20 @@ class RefusingEngine(FakeEngine):
 
     process: subprocess.Popen[bytes] | None = None
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.has_begun = threading.Event()
+
     def init_weights_update_group(self, *, master_port: int, group_name: str, **rest: Any) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", REFUSING_ENGINE, str(master_port), group_name])
+        words = [sys.executable, "-c", REFUSING_ENGINE, str(master_port), group_name]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE)
+        self.has_begun.set()
+
+    def wait_until_it_joins(self) -> None:
+        """Answers when its process is with the store of the group."""
+        self.has_begun.wait()
+        assert self.process is not None and self.process.stdout is not None
+        self.process.stdout.readline()
 
     def destroy_weights_update_group(self, *, group_name: str) -> None:
         raise EngineError("gone")
@@ -243,9 +256,12 @@ class RefusingEngine(FakeEngine):
 
 
 class AbsentEngine(RefusingEngine):
-    """Never comes to the group."""
+    """Never comes to the group, and says so when another one has come."""
+
+    other: RefusingEngine
 
     def init_weights_update_group(self, *, master_port: int, group_name: str, **rest: Any) -> None:
+        self.other.wait_until_it_joins()
         raise EngineError("no such backend")
 
 
@@ -254,6 +270,7 @@ def test_an_engine_that_does_not_come_to_the_group_keeps_nobody_there(monkeypatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     table, state = model()
     here, absent = RefusingEngine("http://a", table, FakeWire()), AbsentEngine("http://b", table, FakeWire())
+    absent.other = here
     try:
         with pytest.raises(EngineError, match="no such backend") as caught:
             sync_weights(
