@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import orjson
 
 from slime.buffer.groups import oldest_version, with_bounded_text
 from slime.core.columns import Column, Numbers
@@ -95,7 +96,7 @@ class GroupRecord:
         return self._of(self.saved.read())
 
     def _of(self, content: Content) -> Group:
-        samples = [_sample(parts, content.arrays) for parts in json.loads(zlib.decompress(content.text))]
+        samples = [_sample(parts, content.arrays) for parts in _read_json(zlib.decompress(content.text))]
         return Group(self.group_index, tuple(samples), self.attempts)
 
 
@@ -111,6 +112,13 @@ def group_of(held: Held) -> Group:
 def record_of(held: Held, *, finished: bool = False) -> GroupRecord:
     """The record of it. Raises as `GroupRecord.of`."""
     return GroupRecord.of(held, finished=finished) if isinstance(held, Group) else held
+
+
+def _read_json(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:  # NaN, or a whole number of more than 64 bits
+        return json.loads(text)
 
 
 def _content(group: Group, samples: Sequence[Sample]) -> Content:

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
+import numpy as np
 import psutil
 import ray
 
@@ -31,6 +32,7 @@ from slime.cluster.environment import SETUP_HOOK, for_actors
 from slime.cluster.guardian import Guardian, start_guardian
 from slime.core.blame import one_line
 from slime.core.errors import ActorFailed, ClusterFailed
+from slime.core.hf_config import read_hf_config
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
@@ -53,8 +55,16 @@ def store_bytes_for(args: Args) -> int:
     length = args.rollout_max_context_len or (args.rollout_max_prompt_len or 0) + args.rollout_max_response_len
     shared = os.statvfs("/dev/shm")
     room = min(psutil.virtual_memory().total, shared.f_blocks * shared.f_frsize)
-    wanted = num_samples * length * BYTES_PER_TOKEN * NUM_BATCHES
+    wanted = num_samples * length * (BYTES_PER_TOKEN + _bytes_of_experts(args)) * NUM_BATCHES
     return max(LEAST_STORE_BYTES, min(wanted, int(room * MEMORY_SHARE)))
+
+
+def _bytes_of_experts(args: Args) -> int:
+    """Of a token's routed experts, at most, where engines tell them."""
+    if not args.sglang.get("enable_return_routed_experts"):
+        return 0
+    config = read_hf_config(args.hf_checkpoint)
+    return int(config["num_hidden_layers"]) * int(config["num_experts_per_tok"]) * np.dtype(np.int16).itemsize
 
 
 def ray_folder(run_id: str) -> Path:

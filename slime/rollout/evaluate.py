@@ -7,7 +7,7 @@ Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
 2. All samples of an evaluation come from one weight version; anything else is an error, not an average.
 3. An execution that fails for good, and an answer that no grader can score, have no part in any score and are counted.
-   More failures than `--eval-max-failed-fraction` end the evaluation at once.
+   More failures of a dataset than `--eval-max-failed-fraction` end the evaluation at once.
 4. Fan-out siblings are one execution: mean and pass rate count the mean of their rewards once.
 """
 
@@ -26,7 +26,7 @@ from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.episodes.here import Episodes, Here
-from slime.rollout.execute import Execution, Outcome, all_or_first_error
+from slime.rollout.execute import FINISHED, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import spread
@@ -90,8 +90,9 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
 
 @dataclass(slots=True)
 class _Losses:
-    """The executions of an evaluation that failed for good."""
+    """The executions of a dataset that failed for good."""
 
+    name: str
     num_executions: int
     num_allowed: int
     reasons: list[str] = field(default_factory=list)
@@ -103,8 +104,8 @@ class _Losses:
         if len(self.reasons) > self.num_allowed:
             named = "; ".join(dict.fromkeys(self.reasons[-NAMED_REASONS:]))
             raise EngineError(
-                f"got {len(self.reasons)} of {self.num_executions} evaluation samples failed, {self.num_allowed} may "
-                f"(--eval-max-failed-fraction), because: {named}"
+                f"got {len(self.reasons)} of {self.num_executions} samples of {self.name} failed in evaluation, "
+                f"{self.num_allowed} may (--eval-max-failed-fraction), because: {named}"
             )
 
 
@@ -123,8 +124,8 @@ async def _evaluate_one(
         if execution.outcome in (Outcome.REJECTED, Outcome.EXPIRED):
             break  # the next try would be refused as well, or stand still as long
         if execution.outcome is Outcome.UNSCORED:
-            last, sample = sample, original
-            if last.status in (Status.COMPLETED, Status.TRUNCATED) and params.get("temperature") == 0:
+            sample = original
+            if execution.samples[0].status in FINISHED and params.get("temperature") == 0:
                 break  # greedy: the next try would be the same answer
             continue
         sample = execution.samples[0]
@@ -149,10 +150,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """`eval/<name>...` metrics. Raises `DataError` if nothing could be scored."""
+    """`eval/<name>...` metrics, without a score where all samples failed. Raises `DataError` if no grader had one."""
     name = f"eval/{dataset.config.name}"
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]
     rewards = rewards_by_execution(finished, reward_key)
+    failed = [s for s in samples if s.status is Status.FAILED]
+    if failed and len(failed) == len(samples):
+        logger.warning("%s has no score: all of its samples failed, the last one because: %s", name, failed[-1].failure)
+        return {f"{name}-num_prompts": float(len(dataset.rows)), f"{name}-num_failed": float(len(failed))}
     if not rewards:
         reason = next((s.unscored or s.failure for s in samples), "the dataset is empty")
         raise DataError(f"got no score for any of {len(samples)} samples of {dataset.config.name}: {reason}")
@@ -161,7 +166,7 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
         f"{name}-truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in finished),
         f"{name}-num_prompts": float(len(dataset.rows)),
         f"{name}-num_unscored": float(sum(bool(s.unscored) for s in samples)),
-        f"{name}-num_failed": float(sum(s.status is Status.FAILED for s in samples)),
+        f"{name}-num_failed": float(len(failed)),
         **spread(f"{name}/response_len", [s.effective_response_length for s in finished]),
         **turn_metrics(name, finished),
     }
@@ -188,7 +193,6 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
         raise DataError("got an evaluation without data; set --eval-prompt-data NAME FILE or --eval-config")
     num_executions = sum(len(d.rows) * d.config.n_samples_per_eval_prompt for d in datasets)
     context.progress.begin(f"eval at step {rollout_id}", num_executions)
-    losses = _Losses(num_executions, int(args.eval_max_failed_fraction * num_executions))
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     first_index = 0
@@ -197,6 +201,7 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
         samples = make_samples(dataset, first_index)
         first_index += len(samples)
         params = eval_sampling_params(dataset.config)
+        losses = _Losses(dataset.config.name, len(samples), math.ceil(args.eval_max_failed_fraction * len(samples)))
         work.append(all_or_first_error([_evaluate_one(context, s, params, hooks, losses) for s in samples]))
     results = await all_or_first_error(work)
     for dataset, executions in zip(datasets, results, strict=True):

@@ -49,6 +49,8 @@ class Sums:
     decode_s: float = 0.0
     tokens: int = 0
     decoded: int = 0
+    token_s: float = 0.0
+    """Tokens that the engines held, times how long they did."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     idle: float = 1.0
@@ -87,6 +89,7 @@ class Traffic:
             sums.first_s += first_at - placed_at
             sums.most_first_s = max(sums.most_first_s, first_at - placed_at)
             sums.decode_s += now - first_at
+            sums.token_s += read[0] * (now - placed_at) + tokens / 2 * (now - first_at)
             sums.decoded += max(0, tokens - 1)
             sums.prompt_tokens += read[0]
             sums.cached_tokens += read[1]
@@ -139,6 +142,7 @@ def traffic_metrics(taken: Iterable[Sums | None]) -> dict[str, float]:
         "perf/requests_in_flight": sum(
             (sums.place_s + sums.first_s + sums.decode_s) / max(sums.period_s, 1e-9) for sums in of_each
         ),
+        "perf/tokens_in_flight": sum(sums.token_s / max(sums.period_s, 1e-9) for sums in of_each),
         "perf/engine_idle_ratio": min(sums.idle for sums in of_each),
     }
     if num_first := total("num_first"):

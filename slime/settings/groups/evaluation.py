@@ -78,8 +78,9 @@ class EvalSettings:
     eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES)
     """Fewest tokens of a response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
-    """Share of an evaluation's samples that may fail for good (engine, tool, your function), each after three tries
-    (one that stood still: one), before the run ends. They are counted and have no part in any score."""
+    """Share of each dataset's samples, rounded up, that may fail for good (engine, tool, your function), each after
+    three tries (one that stood still: one), before the run ends. They are counted and have no part in any score; a
+    dataset of which all failed has none."""
 
 
 def evaluation_can_be_sampled(args: Args) -> str | None:

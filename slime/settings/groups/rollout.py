@@ -57,11 +57,20 @@ def _num_requests(s: Any) -> int:
     return int(groups * s.n_samples_per_prompt)
 
 
+def _works_on_groups(s: Any) -> bool:
+    return not (s.rollout_schedule == "function" or s.load_debug_rollout_data is not None or fine_tunes(s))
+
+
+_GROUPS = Need(
+    _works_on_groups, "a rollout that works on groups: no function of a whole step, no recorded data, no SFT"
+)
+
+
 def _num_workers(s: Any) -> int:
-    """None where a step is one function of the user, or nothing is sampled."""
-    if s.rollout_schedule == "function" or s.load_debug_rollout_data is not None or fine_tunes(s):
+    if not _works_on_groups(s):
         return 0
-    return min(_num_requests(s) // REQUESTS_OF_A_PROCESS, len(os.sched_getaffinity(0)) // 4)
+    most = 1 if s.agent_port else len(os.sched_getaffinity(0)) // 4
+    return min(_num_requests(s) // REQUESTS_OF_A_PROCESS, most)
 
 
 def _why_num_workers(s: Any) -> str:
@@ -196,14 +205,15 @@ class RolloutSettings:
     """Seconds that a generate function (with its sample hooks) may be without progress; the execution has then failed,
     and the message says where it stands. Progress: an answer of an engine, a command in a sandbox, alive() of
     slime.rollout.progress; while an engine or a sandbox works for it, their own limits hold. The length of an execution
-    has no limit in seconds. Filters, converters and log functions may take as long in one call, a rollout
-    function may be without progress of its executions as long, and a function may keep the event loop from turning as
-    long; the run then ends. 0: no limit."""
-    rollout_num_workers: int = derived(_num_workers, _why_num_workers, ge=0)
+    has no limit in seconds. Filters, converters and log functions may take as long in one call, and a rollout
+    function may be without progress of its executions as long; the run then ends. A function may keep the event loop
+    from turning as long: it is then broken off, or else its process ends, which is the run's without workers
+    (--rollout-num-workers). 0: no limit."""
+    rollout_num_workers: int = derived(_num_workers, _why_num_workers, ge=0, needs=_GROUPS)
     """Processes that work on samples beside the rollout's own, on the driver's host: each asks the engines itself and
     has a tokenizer, its part of the graders, and a copy of your generate function, filters and sample hooks with what
     they keep in their modules. 0: the rollout's own process does it all. Default: one for each 1024 samples at a time,
-    but at most a quarter of the usable cores."""
+    but at most a quarter of the usable cores, and one with --agent-port."""
     rollout_global_timeout_s: float | None = None
     """Limit of one whole generation phase, in seconds."""
 

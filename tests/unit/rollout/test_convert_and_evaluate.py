@@ -165,8 +165,24 @@ def test_a_few_failures_are_counted_and_no_score_has_them(tmp_path: Path) -> Non
     metrics = evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.25")
     assert metrics["eval/held-num_failed"] == metrics["eval/more-num_failed"] == 2
     assert metrics["eval/held-num_unscored"] == 0 and metrics["eval/held"] == metrics["eval/held-pass@2"] == 1.0
-    with pytest.raises(EngineError, match=r"4 of 16 evaluation samples failed, 3 may .* the sandbox is gone"):
-        evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.24")
+    with pytest.raises(EngineError, match=r"2 of 6 samples of more failed in evaluation, 1 may .* the sandbox is gone"):
+        evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.16")
+
+
+def test_a_dataset_of_which_everything_failed_has_no_score_and_ends_no_run(tmp_path: Path) -> None:
+    """Law: what may fail is a share of each dataset; one without an answer says how many failed, and nothing else."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from slime.rollout.generate import generate as default\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if sample.index < -5:\n"
+        "        raise RuntimeError('the sandbox is gone')\n"
+        "    return await default(args, sample, sampling_params)\n"
+    )
+    hook = ("--custom-generate-function-path", f"{own}:generate", "--eval-max-failed-fraction", "1")
+    metrics = evaluate(tmp_path, FakeEngine(), *hook)
+    assert metrics["eval/more-num_failed"] == metrics["eval/more-num_prompts"] == 3 and "eval/more" not in metrics
+    assert metrics["eval/held-num_failed"] == 0 and metrics["eval/held"] == 0.0
 
 
 def test_no_grader_is_a_configuration_mistake(tmp_path: Path) -> None:

@@ -147,6 +147,23 @@ def test_evaluations_are_those_of_one_process(tmp_path: Path) -> None:
     assert {**found, timed: 0} == {**expected, timed: 0} and groups == [6, 6]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_greedy_answer_without_a_score_is_not_sampled_again(tmp_path: Path, num_workers: int) -> None:
+    """Law: what no grader could score, and would be the same answer, is not asked for a second time."""
+    own = tmp_path / "own.py"
+    own.write_text("def rm(args, sample): return None if sample.group_index == -1 else 1.0\n")
+    held, engine = write_prompts(tmp_path / "held.jsonl", 6), FakeEngine()
+    flags = ("--eval-interval", "1", "--eval-prompt-data", "held", str(held), "--eval-temperature", "0")
+    args = rollout_args(tmp_path, "--custom-rm-path", f"{own}:rm", *flags)
+
+    async def work(manager: RolloutManager, *_: Workers) -> Any:
+        return await manager.evaluate(0)
+
+    run = with_workers(args, engine, num_workers, work) if num_workers else with_manager(args, engine, work)
+    metrics = asyncio.run(run)
+    assert metrics["eval/held-num_unscored"] == 1 and len(engine.requests) == 6
+
+
 def test_a_mistake_in_a_hook_ends_the_run_as_itself(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text("async def wrong(args, sample, sampling_params): return 7\n")

@@ -38,6 +38,7 @@ def test_each_wait_is_between_two_moments_of_its_try() -> None:
         "perf/request_first_token/max": 2.0,
         "perf/request_decode_tokens_per_sec": 16 / 7.0,
         "perf/requests_in_flight": (5.0 + 3.0 + 7.0) / 10.0,
+        "perf/tokens_in_flight": (100 * 6.0 + 4.5 * 4.0 + 100 * 4.0 + 4.5 * 3.0) / 10.0,
         "perf/requests_repeated": 1.0,
         "perf/prefix_cache_hit_rate": 0.75,
         "perf/engine_idle_ratio": 1 - (6.0 + 4.0) / 20.0,
