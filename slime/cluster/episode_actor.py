@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from slime.cluster.failures import translated
 from slime.cluster.slots import on_node
-from slime.core.errors import ActorDied
+from slime.core.errors import ActorDied, WorkerStalled
 from slime.observability.logs import setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.episodes.fleet import WorkerFleet
@@ -77,7 +77,7 @@ class RayWorker:
         except RayError as error:
             problem = translated(error, f"{method} of rollout worker {self._number}")
             why = last_words(self._stall) if isinstance(problem, ActorDied) else None
-            raise problem if why is None else ActorDied(why) from error
+            raise problem if why is None else WorkerStalled(why) from error
 
 
 def worker_fleet(args: Args, log_dir: str, api_key: str | None) -> WorkerFleet | None:

@@ -64,6 +64,10 @@ class ActorDied(EngineError):
     """A process of the run is gone: killed, or crashed. Names it and what is known of its end."""
 
 
+class WorkerStalled(ActorDied):
+    """A worker of the rollout ended itself, because code kept its event loop from turning for too long. Says where."""
+
+
 class WeightSyncError(SlimeError, RuntimeError):
     """An engine does not hold exactly the weights that the trainer meant to send. Names the tensors."""
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-from slime.core.errors import ActorDied, DeadlineExceeded, SlimeError
+from slime.core.errors import ActorDied, DeadlineExceeded, SlimeError, WorkerStalled
 from slime.core.sample import Group, Sample
 from slime.core.topology import Worker
 from slime.rollout.context import RolloutContext
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 SUSPECT = 4
 """Few enough that one group which ends its process is found soon, and so many that others are seldom beside it each
 time: those that are alone wait for each other."""
+STALL_COUNTS = 2
+"""Deaths that a stall is worth: it took `--execution-timeout-s`."""
 MAX_DEATHS = SUSPECT + 2
 """More than it takes to find one group that ends its process."""
 ORDER_LIMIT_S = 60.0
@@ -159,16 +161,17 @@ class WorkerFleet(Episodes):
             if scope is not None and scope.aborted:
                 raise _Ended
             work = Work(next(self._numbers), None if scope is None else scope.number, rollout_id, params, group)
+            is_suspect = self._deaths[key] >= SUSPECT
             try:
-                if self._deaths[key] < SUSPECT:
+                if is_suspect:
+                    done = await self._done_alone(work)
+                else:
                     shared = [member for member in self._members if member.is_shared]
                     done = await self._done_by(min(shared, key=lambda one: one.num_running), work)
-                else:
-                    done = await self._done_alone(work)
             except _WorkerLost as loss:
-                self._deaths[key] += 1
-                if self._deaths[key] > SUSPECT:
+                if is_suspect:
                     raise _Guilty(f"its worker died alone: {loss}") from loss
+                self._deaths[key] += STALL_COUNTS if loss.is_stall else 1
                 continue
             del self._deaths[key]
             return done
@@ -200,7 +203,7 @@ class WorkerFleet(Episodes):
             raise
         except ActorDied as death:
             self._replace(member, port, death)
-            raise _WorkerLost(str(death)) from death
+            raise _WorkerLost(death) from death
         finally:
             member.num_running -= 1
         member.num_deaths = 0
@@ -380,6 +383,10 @@ class WorkerFleet(Episodes):
 
 class _WorkerLost(Exception):
     """The worker of a group died."""
+
+    def __init__(self, death: ActorDied) -> None:
+        super().__init__(str(death))
+        self.is_stall = isinstance(death, WorkerStalled)
 
 
 class _Guilty(Exception):
