@@ -7,7 +7,7 @@ waited through a weight sync, or was taken back by it, looks for prefixes of the
 
 What names a set of weights is a count of the updates that this scheduler was asked for, as long as its process lives. A
 version number would not do: an engine outlives a run, whose successor counts from 1 again, and a resumed run gives
-numbers again that a crash has cut off. All ranks of an engine are asked for the same updates, so they agree.
+numbers again that a crash has taken back. All ranks of an engine are asked for the same updates, so they agree.
 
 To be removed when SGLang knows which weights read a prefix. That each hook is in its place the launcher checks; that
 the cache is one that this divides is checked here when it is made.

@@ -73,7 +73,7 @@ def engines_forget_old_weights(args: Args) -> str | None:
             return engines.told(
                 f"got {CPP_TREE_ENV}={tree} in the environment with --pause-generation-mode "
                 f"{args.pause_generation_mode}: that tree takes no notice of the key by which prefixes of old weights "
-                "are told from those of new ones; unset it, or use --pause-generation-mode abort"
+                "are kept apart from those of new ones; unset it, or use --pause-generation-mode abort"
             )
     return None
 
