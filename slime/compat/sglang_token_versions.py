@@ -20,8 +20,8 @@ from typing import Any
 from slime.core.ports import TOKEN_VERSIONS_KEY
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.run_batch"
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-UPDATES = tuple(f"{_MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
+MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
 """The ways that weights come in, each a method in the scheduler."""
 _served = {"version": 0}
 """Of this process; 0 is the checkpoint that the engine loaded itself, as `ServerSpec` calls it."""
@@ -34,11 +34,6 @@ def register() -> None:
     HookRegistry.register(_SCHEDULER, _label, HookType.AFTER)
     for update in UPDATES:
         HookRegistry.register(update, _note, HookType.AROUND)
-
-
-def served_version() -> int:
-    """The version of the weights that this scheduler serves with now."""
-    return _served["version"]
 
 
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:

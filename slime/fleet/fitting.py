@@ -23,6 +23,7 @@ from slime.serving.discovery import ServerFacts
 from slime.settings import Args
 from slime.settings.engine_layout import layout_of
 from slime.settings.groups.engine_rules import UNVERIFIED
+from slime.settings.groups.prefix_cache_rules import kept_prefixes
 
 SAME_IN_CONFIG = (
     "hidden_size",
@@ -206,6 +207,8 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         has = facts.info.get(name)
         if name in facts.info and not _same(has, value):
             yield f"{_flag(name)} {_shown(has)}, and the run asks for {_shown(value)}: start it with that"
+    if wanted.trains:
+        yield from kept_prefixes(facts.info, divided=wanted.labels)
     if facts.probe is None:
         yield f"it did not sample a few tokens: {facts.problem}"
         return

@@ -14,7 +14,12 @@ Invariants
    alive, where its tensors are copies a third one.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
-   With `retract` and `in_place` requests stay, so nothing can be flushed: such engines keep no prefix cache.
+   With `retract` and `in_place` requests stay, so nothing can be flushed. What such an engine has cached is divided by
+   the weights that read it (`slime.compat.sglang_version_prefixes`): its scheduler counts the updates it is asked for,
+   and a prefix is found under its count alone. So no two sets of weights share one: not those that are sent as the same
+   `version`, by two runs or by a resumed one, and not those of a weight sync that failed and of the one that follows.
+   Caches that are not divided, or that a flush does not empty, are refused
+   (`slime.settings.groups.prefix_cache_rules`).
 """
 
 from __future__ import annotations

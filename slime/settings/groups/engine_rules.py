@@ -62,7 +62,7 @@ def _engines(args: Args) -> Iterator[_Engines]:
                 yield _Engines(model, group, settings_of_group(args, group))
 
 
-def _synced(args: Args) -> Iterator[_Engines]:
+def synced_engines(args: Args) -> Iterator[_Engines]:
     """Those that the trainer sends weights to."""
     return (engines for engines in _engines(args) if engines.model.trained and not args.debug_rollout_only)
 
@@ -116,7 +116,7 @@ def _heads(args: Args, model: ServedModel) -> tuple[int, int]:
 
 def engines_divide_the_model(args: Args) -> str | None:
     """SGLang's models differ in what they can be divided by, so that each rank holds what the trainer verifies."""
-    for engines, layout in _laid_out(args, _synced(args)):
+    for engines, layout in _laid_out(args, synced_engines(args)):
         if problem := layout_problem_of(engines.model.path, layout):
             return engines.told(f"got engines of {layout} for this checkpoint: {problem}; choose another layout")
     return None
@@ -124,7 +124,7 @@ def engines_divide_the_model(args: Args) -> str | None:
 
 def engines_serve_what_tables_say(args: Args) -> str | None:
     """The trainer knows what each rank of an engine holds, unquantised, with experts in their order."""
-    for engines in _synced(args):
+    for engines in synced_engines(args):
         odd = [name for name, plain in UNVERIFIED.items() if engines.sglang.get(name) not in plain]
         if odd:
             return engines.told(

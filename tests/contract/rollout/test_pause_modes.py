@@ -185,6 +185,34 @@ def test_a_prefix_is_cached_for_the_version_that_read_it(
         updates.sync_weights(1, "abort", engine_server.model_path)
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_weights_of_one_number_share_no_prefix(mode: str, engine_server: SGLangServer, models: Models) -> None:
+    """Law: no two sets of weights share what was cached, whatever they are called. An engine outlives a run, whose
+    successor counts from 1 again, and a resumed run uses numbers again that a crash has cut off.
+    """
+    updates, prompt = Updates(engine_server.url, models), [4, *range(90, 30, -1)]
+
+    async def main() -> list[list[int]]:
+        client = EngineClient(engine_server.url, token_versions=True)
+        try:
+            cached = []
+            for model in models:
+                await asyncio.to_thread(updates.sync_weights, 1, mode, model)
+                answers = [await client.generate(prompt, {**PARAMS, "max_new_tokens": 2}) for _ in range(2)]
+                assert {v for a in answers for v in versions_of(a)} == {1}
+                cached.append([a.cached_tokens for a in answers])
+            return cached
+        finally:
+            await client.close()
+
+    try:
+        cached = asyncio.run(main())
+        assert [first for first, _ in cached] == [0, 0], f"prefixes of other weights: {cached}"
+        assert all(again >= len(prompt) - 8 for _, again in cached), cached
+    finally:
+        updates.sync_weights(1, "abort", engine_server.model_path)
+
+
 def versions_of(answer: Generation) -> set[int]:
     """Of its tokens."""
     versions = answer.weight_version

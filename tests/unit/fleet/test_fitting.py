@@ -60,6 +60,8 @@ def test_the_same_model_and_settings_fit(facts: ServerFacts, wanted: Wanted) -> 
         ({"tp_size": 3}, "do not divide"),
         ({"disaggregation_mode": "prefill"}, "prefill worker"),
         ({"enable_lora": True}, "adapters"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "--hicache-storage-backend file"),
+        ({"enable_lmcache": True}, "--enable-lmcache: what LMCache stores"),
         ({"probe": dataclasses.replace(PLAIN, repeats=True)}, "--incremental-streaming-output"),
         ({"probe": None, "problem": "it answered /generate with 500"}, "with 500"),
     ],
@@ -90,6 +92,15 @@ def test_what_pauses_and_routed_experts_ask_for(facts: ServerFacts, wanted: Want
     assert "--token-versions" in said and "--enable-return-routed-experts" in said and "--weight-version 0" in said
     told = changed(facts, probe=Probe(repeats=False, labels=True, experts=True), weight_version="0")
     assert misfits(told, asking) == []
+
+
+def test_caches_that_are_not_divided_fit_where_each_weight_sync_flushes(facts: ServerFacts, wanted: Wanted) -> None:
+    cached = changed(facts, enable_hierarchical_cache=True, probe=Probe(repeats=False, labels=True, experts=False))
+    assert misfits(cached, wanted) == []
+    (problem,) = misfits(cached, dataclasses.replace(wanted, labels=True))
+    assert "--enable-hierarchical-cache: " in problem and "not divided" in problem
+    stored = changed(cached, enable_flexkv=True, weight_version="0")
+    assert misfits(stored, dataclasses.replace(wanted, trains=False)) == [], "weights that stay are the same for all"
 
 
 def test_one_report_has_all_engines_with_all_that_is_wrong(facts: ServerFacts, wanted: Wanted) -> None:
