@@ -32,7 +32,7 @@ from slime.data.context_split import split_context
 from slime.models.common.attention import PackedSequences
 from slime.ops.repeats import Repeats
 
-PREDICTING = "predicting"
+ASKED = "asked_positions"
 """Among the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
 _INDICES = ("positions", "local_index", "key_rows", "order", "place")
 """What goes to the device of `slime.data.context_split.ContextSplit`."""
@@ -164,10 +164,10 @@ class RowPlan:
         cu_seqlens: npt.NDArray[np.int32],
         *,
         max_seqlen: int,
-        predicting: npt.NDArray[np.int64] | None = None,
+        asked: npt.NDArray[np.int64] | None = None,
         prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> RowPlan:
-        """The plan of this rank. `predicting`: positions [R] that results are for, `PREDICTING` on the device.
+        """The plan of this rank. `asked`: positions [U] that results are for, `ASKED` on the device.
         `prefixes`: see `PackedBatch.prefixes`.
         """
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
@@ -180,8 +180,8 @@ class RowPlan:
             split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size(), prefixes=prefixes)
             query, key, positions = split.query_lengths, split.key_lengths, positions[split.positions]
             shard = {name: getattr(split, name) for name in _INDICES} | {"cu_lengths": cu_seqlens}
-            if predicting is not None:
-                local = split.local_index[predicting]
+            if asked is not None:
+                local = split.local_index[asked]
                 shard |= {"which": np.flatnonzero(local >= 0), "owned": local[local >= 0]}
         arrays = {"row/cu_query": _cumulative(query), "row/cu_key": _cumulative(key), "row/positions": positions}
         arrays |= {f"shard/{name}": array for name, array in shard.items()}
@@ -199,7 +199,7 @@ class RowPlan:
             indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}
             responses, lengths = None, tuple(np.diff(self.cu_seqlens).tolist())
             if "shard/which" in tensors:
-                responses = tensors[PREDICTING], tensors["shard/which"], tensors["shard/owned"]
+                responses = tensors[ASKED], tensors["shard/which"], tensors["shard/owned"]
             shard = ContextShard(self.group, **indices, lengths=lengths, responses=responses)
         return PackedSequences(
             qkv_format="thd",

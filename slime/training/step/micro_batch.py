@@ -36,7 +36,7 @@ from slime.data.shared_prefixes import Prefixes
 from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
-from slime.training.model.context import PREDICTING, RowPlan
+from slime.training.model.context import ASKED, RowPlan
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Put, put_each
 
@@ -147,11 +147,15 @@ class MicroBatch:
     """[T] int64"""
     packed: PackedSequences
     predicting: Tensor
-    """[U] int64 index in [0, T) whose hidden state predicts a response token; U is R without shared response tokens."""
+    """[R] int64 index in [0, T) whose hidden state predicts each response token."""
     target_tokens: Tensor
-    """[U] int64"""
+    """[R] int64 the response tokens, sample by sample in order."""
+    asked_positions: Tensor
+    """[U] int64 what the model is asked for: where in the row, response tokens that samples share once."""
+    asked_tokens: Tensor
+    """[U] int64 and which token."""
     answers: Tensor | None
-    """[R] int64 which of these each response token is; None: one after the other."""
+    """[R] int64 which of these each response token is; None: U is R, in order."""
     sequences: Sequences
     """Which sample each response token belongs to."""
     mask: Tensor
@@ -198,20 +202,22 @@ def to_device(
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.prefixes is None else prepared.prefixes.of_row(positions)
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
-    predicting, asked, answers = row.questions()
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=predicting, prefixes=row.prefixes)
+    asked_positions, asked_tokens, answers = row.questions()
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=asked_positions, prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
-        PREDICTING: predicting,
-        "target_tokens": asked,
+        ASKED: asked_positions,
+        "asked_tokens": asked_tokens,
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
         **plan.arrays,
         **({} if answers is None else {"answers": answers}),
     }
     tensors = (put or put_each(device))(arrays)
+    asked, found = (tensors[ASKED], tensors["asked_tokens"]), tensors.get("answers")
+    predicting, target_tokens = asked if found is None else (x.index_select(0, found) for x in asked)
     packed = plan.packed(tensors)
     if prepared.routing is not None:
         packed.routing = prepared.routing.row(positions, row, packed.shard, device)
@@ -222,9 +228,11 @@ def to_device(
         tokens=tensors["tokens"],
         position_ids=tensors["position_ids"],
         packed=packed,
-        predicting=tensors[PREDICTING],
-        target_tokens=tensors["target_tokens"],
-        answers=tensors.get("answers"),
+        predicting=predicting,
+        target_tokens=target_tokens,
+        asked_positions=tensors[ASKED],
+        asked_tokens=tensors["asked_tokens"],
+        answers=found,
         sequences=Sequences(tensors["sequences"], len(samples)),
         mask=tensors["mask"],
         weights=tensors["weights"],

@@ -57,8 +57,8 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     wanted, targets = torch.tensor(positions), p["targets"][: len(positions)]
     which, own = (torch.arange(len(positions)), wanted) if cut is None else cut.owned(wanted)
     if cut is not None:
-        plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS), predicting=np.array(positions))
-        tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()} | {"predicting": wanted}
+        plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS), asked=np.array(positions))
+        tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()} | {ASKED: wanted}
         counted = plan.packed(tensors).shard
         assert counted is not None and counted.owned(wanted)[0] is tensors["shard/which"]
         assert all(map(torch.equal, counted.owned(wanted), (which, own))), "counted on the host, the same"
