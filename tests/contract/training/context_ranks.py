@@ -39,7 +39,7 @@ def problem() -> dict[str, torch.Tensor]:
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
     from slime.models.common.attention import PackedAttention
-    from slime.training.model.context import RowPlan, packed_sequences
+    from slime.training.model.context import ASKED, RowPlan, packed_sequences
     from slime.training.model.log_probs import VocabShard, token_log_probs
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
