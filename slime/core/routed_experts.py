@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -134,6 +136,13 @@ class RoutedExperts:
             return cls(flat.reshape(data["shape"]), int(data["start"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"got damaged routed experts: {type(error).__name__}: {error}") from error
+
+
+def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
+    """[rows] eight bytes for each row, by which rows of one type are told apart: a microsecond a row."""
+    data, size = ids.tobytes(), math.prod(ids.shape[1:]) * ids.itemsize
+    parts = [hashlib.blake2b(data[i : i + size], digest_size=8).digest() for i in range(0, len(data), max(size, 1))]
+    return np.frombuffer(b"".join(parts), np.uint64)
 
 
 def join(known: RoutedExperts | None, more: RoutedExperts | None, num_tokens: int) -> RoutedExperts | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import pack
 from slime.data.schedule import Schedule, build_schedule
-from slime.data.shared_prefixes import Prefixes
+from slime.data.shared_prefixes import Prefixes, Shared
 from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
@@ -60,16 +60,16 @@ class PreparedBatch:
     """None until `with_advantages`."""
     routing: BatchRouting | None = None
     """Where routers get their choice from in the passes over it; None: from themselves."""
-    prefixes: Prefixes | None = None
-    """Which samples begin alike; None: every sample is computed whole."""
+    shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
+    """Positions of a micro-batch -> what each of its samples has from one before it; None: every sample is computed
+    whole."""
 
     @property
     def shared_fraction(self) -> float:
         """The part of the batch's tokens that is not computed, because another sample of its row has it."""
-        if self.prefixes is None:
+        if self.shared is None:
             return 0.0
-        rows = [row for step in self.schedule.steps for rank in step.micro_batches for row in rank]
-        shared = sum(one.num_tokens for row in rows for one in self.prefixes.of_row(row))
+        shared = sum(one.num_tokens for row in self.shared.values() for one in row)
         return shared / sum(s.num_tokens for s in self.batch.samples)
 
 
@@ -116,7 +116,9 @@ def prepare(
         own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
-    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units), prefixes=prefixes)
+    rows = [row for step in schedule.steps for rank in step.micro_batches for row in rank]
+    shared = None if prefixes is None else {row: prefixes.of_row(row) for row in rows}
+    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units), shared=shared)
 
 
 def with_advantages(
@@ -200,7 +202,7 @@ def to_device(
     `put` takes all arrays to the device at once (`slime.training.step.staging`); without it each goes by itself.
     """
     samples = [prepared.batch.samples[p] for p in positions]
-    shared = None if prepared.prefixes is None else prepared.prefixes.of_row(positions)
+    shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
     asked_positions, asked_tokens, answers = row.questions()
     plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=asked_positions, prefixes=row.prefixes)

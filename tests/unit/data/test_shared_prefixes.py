@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.batch import TrainSample
+from slime.core.routed_experts import digests_of
 from slime.data.context_split import split_context
 from slime.data.packing import PackedBatch, pack
 from slime.data.schedule import build_schedule
@@ -135,6 +137,46 @@ def test_tokens_that_other_experts_compute_are_not_shared() -> None:
     replayed, free = (Prefixes.of([a, b, c, d], replays=replays) for replays in (True, False))
     assert [one.num_tokens for one in free.of_row(range(4))] == [0, 39, 39, 39]
     assert [one.num_tokens for one in replayed.of_row(range(4))] == [0, 25, 39, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class FarRecord:
+    """A record on another host."""
+
+    ids: np.ndarray
+    digests: np.ndarray | None
+    fetched: list[int] = dataclasses.field(default_factory=list)
+    shape, dtype, nbytes = (0, 2, 2), np.dtype(np.uint8), 0
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.fetched.append(1)
+        return self.ids
+
+
+@given(sample_lists(), st.lists(st.integers(0, 20), min_size=6, max_size=6), st.integers(0, 2**32 - 1))
+def test_records_are_compared_where_they_are(samples: list[TrainSample], ends: list[int], seed: int) -> None:
+    """Law: a rank asks for no record to know what is shared; digests say what the records do."""
+    rng = np.random.default_rng(seed)
+    records = [
+        (rng.random((min(s.num_tokens - 1, n), 2, 2)) < 0.1).astype(np.uint8)
+        for s, n in zip(samples, ends, strict=False)
+    ]
+    here, far = (
+        [dataclasses.replace(s, routed_experts=r) for s, r in zip(samples, given_records, strict=True)]
+        for given_records in (records, [FarRecord(r, digests_of(r)) for r in records])
+    )
+    near, there = (dataclasses.replace(Prefixes.of(x, replays=True), least=1) for x in (here, far))
+    row = range(len(samples))
+    assert there.of_row(row) == near.of_row(row)
+    assert not any(s.routed_experts.fetched for s in far if isinstance(s.routed_experts, FarRecord))
+
+
+def test_records_of_samples_without_common_tokens_are_not_read() -> None:
+    far = [FarRecord(np.zeros((39, 2, 2), np.uint8), None) for _ in range(3)]
+    samples = [sample([i, *range(39)], 5, 0) for i in range(2)] + [sample([0, *range(39)], 5, 1)]
+    samples = [dataclasses.replace(s, routed_experts=r) for s, r in zip(samples, far, strict=True)]
+    assert not any(one.num_tokens for one in Prefixes.of(samples, replays=True).of_row(range(3)))
+    assert not any(one.fetched for one in far)
 
 
 @st.composite
