@@ -24,8 +24,8 @@ from slime.core.batch import Elsewhere, TrainSample
 LEAST_SHARED = 16
 """Tokens that are worth it: keys of a row with shared tokens are copied."""
 MOST_READ = 8
-"""How many times its limit of tokens a micro-batch may have as keys, which are copied for each sample that sees them:
-few, because copies take memory, and enough for the computation to be an eighth."""
+"""How many times its limit of tokens a rank may have as keys, which are copied for each sample that sees them: few,
+because copies take memory, and enough for the computation to be an eighth."""
 
 Tokens = npt.NDArray[np.int32]
 Record = npt.NDArray[Any] | Elsewhere

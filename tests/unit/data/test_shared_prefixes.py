@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -213,6 +214,33 @@ def test_a_schedule_with_shared_prefixes(
             assert len(positions) <= cap // 20
         elif len(positions) > 1:
             assert computed <= cap and read <= MOST_READ * cap
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_every_rank_keeps_to_the_limit_of_keys(cp_size: int) -> None:
+    """Law: copies take the memory of each context-parallel rank, so each has the limit for itself."""
+    room, prompt = 17_408, list(range(16_000))
+    samples = [sample([*prompt, *range(1000 * i, 1000 * i + 256)], 256, 0) for i in range(16)]
+    prefixes = Prefixes.of(samples, replays=False)
+    (step,) = build_schedule(
+        [s.num_tokens for s in samples],
+        range(16),
+        dp_size=1,
+        num_steps=1,
+        max_tokens_per_gpu=room,
+        cp_size=cp_size,
+        prefixes=prefixes,
+    ).steps
+    assert any(len(positions) > 1 for positions in step.micro_batches[0]), "some samples share"
+    for positions in step.micro_batches[0]:
+        row = pack([samples[p] for p in positions], pad_each_to=2 * cp_size, shared=prefixes.of_row(positions))
+        keys = [sum(samples[p].num_tokens for p in positions)]
+        if cp_size > 1:
+            cuts = [
+                split_context(row.cu_seqlens, cp_rank=rank, cp_size=cp_size, prefixes=row.prefixes) for rank in (0, 1)
+            ]
+            keys = [len(cut.key_rows) for cut in cuts]
+        assert len(positions) == 1 or max(keys) <= MOST_READ * room
 
 
 def test_a_group_that_fits_is_not_taken_apart() -> None:
