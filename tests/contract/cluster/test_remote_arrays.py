@@ -57,6 +57,7 @@ assert ray.get(rank.train.remote(batch, [2])) == 1
 print("fetched", held_there() // (ROWS * 96))
 assert ray.get(rank.train.remote(batch, [0, 1, 2, 3])) == 4
 print("all", held_there() // (ROWS * 96))
+ray.shutdown()  # before the cluster goes, or the batch that is held here would be missed
 """
 
 
