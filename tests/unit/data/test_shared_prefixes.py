@@ -24,7 +24,7 @@ from tests.support.training import forked_batch
 
 def sample(tokens: list[int], response_length: int, group: int) -> TrainSample:
     return TrainSample(
-        tokens=np.asarray(tokens, np.int64),
+        tokens=np.asarray(tokens, np.int32),
         loss_mask=np.ones(response_length, np.float32),
         rollout_log_probs=None,
         token_versions=np.full(response_length, -1, np.int32),

@@ -107,7 +107,7 @@ def in_the_row(decoder: Decoder, batch: MicroBatch) -> TokenScores:
 def one_by_one(decoder: Decoder, prepared: PreparedBatch, positions: tuple[int, ...]) -> TokenScores:
     log_probs, entropies = [], []
     for s in (prepared.batch.samples[p] for p in positions):
-        tokens = torch.from_numpy(s.tokens)
+        tokens = torch.from_numpy(s.tokens).long()
         hidden = decoder.hidden(tokens, torch.arange(len(tokens)), by_itself)
         log_p = (hidden @ decoder.weights["output"].T).log_softmax(-1)[-s.response_length - 1 : -1]
         log_probs.append(log_p.gather(1, tokens[-s.response_length :, None])[:, 0])
