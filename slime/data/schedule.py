@@ -14,8 +14,9 @@ Invariants
 6. With `balance`, each rank runs its micro-batches from the dearest to the cheapest, and what runs side by side is
    neighbouring in cost: no micro-batch is cheaper than one that any rank runs later.
 
-Samples that share a prefix (`slime.data.shared_prefixes`) are a bundle: it counts shared tokens once, goes into one
-micro-batch, and is split only where there would be nothing to do for a rank.
+Samples that share a prefix (`slime.data.shared_prefixes`) are a bundle: it counts shared tokens once and goes into one
+micro-batch. It is split where micro-batches are too few for a multiple, and where samples are counted, at the end of
+one that is full.
 
 Groups are not kept together otherwise: a step boundary may separate the executions of one prompt. Advantages come from
 the whole batch, so no number but the step's own denominators depends on it, and steps of even size matter more. Groups
@@ -123,7 +124,9 @@ def build_schedule(
     steps = []
     for chosen in _split_into_steps(list(members), global_batch_size, num_steps):
         positions = sorted(p for execution in chosen for p in members[execution])
-        bins = _to_multiple(_first_fit(bundling.of(positions), cap), bundling, dp_size * micro_batch_multiple)
+        bundles = bundling.of(positions)
+        bins = _filled(bundles, bundling) if tokens is None else _first_fit(bundles, cap)
+        bins = _to_multiple(bins, bundling, dp_size * micro_batch_multiple)
         if balance:
             bins = _evened(bins, cap)
         steps.append(StepSchedule(_assign(bins, dp_size, balance), num_executions=len(chosen)))
@@ -214,9 +217,10 @@ class _Bundling:
     def halves(self, bundle: _Bundle) -> list[_Bundle]:
         """Of a bundle of at least two samples."""
         at = _even_split([self.costs_S[p] for p in bundle.positions])
-        return [self._one(bundle.positions[:at]), self._one(bundle.positions[at:])]
+        return [self.one(bundle.positions[:at]), self.one(bundle.positions[at:])]
 
-    def _one(self, positions: Sequence[int]) -> _Bundle:
+    def one(self, positions: Sequence[int]) -> _Bundle:
+        """Of samples that share."""
         bundle = _Bundle()
         for position in positions:
             bundle = self._joined(bundle, position, self._shared(position, bundle))
@@ -265,6 +269,22 @@ def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
         loads[chosen] += bundle.room
         if loads[chosen] + smallest > cap:
             open_bins.remove(chosen)
+    return bins
+
+
+def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
+    """Counted samples, bundle by bundle: as few bins as there can be, so a bundle may go on in the next."""
+    bins: list[_Bin] = []
+    room = 0
+    for bundle in bundles:
+        rest = bundle.positions
+        while rest:
+            if not room:
+                bins.append([])
+                room = bundling.cap
+            part, rest = rest[:room], rest[room:]
+            bins[-1].append(bundle if part == bundle.positions else bundling.one(part))
+            room -= len(part)
     return bins
 
 

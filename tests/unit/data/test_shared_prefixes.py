@@ -260,6 +260,18 @@ def test_a_group_that_fits_is_not_taken_apart() -> None:
     assert all(rank[0] for rank in step.micro_batches), "no rank is idle while another has a whole group"
 
 
+def test_counted_samples_make_no_more_micro_batches_for_being_shared() -> None:
+    """Law: where samples are counted a group goes on in the next micro-batch; those that meet in one share."""
+    samples = [sample([*range(40), i], 1, i // 5) for i in range(80)]
+    prefixes = Prefixes.of(samples, replays=False)
+    how = {"dp_size": 1, "num_steps": 1, "micro_batch_size": 8}
+    (step,) = build_schedule([41] * 80, range(80), prefixes=prefixes, **how).steps
+    assert [len(positions) for positions in step.micro_batches[0]] == [8] * 10
+    for positions in step.micro_batches[0]:
+        groups = {samples[p].group_index for p in positions}
+        assert sum(one.num_tokens > 0 for one in prefixes.of_row(positions)) == len(positions) - len(groups)
+
+
 @given(forked_lengths(), st.integers(1, 3), st.integers(20, 120), st.booleans())
 def test_nothing_changes_where_nothing_is_shared(
     samples: list[TrainSample], dp_size: int, cap: int, balance: bool
