@@ -44,7 +44,7 @@ def samples(
     common = rng.integers(0, vocab_size, prompt)
     return [
         {
-            "tokens": np.concatenate([common, rng.integers(0, vocab_size, own)]).astype(np.int64),
+            "tokens": np.concatenate([common, rng.integers(0, vocab_size, own)]).astype(np.int32),
             "loss_mask": np.ones(own, np.float32),
             "rollout_log_probs": rng.normal(-np.log(vocab_size), 0.1, own).astype(np.float32),
             "token_versions": np.full(own, version, np.int32),

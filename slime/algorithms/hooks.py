@@ -41,7 +41,7 @@ class RolloutView:
         """A copy, which a function may change."""
         samples = self.batch.samples
         return {
-            "tokens": _tensors([s.tokens for s in samples]),
+            "tokens": _tensors([s.tokens.astype(np.int64) for s in samples]),
             "total_lengths": [s.num_tokens for s in samples],
             "response_lengths": [s.response_length for s in samples],
             "rewards": [s.reward for s in samples],

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import ray
 
 from slime.core.batch import TrainBatch, TrainSample
+from slime.core.routed_experts import digests_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,13 @@ class RemoteArray:
     ref: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    digests: npt.NDArray[np.uint64] | None = None
+    """See `Elsewhere`; it comes with this."""
 
     @classmethod
-    def of(cls, array: npt.NDArray[Any]) -> RemoteArray:
-        """Puts it into the store."""
-        return cls(ray.put(array), array.shape, array.dtype)
+    def of(cls, array: npt.NDArray[Any], *, compared: bool = False) -> RemoteArray:
+        """Puts it into the store. `compared`: with digests."""
+        return cls(ray.put(array), array.shape, array.dtype, digests_of(array) if compared else None)
 
     @property
     def nbytes(self) -> int:
@@ -42,12 +45,14 @@ class RemoteArray:
         return found.copy() if copy else found
 
 
-def set_apart(batch: TrainBatch) -> TrainBatch:
-    """The same batch with its routed experts in the store."""
-    return dataclasses.replace(batch, samples=tuple(map(_apart, batch.samples)))
+def set_apart(batch: TrainBatch, *, compared: bool = False) -> TrainBatch:
+    """The same batch with its routed experts in the store. `compared`: every rank asks which tokens of samples have the
+    same experts (`slime.data.shared_prefixes`), and finds it without fetching them.
+    """
+    return dataclasses.replace(batch, samples=tuple(_apart(s, compared) for s in batch.samples))
 
 
-def _apart(sample: TrainSample) -> TrainSample:
+def _apart(sample: TrainSample, compared: bool) -> TrainSample:
     if not isinstance(sample.routed_experts, np.ndarray):
         return sample
-    return dataclasses.replace(sample, routed_experts=RemoteArray.of(sample.routed_experts))
+    return dataclasses.replace(sample, routed_experts=RemoteArray.of(sample.routed_experts, compared=compared))

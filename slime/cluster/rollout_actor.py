@@ -95,6 +95,7 @@ class RolloutActor:
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
         self._limit_s = args.execution_timeout_s
+        self._compares_experts = args.use_prefix_sharing and args.use_rollout_routing_replay
         self._spans = start_recording("rollout", Path(log_dir).parent / "traces")
         self._routers: Routers | None = None
         self._has_settled = False
@@ -169,7 +170,7 @@ class RolloutActor:
             theirs = await self._workers.longest_stall_s() if self._workers is not None else 0.0
             metrics = {**metrics, "perf/loop_stall_time": max(theirs, self._watchdog.take_longest_s())}
         news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
-        return await beside(set_apart, batch), news
+        return await beside(set_apart, batch, compared=self._compares_experts), news
 
     async def evaluate(self, rollout_id: int) -> StepNews:
         await self._settle_once()
@@ -180,7 +181,7 @@ class RolloutActor:
         return await self._manager.held_out()
 
     async def probe(self) -> TrainBatch:
-        return set_apart(await self._manager.probe())
+        return set_apart(await self._manager.probe(), compared=self._compares_experts)
 
     async def pause(self, hand_back: bool = True) -> None:
         """Ends requests before a weight sync; no other is sent until `resume`. `hand_back`: a save follows."""

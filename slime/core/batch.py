@@ -29,6 +29,10 @@ class Elsewhere(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def digests(self) -> npt.NDArray[np.uint64] | None:
+        """[rows] `slime.core.routed_experts.digests_of` it, for who compares arrays without fetching them."""
+
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
 
 

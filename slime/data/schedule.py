@@ -14,8 +14,9 @@ Invariants
 6. With `balance`, each rank runs its micro-batches from the dearest to the cheapest, and what runs side by side is
    neighbouring in cost: no micro-batch is cheaper than one that any rank runs later.
 
-Samples that share a prefix (`slime.data.shared_prefixes`) are a bundle: it counts shared tokens once, goes into one
-micro-batch, and is split only where there would be nothing to do for a rank.
+Samples that share a prefix (`slime.data.shared_prefixes`) are a bundle: it counts shared tokens once and goes into one
+micro-batch. It is split where micro-batches are too few for a multiple, and where samples are counted, at the end of
+one that is full.
 
 Groups are not kept together otherwise: a step boundary may separate the executions of one prompt. Advantages come from
 the whole batch, so no number but the step's own denominators depends on it, and steps of even size matter more. Groups
@@ -77,6 +78,7 @@ def build_schedule(
     num_steps: int | None = None,
     micro_batch_size: int | None = None,
     max_tokens_per_gpu: int | None = None,
+    cp_size: int = 1,
     micro_batch_multiple: int = 1,
     balance: bool = False,
     cost_S: Sequence[float] | None = None,
@@ -89,8 +91,8 @@ def build_schedule(
 
     Exactly one size of a step: `global_batch_size` executions, or any number of executions in `num_steps` steps of
     nearly equal size (fewer steps if there are fewer executions). Exactly one way to fill micro-batches:
-    `micro_batch_size` samples (default 1) or `max_tokens_per_gpu` tokens (dynamic; the caller multiplies by the
-    context-parallel size). `micro_batch_multiple`: what an interleaved pipeline needs, its number of stages.
+    `micro_batch_size` samples (default 1) or `max_tokens_per_gpu` tokens on each of `cp_size` context-parallel ranks
+    (dynamic). `micro_batch_multiple`: what an interleaved pipeline needs, its number of stages.
 
     `balance` evens out the micro-batches (longest processing time first; Graham 1969) and the ranks (Karmarkar-Karp
     with equal counts; Michiels et al. 2003, "balanced largest differencing") by `cost_S`, the cost of each sample in
@@ -108,20 +110,23 @@ def build_schedule(
         "num_steps": num_steps,
         "micro_batch_size": micro_batch_size,
         "max_tokens_per_gpu": max_tokens_per_gpu,
+        "cp_size": cp_size,
         "micro_batch_multiple": micro_batch_multiple,
     }
     costs = [float(c) for c in (num_tokens_S if cost_S is None else cost_S)]
     _check(num_tokens_S, execution_S, costs, sizes)
-    cap = max_tokens_per_gpu or micro_batch_size or 1
+    cap = micro_batch_size or 1 if max_tokens_per_gpu is None else max_tokens_per_gpu * cp_size
     tokens = None if max_tokens_per_gpu is None else [int(n) for n in num_tokens_S]
-    bundling = _Bundling(cap, tokens, costs, prefixes, prefix_cost)
+    bundling = _Bundling(cap, cp_size, tokens, costs, prefixes, prefix_cost)
     members: dict[int, list[int]] = {}
     for position, execution in enumerate(execution_S):
         members.setdefault(int(execution), []).append(position)
     steps = []
     for chosen in _split_into_steps(list(members), global_batch_size, num_steps):
         positions = sorted(p for execution in chosen for p in members[execution])
-        bins = _to_multiple(_first_fit(bundling.of(positions), cap), bundling, dp_size * micro_batch_multiple)
+        bundles = bundling.of(positions)
+        bins = _filled(bundles, bundling) if tokens is None else _first_fit(bundles, cap)
+        bins = _to_multiple(bins, bundling, dp_size * micro_batch_multiple)
         if balance:
             bins = _evened(bins, cap)
         steps.append(StepSchedule(_assign(bins, dp_size, balance), num_executions=len(chosen)))
@@ -177,7 +182,7 @@ class _Bundle:
     tokens: int = 0
     """What they share counts once."""
     read: int = 0
-    """Tokens of all samples, each whole."""
+    """Keys of all samples on each rank."""
     cost: float = 0.0
     room: int = 0
     """What it takes of a micro-batch."""
@@ -188,6 +193,7 @@ class _Bundling:
     """Makes bundles that fit into a micro-batch of `cap` tokens, or samples where `tokens_S` is None."""
 
     cap: int
+    cp_size: int
     tokens_S: Sequence[int] | None
     costs_S: Sequence[float]
     prefixes: Prefixes | None
@@ -211,9 +217,10 @@ class _Bundling:
     def halves(self, bundle: _Bundle) -> list[_Bundle]:
         """Of a bundle of at least two samples."""
         at = _even_split([self.costs_S[p] for p in bundle.positions])
-        return [self._one(bundle.positions[:at]), self._one(bundle.positions[at:])]
+        return [self.one(bundle.positions[:at]), self.one(bundle.positions[at:])]
 
-    def _one(self, positions: Sequence[int]) -> _Bundle:
+    def one(self, positions: Sequence[int]) -> _Bundle:
+        """Of samples that share."""
         bundle = _Bundle()
         for position in positions:
             bundle = self._joined(bundle, position, self._shared(position, bundle))
@@ -228,9 +235,18 @@ class _Bundling:
         cost = bundle.cost + self.costs_S[position] - (self.prefix_cost(shared) if shared else 0.0)
         if self.tokens_S is None:
             return _Bundle(positions, cost=cost, room=len(positions))
-        tokens, read = bundle.tokens + self.tokens_S[position] - shared, bundle.read + self.tokens_S[position]
-        room = max(tokens, math.ceil(read / MOST_READ)) if len(positions) > 1 else min(tokens, self.cap)
+        own = self.tokens_S[position] - shared
+        tokens, read = bundle.tokens + own, bundle.read + self._keys(own, shared)
+        # The limit of keys is that of a rank, `cap` that of all: a part of one is worth that part of the other.
+        most = math.ceil(read * self.cp_size / MOST_READ)
+        room = max(tokens, most) if len(positions) > 1 else min(tokens, self.cap)
         return _Bundle(positions, tokens, read, cost, room)
+
+    def _keys(self, own: int, shared: int) -> int:
+        """What a rank has for a sample with `own` tokens behind `shared` ones: each chunk sees all before its end. A
+        context-parallel rank has two chunks, the first and the last, the second and the last but one, and so on.
+        """
+        return shared + own if self.cp_size == 1 else 2 * shared + own + math.ceil(own / (2 * self.cp_size))
 
 
 _Bin = list[_Bundle]
@@ -253,6 +269,22 @@ def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
         loads[chosen] += bundle.room
         if loads[chosen] + smallest > cap:
             open_bins.remove(chosen)
+    return bins
+
+
+def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
+    """Counted samples, bundle by bundle: as few bins as there can be, so a bundle may go on in the next."""
+    bins: list[_Bin] = []
+    room = 0
+    for bundle in bundles:
+        rest = bundle.positions
+        while rest:
+            if not room:
+                bins.append([])
+                room = bundling.cap
+            part, rest = rest[:room], rest[room:]
+            bins[-1].append(bundle if part == bundle.positions else bundling.one(part))
+            room -= len(part)
     return bins
 
 

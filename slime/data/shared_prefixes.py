@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slime.core.batch import TrainSample
+from slime.core.batch import Elsewhere, TrainSample
 
 LEAST_SHARED = 16
 """Tokens that are worth it: keys of a row with shared tokens are copied."""
 MOST_READ = 8
-"""How many times its limit of tokens a micro-batch may have as keys, which are copied for each sample that sees them:
-few, because copies take memory, and enough for the computation to be an eighth."""
+"""How many times its limit of tokens a rank may have as keys, which are copied for each sample that sees them: few,
+because copies take memory, and enough for the computation to be an eighth."""
 
-Columns = tuple[npt.NDArray[Any], ...]
-"""What a forward pass reads of each token of a sample, an entry a token: ids [T] first, then what else there is. Beyond
-its end a column has nothing to say of a token."""
+Tokens = npt.NDArray[np.int32]
+Record = npt.NDArray[Any] | Elsewhere
+"""[at most T - 1, ...] the experts that a sample's tokens go to; behind its end nothing is said of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,42 +49,61 @@ NOTHING = Shared(-1, 0)
 class Prefixes:
     """Which samples of a batch begin alike."""
 
-    columns_S: Sequence[Columns]
+    tokens_S: Sequence[Tokens]
     group_S: Sequence[int]
+    record_S: Sequence[Record] | None = None
+    """None: a token's experts follow from the tokens before it."""
     least: int = LEAST_SHARED
     """Fewer common tokens are not shared."""
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], *, replays: bool) -> Prefixes:
         """`replays`: the engine's record says which experts a token goes to (`--use-rollout-routing-replay`)."""
-        return cls([_columns(s, replays=replays) for s in samples], [s.group_index for s in samples])
+        records = [_NO_RECORD if s.routed_experts is None else s.routed_experts for s in samples]
+        return cls([s.tokens for s in samples], [s.group_index for s in samples], records if replays else None)
 
     def longest(self, position: int, others: Sequence[int]) -> Shared:
         """The longest prefix that the sample at `position` shares with one of `others`; the first of equals.
 
         `Shared.source` is a place in `others`.
         """
-        own, best = self.columns_S[position], NOTHING
+        own, best = self.tokens_S[position], NOTHING
         for place, other in enumerate(others):
-            columns = self.columns_S[other]
-            if self.group_S[other] != self.group_S[position] or not _may_exceed(best.num_tokens, own[0], columns[0]):
+            tokens = self.tokens_S[other]
+            if self.group_S[other] != self.group_S[position] or not _may_exceed(best.num_tokens, own, tokens):
                 continue
-            common = min(_common(a, b) for a, b in zip(own, columns, strict=True))
-            if common > best.num_tokens:
+            size = min(len(own), len(tokens))
+            common = min(_common(own[:size], tokens[:size]), len(own) - 1)
+            if common >= max(best.num_tokens + 1, self.least):
+                common = self._alike(position, other, common)
+            if common >= max(best.num_tokens + 1, self.least):
                 best = Shared(place, common)
-        num_tokens = min(best.num_tokens, len(own[0]) - 1)
-        return Shared(best.source, num_tokens) if num_tokens >= max(self.least, 1) else NOTHING
+        return best
+
+    def _alike(self, position: int, other: int, common: int) -> int:
+        """Of `common` equal tokens those whose experts are the same, too."""
+        if self.record_S is None:
+            return common
+        a, b = (_comparable(self.record_S[p])[:common] for p in (position, other))
+        size = min(len(a), len(b))
+        alike = _common(a[:size], b[:size])
+        return common if alike == len(a) == len(b) else alike
 
     def of_row(self, positions: Sequence[int]) -> tuple[Shared, ...]:
         """What each of a row's samples has from one before it."""
         return tuple(self.longest(position, positions[:place]) for place, position in enumerate(positions))
 
 
-def _columns(sample: TrainSample, *, replays: bool) -> Columns:
-    if not replays:
-        return (sample.tokens,)
-    ids = sample.routed_experts
-    return sample.tokens, np.zeros((0, 1, 1), np.uint8) if ids is None else np.asarray(ids)
+_NO_RECORD = np.zeros(0, np.uint64)
+
+
+def _comparable(record: Record) -> npt.NDArray[Any]:
+    """[rows, ...] by which rows are told apart: of a record that is elsewhere its digests, so that nobody fetches it
+    whose sample it is not.
+    """
+    if isinstance(record, np.ndarray):
+        return record
+    return np.asarray(record) if record.digests is None else record.digests
 
 
 def _may_exceed(known: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
@@ -93,9 +112,8 @@ def _may_exceed(known: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """How many entries from the first on say the same of a token."""
-    size = min(len(a), len(b))
-    differs = (a[:size] != b[:size]).any(axis=tuple(range(1, a.ndim)))
-    if differs.any():
-        return int(differs.argmax())
-    return size if len(a) != len(b) else np.iinfo(np.int64).max
+    """How many entries of two arrays of one length are equal, from the first on."""
+    if not len(a):
+        return 0
+    differs = (a != b).any(axis=tuple(range(1, a.ndim)))
+    return int(differs.argmax()) if differs.any() else len(a)

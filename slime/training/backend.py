@@ -149,7 +149,7 @@ class MegatronBackend:
         first = self._prepare(batch)
         prepared = self._with_advantages(first)
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
-        if prepared.prefixes is not None:
+        if prepared.shared is not None:
             metrics["train/shared_tokens"] = prepared.shared_fraction
         # The policy goes first: what its checks refuse leaves the critic alone, too.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:

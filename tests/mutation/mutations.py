@@ -276,8 +276,8 @@ TRAINING: dict[str, Mutation] = {
     "log-probs of the token after": Mutation(
         "training",
         "training/step/micro_batch.py",
-        "PREDICTING: predicting",
-        "PREDICTING: np.minimum(predicting + 1, len(row.tokens) - 1)",
+        "ASKED: asked_positions",
+        "ASKED: np.minimum(asked_positions + 1, len(row.tokens) - 1)",
     ),
     "ratio to the engine's log-probs": Mutation(
         "training",

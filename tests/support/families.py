@@ -177,7 +177,7 @@ def _log_probs(model: Any, batch: TrainBatch) -> Iterator[Any]:
     import torch
 
     for sample in batch.samples:
-        tokens = torch.from_numpy(sample.tokens)
+        tokens = torch.from_numpy(sample.tokens).long()
         log_probs = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
         first = sample.num_tokens - sample.response_length
         yield log_probs[first - 1 : -1].gather(1, tokens[first:, None]).squeeze(1)

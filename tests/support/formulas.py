@@ -21,6 +21,7 @@ from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.data.context_split import split_context
+from slime.ops.repeats import Repeats
 from slime.training.model.context import ContextShard
 from slime.training.model.log_probs import TokenScores, VocabShard, token_log_probs, token_values
 from slime.training.step.loss import ValueObjective, objective_of
@@ -147,15 +148,23 @@ class _SumOverVocabShards(torch.autograd.Function):
         return grad, None
 
 
+def _copies(rows: np.ndarray) -> Repeats:
+    """Of a row's keys, which the toy does not read."""
+    return Repeats.of({name: torch.from_numpy(x) for name, x in Repeats.arrays(rows, int(rows.max()) + 1).items()})
+
+
 def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy, or values, of all response tokens on every rank."""
     cu_seqlens = batch.packed.cu_seqlens_q
     cut = split_context(cu_seqlens.numpy(), cp_rank=layout.cp_rank, cp_size=layout.cp_size)
-    positions, *others = map(torch.from_numpy, (cut.positions, cut.local_index, cut.key_rows, cut.order, cut.place))
+    names = ("positions", "local_index", "order", "place")
+    indices = {name: torch.from_numpy(getattr(cut, name)) for name in names}
     lengths = tuple(cu_seqlens.diff().tolist())
-    row_cut = ContextShard(layout.cp_group, positions, *others, cu_lengths=cu_seqlens, lengths=lengths)
+    row_cut = ContextShard(
+        layout.cp_group, **indices, keys=_copies(cut.key_rows), cu_lengths=cu_seqlens, lengths=lengths
+    )
     which, local = row_cut.owned(batch.predicting)
-    states = toy.hidden(batch).index_select(0, positions).index_select(0, local)
+    states = toy.hidden(batch).index_select(0, row_cut.positions).index_select(0, local)
     size = batch.predicting.size(0)
     if what == "values":
         return row_cut.whole(token_values(states, toy.head), which, size), None

@@ -74,7 +74,7 @@ def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, voc
         mask[0] = 1.0
         samples.append(
             TrainSample(
-                tokens=rng.integers(3, vocab_size, prompt + response).astype(np.int64),
+                tokens=rng.integers(3, vocab_size, prompt + response).astype(np.int32),
                 loss_mask=mask,
                 rollout_log_probs=(rng.normal(-4.8, 0.1, response)).astype(np.float32),
                 token_versions=np.where(mask > 0, 1, -1).astype(np.int32),
@@ -105,7 +105,7 @@ def forked_batch(num_groups: int = 3, *, seed: int = 0, vocab_size: int = 128) -
             mask[-1] = 1.0
             samples.append(
                 TrainSample(
-                    tokens=np.concatenate([prompt, response]).astype(np.int64),
+                    tokens=np.concatenate([prompt, response]).astype(np.int32),
                     loss_mask=mask,
                     rollout_log_probs=(rng.normal(-4.8, 0.1, len(response))).astype(np.float32),
                     token_versions=np.where(mask > 0, 1, -1).astype(np.int32),

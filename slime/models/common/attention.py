@@ -98,6 +98,9 @@ class PackedSequences(PackedSeqParams):
     repeats: Repeats | None = None
     """The keys that each sequence sees, end to end, where samples share prefixes; `shard` has them under context
     parallelism."""
+    asked: Repeats | None = None
+    """Which of this rank's hidden states answer the questions of the micro-batch, where samples share prefixes: behind
+    a shared one several tokens may follow."""
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """By number of the layer that chose for the layers behind it: see `sparse_indexer`."""
     routing: Choices | None = None

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from slime.data.context_split import split_context
 from slime.models.common.attention import PackedSequences
-from slime.ops.repeats import Repeats
+from slime.ops.repeats import Repeats, repeat_rows
 
-PREDICTING = "predicting"
+ASKED = "asked_positions"
 """Among the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
-_INDICES = ("positions", "local_index", "key_rows", "order", "place")
+_INDICES = ("positions", "local_index", "order", "place")
 """What goes to the device of `slime.data.context_split.ContextSplit`."""
 
 
@@ -48,8 +48,8 @@ class ContextShard:
     """[T / cp] int64 row positions of the tokens held here."""
     local_index: Tensor
     """[T] int64, -1 for tokens held elsewhere."""
-    key_rows: Tensor
-    """[K] int64 rows of the gathered keys, chunk by chunk."""
+    keys: Repeats
+    """[K] rows of the gathered keys, chunk by chunk."""
     order: Tensor
     """[T] int64 row positions of all ranks' tokens, rank by rank."""
     place: Tensor
@@ -69,7 +69,7 @@ class ContextShard:
         """
         both = torch.cat([key, value], dim=-1)
         gathered = gather_from_sequence_parallel_region(both.contiguous(), group=self.group)
-        seen = gathered.index_select(0, self.key_rows)
+        seen = repeat_rows(gathered, self.keys)
         keys, values = seen.split([key.size(-1), value.size(-1)], dim=-1)
         return keys, values
 
@@ -164,10 +164,10 @@ class RowPlan:
         cu_seqlens: npt.NDArray[np.int32],
         *,
         max_seqlen: int,
-        predicting: npt.NDArray[np.int64] | None = None,
+        asked: npt.NDArray[np.int64] | None = None,
         prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> RowPlan:
-        """The plan of this rank. `predicting`: positions [R] that results are for, `PREDICTING` on the device.
+        """The plan of this rank. `asked`: positions [U] that results are for, `ASKED` on the device.
         `prefixes`: see `PackedBatch.prefixes`.
         """
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
@@ -180,11 +180,17 @@ class RowPlan:
             split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size(), prefixes=prefixes)
             query, key, positions = split.query_lengths, split.key_lengths, positions[split.positions]
             shard = {name: getattr(split, name) for name in _INDICES} | {"cu_lengths": cu_seqlens}
-            if predicting is not None:
-                local = split.local_index[predicting]
+            keys = Repeats.arrays(split.key_rows, int(cu_seqlens[-1]))
+            shard |= {f"keys/{name}": array for name, array in keys.items()}
+            if asked is not None:
+                local = split.local_index[asked]
                 shard |= {"which": np.flatnonzero(local >= 0), "owned": local[local >= 0]}
         arrays = {"row/cu_query": _cumulative(query), "row/cu_key": _cumulative(key), "row/positions": positions}
         arrays |= {f"shard/{name}": array for name, array in shard.items()}
+        if prefixes is not None and asked is not None:
+            rows = asked if group is None else shard["owned"]
+            questions = Repeats.arrays(rows, len(positions))
+            arrays |= {f"asked/{name}": array for name, array in questions.items()}
         if prefixes is not None and group is None:
             own = np.split(np.arange(int(cu_seqlens[-1])), starts[1:])
             seen = [part for both in zip(prefixes, own, strict=True) for part in both]
@@ -199,8 +205,9 @@ class RowPlan:
             indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}
             responses, lengths = None, tuple(np.diff(self.cu_seqlens).tolist())
             if "shard/which" in tensors:
-                responses = tensors[PREDICTING], tensors["shard/which"], tensors["shard/owned"]
-            shard = ContextShard(self.group, **indices, lengths=lengths, responses=responses)
+                responses = tensors[ASKED], tensors["shard/which"], tensors["shard/owned"]
+            keys = Repeats.of(tensors, "shard/keys/")
+            shard = ContextShard(self.group, **indices, keys=keys, lengths=lengths, responses=responses)
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -214,6 +221,7 @@ class RowPlan:
             positions=tensors["row/positions"],
             shard=shard,
             repeats=Repeats.of(tensors, "repeats/") if "repeats/rows" in self.arrays else None,
+            asked=Repeats.of(tensors, "asked/") if "asked/rows" in self.arrays else None,
         )
 
 

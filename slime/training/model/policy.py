@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slime.models.common.attention import PackedSequences
 from slime.models.common.rotary import Rotary
+from slime.ops.repeats import repeat_rows
 from slime.training.model.log_probs import ScoreOptions, TokenScores, VocabShard, score_tokens, token_values
 
 
@@ -114,7 +115,7 @@ class PolicyModel(GPTModel):
         shard, size = packed.shard, positions.size(0)
         if shard is None:
             return score_tokens(
-                hidden.index_select(0, positions),
+                _picked(hidden, packed, positions),
                 self.output_weight(),
                 target_tokens,
                 self.shard,
@@ -123,7 +124,7 @@ class PolicyModel(GPTModel):
             )
         which, positions = shard.owned(positions)
         scores = score_tokens(
-            hidden.index_select(0, positions),
+            _picked(hidden, packed, positions),
             self.output_weight(),
             target_tokens.index_select(0, which),
             self.shard,
@@ -174,9 +175,17 @@ class ValueModel(PolicyModel):
             which, positions = shard.owned(positions)
         # Every tensor-parallel rank computes the whole value, and the gradients of all of them are summed.
         hidden = _Share.apply(hidden, self.config.tensor_model_parallel_size)
-        values = token_values(hidden.index_select(0, positions), self.value_head.weight, self.value_head.bias)
+        values = token_values(_picked(hidden, packed, positions), self.value_head.weight, self.value_head.bias)
         values = values if shard is None else shard.whole(values, which, size)
         return values if answers is None else values.index_select(0, answers)
+
+
+def _picked(hidden: Tensor, packed: PackedSequences, positions: Tensor) -> Tensor:
+    """hidden [T, H] of this rank -> [U, H] at `positions` [U], the micro-batch's own where samples share."""
+    if packed.asked is None:
+        return hidden.index_select(0, positions)
+    assert packed.asked.rows.numel() == positions.numel(), "a row with shared tokens answers its own questions"
+    return repeat_rows(hidden, packed.asked)
 
 
 class _Share(torch.autograd.Function):

@@ -105,8 +105,8 @@ class LogProbs:
             batch.tokens,
             batch.position_ids,
             batch.packed,
-            batch.predicting,
-            batch.target_tokens,
+            batch.asked_positions,
+            batch.asked_tokens,
             batch.answers,
             temperature=float(args.rollout_temperature) if samples else 1.0,
             with_entropy=with_entropy,
@@ -228,7 +228,7 @@ class ValueObjective:
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
         """See `Evaluation`."""
-        return chunk(batch.tokens, batch.position_ids, batch.packed, batch.predicting, batch.answers)
+        return chunk(batch.tokens, batch.position_ids, batch.packed, batch.asked_positions, batch.answers)
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
         """See `Evaluation`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +32,11 @@ from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import pack
 from slime.data.schedule import Schedule, build_schedule
-from slime.data.shared_prefixes import Prefixes
+from slime.data.shared_prefixes import Prefixes, Shared
 from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
-from slime.training.model.context import PREDICTING, RowPlan
+from slime.training.model.context import ASKED, RowPlan
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Put, put_each
 
@@ -60,16 +60,16 @@ class PreparedBatch:
     """None until `with_advantages`."""
     routing: BatchRouting | None = None
     """Where routers get their choice from in the passes over it; None: from themselves."""
-    prefixes: Prefixes | None = None
-    """Which samples begin alike; None: every sample is computed whole."""
+    shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
+    """Positions of a micro-batch -> what each of its samples has from one before it; None: every sample is computed
+    whole."""
 
     @property
     def shared_fraction(self) -> float:
         """The part of the batch's tokens that is not computed, because another sample of its row has it."""
-        if self.prefixes is None:
+        if self.shared is None:
             return 0.0
-        rows = [row for step in self.schedule.steps for rank in step.micro_batches for row in rank]
-        shared = sum(one.num_tokens for row in rows for one in self.prefixes.of_row(row))
+        shared = sum(one.num_tokens for row in self.shared.values() for one in row)
         return shared / sum(s.num_tokens for s in self.batch.samples)
 
 
@@ -102,7 +102,8 @@ def prepare(
         global_batch_size=None if num_steps is not None else args.global_batch_size,
         num_steps=num_steps,
         micro_batch_size=args.micro_batch_size if room is None else None,
-        max_tokens_per_gpu=None if room is None else room * cp_size,
+        max_tokens_per_gpu=room,
+        cp_size=cp_size,
         balance=args.balance_data,
         cost_S=None if flops is None else [flops.forward(s.num_tokens, num_logits=s.response_length) for s in samples],
         micro_batch_multiple=micro_batch_multiple,
@@ -116,7 +117,9 @@ def prepare(
         own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
-    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units), prefixes=prefixes)
+    rows = [row for step in schedule.steps for rank in step.micro_batches for row in rank]
+    shared = None if prefixes is None else {row: prefixes.of_row(row) for row in rows}
+    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units), shared=shared)
 
 
 def with_advantages(
@@ -147,11 +150,15 @@ class MicroBatch:
     """[T] int64"""
     packed: PackedSequences
     predicting: Tensor
-    """[U] int64 index in [0, T) whose hidden state predicts a response token; U is R without shared response tokens."""
+    """[R] int64 index in [0, T) whose hidden state predicts each response token."""
     target_tokens: Tensor
-    """[U] int64"""
+    """[R] int64 the response tokens, sample by sample in order."""
+    asked_positions: Tensor
+    """[U] int64 what the model is asked for: where in the row, response tokens that samples share once."""
+    asked_tokens: Tensor
+    """[U] int64 and which token."""
     answers: Tensor | None
-    """[R] int64 which of these each response token is; None: one after the other."""
+    """[R] int64 which of these each response token is; None: U is R, in order."""
     sequences: Sequences
     """Which sample each response token belongs to."""
     mask: Tensor
@@ -196,22 +203,24 @@ def to_device(
     `put` takes all arrays to the device at once (`slime.training.step.staging`); without it each goes by itself.
     """
     samples = [prepared.batch.samples[p] for p in positions]
-    shared = None if prepared.prefixes is None else prepared.prefixes.of_row(positions)
+    shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
-    predicting, asked, answers = row.questions()
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, predicting=predicting, prefixes=row.prefixes)
+    asked_positions, asked_tokens, answers = row.questions()
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=asked_positions, prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
-        PREDICTING: predicting,
-        "target_tokens": asked,
+        ASKED: asked_positions,
+        "asked_tokens": asked_tokens,
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
         **plan.arrays,
         **({} if answers is None else {"answers": answers}),
     }
     tensors = (put or put_each(device))(arrays)
+    asked, found = (tensors[ASKED], tensors["asked_tokens"]), tensors.get("answers")
+    predicting, target_tokens = asked if found is None else (x.index_select(0, found) for x in asked)
     packed = plan.packed(tensors)
     if prepared.routing is not None:
         packed.routing = prepared.routing.row(positions, row, packed.shard, device)
@@ -222,9 +231,11 @@ def to_device(
         tokens=tensors["tokens"],
         position_ids=tensors["position_ids"],
         packed=packed,
-        predicting=tensors[PREDICTING],
-        target_tokens=tensors["target_tokens"],
-        answers=tensors.get("answers"),
+        predicting=predicting,
+        target_tokens=target_tokens,
+        asked_positions=tensors[ASKED],
+        asked_tokens=tensors["asked_tokens"],
+        answers=found,
         sequences=Sequences(tensors["sequences"], len(samples)),
         mask=tensors["mask"],
         weights=tensors["weights"],

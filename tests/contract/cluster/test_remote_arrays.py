@@ -14,6 +14,7 @@ from ray._private.internal_api import node_stats
 from ray.cluster_utils import Cluster
 from slime.cluster.remote_arrays import set_apart
 from slime.core.batch import TrainBatch
+from slime.core.routed_experts import digests_of
 from tests.support.training import random_batch
 
 ROWS = 100_000  # of 96 bytes: 9.6 MB a sample
@@ -31,7 +32,7 @@ def record(position):
 class Rollout:
     def batch(self):
         samples = [dataclasses.replace(s, routed_experts=record(i)) for i, s in enumerate(random_batch().samples)]
-        return set_apart(TrainBatch(1, tuple(samples[:4])))
+        return set_apart(TrainBatch(1, tuple(samples[:4])), compared=True)
 
 
 @ray.remote(resources={"there": 1})
@@ -39,6 +40,7 @@ class Rank:
     def train(self, batch, own):
         sizes = [s.routed_experts.nbytes for s in batch.samples]
         assert sizes == [ROWS * 96] * 4, sizes
+        assert all((s.routed_experts.digests == digests_of(record(i))).all() for i, s in enumerate(batch.samples))
         for position in own:
             ids = np.asarray(batch.samples[position].routed_experts)
             assert (ids == record(position)).all() and not ids.flags.writeable
@@ -55,6 +57,7 @@ assert ray.get(rank.train.remote(batch, [2])) == 1
 print("fetched", held_there() // (ROWS * 96))
 assert ray.get(rank.train.remote(batch, [0, 1, 2, 3])) == 4
 print("all", held_there() // (ROWS * 96))
+ray.shutdown()  # before the cluster goes, or the batch that is held here would be missed
 """
 
 

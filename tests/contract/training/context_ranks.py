@@ -39,7 +39,7 @@ def problem() -> dict[str, torch.Tensor]:
 def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
     from slime.models.common.attention import PackedAttention
-    from slime.training.model.context import RowPlan, packed_sequences
+    from slime.training.model.context import ASKED, RowPlan, packed_sequences
     from slime.training.model.log_probs import VocabShard, token_log_probs
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
@@ -57,8 +57,8 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
     wanted, targets = torch.tensor(positions), p["targets"][: len(positions)]
     which, own = (torch.arange(len(positions)), wanted) if cut is None else cut.owned(wanted)
     if cut is not None:
-        plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS), predicting=np.array(positions))
-        tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()} | {"predicting": wanted}
+        plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS), asked=np.array(positions))
+        tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()} | {ASKED: wanted}
         counted = plan.packed(tensors).shard
         assert counted is not None and counted.owned(wanted)[0] is tensors["shard/which"]
         assert all(map(torch.equal, counted.owned(wanted), (which, own))), "counted on the host, the same"

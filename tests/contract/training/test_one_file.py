@@ -45,7 +45,7 @@ def answers_of(batch: TrainBatch) -> list[one_file.Answer]:
     """The recorded batch as the one file has it."""
     return [
         one_file.Answer(
-            tokens=torch.from_numpy(s.tokens),
+            tokens=torch.from_numpy(s.tokens).long(),
             mask=torch.from_numpy(s.loss_mask),
             old_log_probs=torch.from_numpy(np.asarray(s.rollout_log_probs)),
             reward=s.reward,

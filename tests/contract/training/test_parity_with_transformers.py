@@ -48,7 +48,7 @@ def _write(directory: Path, name: str) -> Path:
 def _reference_log_probs(model: Any, batch: TrainBatch, temperature: float) -> list[torch.Tensor]:
     out = []
     for sample in batch.samples:
-        tokens = torch.from_numpy(sample.tokens)
+        tokens = torch.from_numpy(sample.tokens).long()
         log_probs = torch.log_softmax(model(tokens[None]).logits[0].float() / temperature, -1)
         first = sample.num_tokens - sample.response_length
         out.append(log_probs[first - 1 : -1].gather(1, tokens[first:, None]).squeeze(1))

@@ -61,7 +61,7 @@ def _reference(checkpoint: Path) -> tuple[list[np.ndarray], dict[str, torch.Tens
     model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     samples, log_probs = random_batch(seed=BATCH_SEED).samples, []
     for sample in samples:
-        tokens = torch.from_numpy(sample.tokens)
+        tokens = torch.from_numpy(sample.tokens).long()
         first = sample.num_tokens - sample.response_length
         every = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
         log_probs.append(every[first - 1 : -1].gather(1, tokens[first:, None]).squeeze(1))

@@ -49,7 +49,7 @@ def mean_loss(model: Any, samples: tuple[TrainSample, ...]) -> torch.Tensor:
     """Mean negative log-prob of the trained tokens."""
     total, count = torch.zeros(()), 0.0
     for sample in samples:
-        tokens, mask = torch.from_numpy(sample.tokens), torch.from_numpy(sample.loss_mask)
+        tokens, mask = torch.from_numpy(sample.tokens).long(), torch.from_numpy(sample.loss_mask)
         first = sample.num_tokens - sample.response_length
         log_probs = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
         total = total - (log_probs[first - 1 : -1].gather(1, tokens[first:, None])[:, 0] * mask).sum()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slime.buffer.groups import reset
 from slime.core.batch import TrainSample
 from slime.core.errors import DataError
-from slime.core.routed_experts import ExpertFormat, RoutedExperts, join, not_recorded
+from slime.core.routed_experts import ExpertFormat, RoutedExperts, digests_of, join, not_recorded
 from slime.core.sample import Group, Sample
 
 FORMAT = ExpertFormat(num_experts=8, topk=2, sparse=(False, True, True))
@@ -132,3 +132,20 @@ def test_a_group_survives_a_checkpoint_and_a_reset_forgets() -> None:
     group = Group(3, tuple(siblings))
     assert Group.from_dict(json.loads(group.to_json())) == group
     assert reset(siblings[0]).rollout_routed_experts is None
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+@pytest.mark.parametrize("shape", [(48, 8), (3, 2), (1, 1)])
+def test_digests_tell_rows_apart(shape: tuple[int, int], dtype: Any) -> None:
+    """Law: equal rows have equal digests wherever they are, others differ, also by single bits that could cancel."""
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 120, (1000, *shape)).astype(dtype)
+    whole = digests_of(ids)
+    assert np.array_equal(np.concatenate([digests_of(ids[:7]), digests_of(ids[7:])]), whole)
+    assert len(np.unique(whole)) == len(np.unique(ids.reshape(1000, -1), axis=0))
+    for bit in range(7):
+        other = ids.copy()
+        other[:, -1, -1] ^= 1 << bit
+        if shape != (1, 1):
+            other[:, 0, 0] ^= 1 << bit
+        assert (digests_of(other) != whole).all()

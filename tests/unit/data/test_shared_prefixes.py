@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.batch import TrainSample
+from slime.core.routed_experts import digests_of
 from slime.data.context_split import split_context
 from slime.data.packing import PackedBatch, pack
 from slime.data.schedule import build_schedule
@@ -21,7 +24,7 @@ from tests.support.training import forked_batch
 
 def sample(tokens: list[int], response_length: int, group: int) -> TrainSample:
     return TrainSample(
-        tokens=np.asarray(tokens, np.int64),
+        tokens=np.asarray(tokens, np.int32),
         loss_mask=np.ones(response_length, np.float32),
         rollout_log_probs=None,
         token_versions=np.full(response_length, -1, np.int32),
@@ -137,6 +140,46 @@ def test_tokens_that_other_experts_compute_are_not_shared() -> None:
     assert [one.num_tokens for one in replayed.of_row(range(4))] == [0, 25, 39, 0]
 
 
+@dataclasses.dataclass(frozen=True)
+class FarRecord:
+    """A record on another host."""
+
+    ids: np.ndarray
+    digests: np.ndarray | None
+    fetched: list[int] = dataclasses.field(default_factory=list)
+    shape, dtype, nbytes = (0, 2, 2), np.dtype(np.uint8), 0
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.fetched.append(1)
+        return self.ids
+
+
+@given(sample_lists(), st.lists(st.integers(0, 20), min_size=6, max_size=6), st.integers(0, 2**32 - 1))
+def test_records_are_compared_where_they_are(samples: list[TrainSample], ends: list[int], seed: int) -> None:
+    """Law: a rank asks for no record to know what is shared; digests say what the records do."""
+    rng = np.random.default_rng(seed)
+    records = [
+        (rng.random((min(s.num_tokens - 1, n), 2, 2)) < 0.1).astype(np.uint8)
+        for s, n in zip(samples, ends, strict=False)
+    ]
+    here, far = (
+        [dataclasses.replace(s, routed_experts=r) for s, r in zip(samples, given_records, strict=True)]
+        for given_records in (records, [FarRecord(r, digests_of(r)) for r in records])
+    )
+    near, there = (dataclasses.replace(Prefixes.of(x, replays=True), least=1) for x in (here, far))
+    row = range(len(samples))
+    assert there.of_row(row) == near.of_row(row)
+    assert not any(s.routed_experts.fetched for s in far if isinstance(s.routed_experts, FarRecord))
+
+
+def test_records_of_samples_without_common_tokens_are_not_read() -> None:
+    far = [FarRecord(np.zeros((39, 2, 2), np.uint8), None) for _ in range(3)]
+    samples = [sample([i, *range(39)], 5, 0) for i in range(2)] + [sample([0, *range(39)], 5, 1)]
+    samples = [dataclasses.replace(s, routed_experts=r) for s, r in zip(samples, far, strict=True)]
+    assert not any(one.num_tokens for one in Prefixes.of(samples, replays=True).of_row(range(3)))
+    assert not any(one.fetched for one in far)
+
+
 @st.composite
 def forked_lengths(draw: st.DrawFn) -> list[TrainSample]:
     """Groups of samples with a common prompt, some with a common answer, which may be longer than any micro-batch."""
@@ -173,6 +216,33 @@ def test_a_schedule_with_shared_prefixes(
             assert computed <= cap and read <= MOST_READ * cap
 
 
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_every_rank_keeps_to_the_limit_of_keys(cp_size: int) -> None:
+    """Law: copies take the memory of each context-parallel rank, so each has the limit for itself."""
+    room, prompt = 17_408, list(range(16_000))
+    samples = [sample([*prompt, *range(1000 * i, 1000 * i + 256)], 256, 0) for i in range(16)]
+    prefixes = Prefixes.of(samples, replays=False)
+    (step,) = build_schedule(
+        [s.num_tokens for s in samples],
+        range(16),
+        dp_size=1,
+        num_steps=1,
+        max_tokens_per_gpu=room,
+        cp_size=cp_size,
+        prefixes=prefixes,
+    ).steps
+    assert any(len(positions) > 1 for positions in step.micro_batches[0]), "some samples share"
+    for positions in step.micro_batches[0]:
+        row = pack([samples[p] for p in positions], pad_each_to=2 * cp_size, shared=prefixes.of_row(positions))
+        keys = [sum(samples[p].num_tokens for p in positions)]
+        if cp_size > 1:
+            cuts = [
+                split_context(row.cu_seqlens, cp_rank=rank, cp_size=cp_size, prefixes=row.prefixes) for rank in (0, 1)
+            ]
+            keys = [len(cut.key_rows) for cut in cuts]
+        assert len(positions) == 1 or max(keys) <= MOST_READ * room
+
+
 def test_a_group_that_fits_is_not_taken_apart() -> None:
     """Law: samples that share go into one micro-batch, where without sharing they would fill several."""
     batch = forked_batch(4)
@@ -188,6 +258,18 @@ def test_a_group_that_fits_is_not_taken_apart() -> None:
         lengths, executions, dp_size=8, num_steps=1, max_tokens_per_gpu=130, prefixes=prefixes
     ).steps
     assert all(rank[0] for rank in step.micro_batches), "no rank is idle while another has a whole group"
+
+
+def test_counted_samples_make_no_more_micro_batches_for_being_shared() -> None:
+    """Law: where samples are counted a group goes on in the next micro-batch; those that meet in one share."""
+    samples = [sample([*range(40), i], 1, i // 5) for i in range(80)]
+    prefixes = Prefixes.of(samples, replays=False)
+    how = {"dp_size": 1, "num_steps": 1, "micro_batch_size": 8}
+    (step,) = build_schedule([41] * 80, range(80), prefixes=prefixes, **how).steps
+    assert [len(positions) for positions in step.micro_batches[0]] == [8] * 10
+    for positions in step.micro_batches[0]:
+        groups = {samples[p].group_index for p in positions}
+        assert sum(one.num_tokens > 0 for one in prefixes.of_row(positions)) == len(positions) - len(groups)
 
 
 @given(forked_lengths(), st.integers(1, 3), st.integers(20, 120), st.booleans())

@@ -80,5 +80,26 @@ def test_the_kernel_sums_as_the_formula_does() -> None:
         "    got = sum_repeats(y, arrays['order'], arrays['starts'])\n"
         "    assert got.shape == want.shape and bool(((got - want).abs() < 1e-4).all())\n"
     )
+    run_interpreted(code)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_sums_in_half_precision_are_rounded_once() -> None:
+    """Law: however many copies, the sum is that of float64 but for the last digit, which Triton's interpreter cuts."""
+    code = (
+        "import numpy as np, torch\n"
+        "from slime.ops.kernels.repeats import sum_repeats\n"
+        "from slime.ops.repeats import Repeats\n"
+        "rows = np.random.default_rng(0).integers(0, 3, 400)\n"
+        "arrays = {name: torch.from_numpy(a) for name, a in Repeats.arrays(rows, 3).items()}\n"
+        "y = (1 + 0.1 * torch.randn(400, 64)).bfloat16()\n"
+        "want = torch.zeros(3, 64, dtype=torch.float64).index_add_(0, arrays['rows'], y.double())\n"
+        "got = sum_repeats(y, arrays['order'], arrays['starts'])\n"
+        "assert got.dtype == torch.bfloat16 and bool(((got - want).abs() <= 2.0 ** -7 * want.abs()).all())\n"
+    )
+    run_interpreted(code)
+
+
+def run_interpreted(code: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)

@@ -42,6 +42,18 @@ def test_one_sample_by_itself_shares_with_nobody(base: list[str], flags: str) ->
     assert parse_args([*base, SHARED, "--micro-batch-size", "4"]).use_prefix_sharing
 
 
+@pytest.mark.parametrize("flags", ["--loss-type sft_loss", "--n-samples-per-prompt 1 --no-rewards-normalization"])
+def test_a_run_without_groups_is_told_so(base: list[str], flags: str) -> None:
+    args = parse_args([*base, SHARED, *flags.split()])
+    assert not args.use_prefix_sharing and "use_prefix_sharing True, which needs several samples" in listed(args)
+
+
+@pytest.mark.parametrize("flag", ["--custom-generate-function-path", "--rollout-function-path"])
+def test_functions_of_users_may_make_groups(base: list[str], flag: str) -> None:
+    alone = ["--n-samples-per-prompt", "1", "--no-rewards-normalization"]
+    assert parse_args([*base, SHARED, *alone, flag, "json.loads"]).use_prefix_sharing
+
+
 def test_every_family_has_an_answer() -> None:
     """Law: a family that says nothing does not share."""
     configs: dict[str, dict[str, Any]] = {name: {"model_type": name, "num_hidden_layers": 2} for name in dict(FAMILIES)}

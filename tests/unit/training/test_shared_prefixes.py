@@ -26,7 +26,7 @@ from slime.training.model.log_probs import TokenScores, VocabShard, score_tokens
 from slime.training.step.loss import objective_of
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device, with_advantages
 from tests.support.formulas import make_log_probs
-from tests.support.training import forked_batch, training_args
+from tests.support.training import forked_batch, training_args, with_samples
 
 VOCAB, LAYERS, HEADS, GROUPS, DIM = 31, 2, 4, 2, 8
 HIDDEN = HEADS * DIM
@@ -94,9 +94,9 @@ def in_the_row(decoder: Decoder, batch: MicroBatch) -> TokenScores:
     hidden = decoder.hidden(batch.tokens, batch.packed.positions, packed_attention(batch.packed))
     shard = VocabShard(0, VOCAB, None)
     return score_tokens(
-        hidden[batch.predicting],
+        hidden[batch.asked_positions],
         decoder.weights["output"],
-        batch.target_tokens,
+        batch.asked_tokens,
         shard,
         with_entropy=True,
         entropy_grad=True,
@@ -107,7 +107,7 @@ def in_the_row(decoder: Decoder, batch: MicroBatch) -> TokenScores:
 def one_by_one(decoder: Decoder, prepared: PreparedBatch, positions: tuple[int, ...]) -> TokenScores:
     log_probs, entropies = [], []
     for s in (prepared.batch.samples[p] for p in positions):
-        tokens = torch.from_numpy(s.tokens)
+        tokens = torch.from_numpy(s.tokens).long()
         hidden = decoder.hidden(tokens, torch.arange(len(tokens)), by_itself)
         log_p = (hidden @ decoder.weights["output"].T).log_softmax(-1)[-s.response_length - 1 : -1]
         log_probs.append(log_p.gather(1, tokens[-s.response_length :, None])[:, 0])
@@ -161,6 +161,25 @@ def test_loss_and_gradient_are_those_of_samples_by_themselves() -> None:
         shared = step(batch, dp_size=dp_size, use_prefix_sharing=True, **split)
         check(shared, want)
         assert shared[2] < step(batch, dp_size=dp_size, **split)[2], "fewer tokens are computed"
+
+
+def token_loss(
+    args: Any, data: dict[str, Any], log_probs: Tensor, sum_of_sample_mean: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A user's loss that weights each token by its id and by what stands where it is predicted."""
+    behind = data["tokens"][data["predicting"]]
+    return -sum_of_sample_mean(log_probs * (1.0 + data["target_tokens"] + 0.1 * behind) / VOCAB), {}
+
+
+def test_a_loss_of_the_user_sees_the_tokens_of_each_sample() -> None:
+    """Law: what a custom loss reads of a response token is that token's, whatever is shared."""
+    batch = forked_batch(vocab_size=VOCAB)
+    prompts_only = with_samples(batch, [s for s in batch.samples if s.index % 4 in (1, 2)])
+    own = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__file__}:token_loss"}
+    for given_batch in (batch, prompts_only):
+        want = step(given_batch, plain=True, micro_batch_size=1, **own)
+        for dp_size, split in SPLITS:
+            check(step(given_batch, dp_size=dp_size, use_prefix_sharing=True, **split, **own), want)
 
 
 @settings(max_examples=10)
