@@ -139,7 +139,7 @@ class RoutedExperts:
 
 
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
-    """[rows] eight bytes for each row, by which rows of one type are told apart: a microsecond a row."""
+    """[rows] eight bytes for each row, by which rows of one type are compared: a microsecond a row."""
     data, size = ids.tobytes(), math.prod(ids.shape[1:]) * ids.itemsize
     parts = [hashlib.blake2b(data[i : i + size], digest_size=8).digest() for i in range(0, len(data), max(size, 1))]
     return np.frombuffer(b"".join(parts), np.uint64)
