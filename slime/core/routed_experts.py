@@ -141,7 +141,7 @@ class RoutedExperts:
 
 
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
-    """[rows] eight bytes for each row, by which rows of one type are told apart; other threads go on meanwhile.
+    """[rows] eight bytes for each row, by which rows of one type are compared; other threads go on meanwhile.
 
     The words of a row are mixed, each in a way that can be undone, and summed, each times an odd number of its own.
     """

@@ -124,9 +124,7 @@ def build_schedule(
     steps = []
     for chosen in _split_into_steps(list(members), global_batch_size, num_steps):
         positions = sorted(p for execution in chosen for p in members[execution])
-        bundles = bundling.of(positions)
-        bins = _filled(bundles, bundling) if tokens is None else _first_fit(bundles, cap)
-        bins = _to_multiple(bins, bundling, dp_size * micro_batch_multiple)
+        bins = _to_multiple(_bins_of(positions, bundling), bundling, dp_size * micro_batch_multiple)
         if balance:
             bins = _evened(bins, cap)
         steps.append(StepSchedule(_assign(bins, dp_size, balance), num_executions=len(chosen)))
@@ -270,6 +268,11 @@ def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
         if loads[chosen] + smallest > cap:
             open_bins.remove(chosen)
     return bins
+
+
+def _bins_of(positions: Sequence[int], bundling: _Bundling) -> list[_Bin]:
+    bundles = bundling.of(positions)
+    return _filled(bundles, bundling) if bundling.tokens_S is None else _first_fit(bundles, bundling.cap)
 
 
 def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:

@@ -98,7 +98,7 @@ _NO_RECORD = np.zeros(0, np.uint64)
 
 
 def _comparable(record: Record) -> npt.NDArray[Any]:
-    """[rows, ...] by which rows are told apart: of a record that is elsewhere its digests, so that nobody fetches it
+    """[rows, ...] by which rows are compared: of a record that is elsewhere its digests, so that nobody fetches it
     whose sample it is not.
     """
     if isinstance(record, np.ndarray):

@@ -219,8 +219,7 @@ def to_device(
         **({} if answers is None else {"answers": answers}),
     }
     tensors = (put or put_each(device))(arrays)
-    asked, found = (tensors[ASKED], tensors["asked_tokens"]), tensors.get("answers")
-    predicting, target_tokens = asked if found is None else (x.index_select(0, found) for x in asked)
+    predicting, target_tokens = _of_each(tensors)
     packed = plan.packed(tensors)
     if prepared.routing is not None:
         packed.routing = prepared.routing.row(positions, row, packed.shard, device)
@@ -235,7 +234,7 @@ def to_device(
         target_tokens=target_tokens,
         asked_positions=tensors[ASKED],
         asked_tokens=tensors["asked_tokens"],
-        answers=found,
+        answers=tensors.get("answers"),
         sequences=Sequences(tensors["sequences"], len(samples)),
         mask=tensors["mask"],
         weights=tensors["weights"],
@@ -251,6 +250,12 @@ def to_device(
         old_values=tensors.get("old_values"),
         returns=tensors.get("returns"),
     )
+
+
+def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """`predicting` and `target_tokens` [R] from what is asked for [U]."""
+    asked, answers = (tensors[ASKED], tensors["asked_tokens"]), tensors.get("answers")
+    return asked if answers is None else (asked[0].index_select(0, answers), asked[1].index_select(0, answers))
 
 
 def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
