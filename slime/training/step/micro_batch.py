@@ -30,7 +30,7 @@ from slime.algorithms.batch import (
 from slime.algorithms.sequences import Sequences
 from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED
-from slime.data.packing import pack
+from slime.data.packing import PackedBatch, pack
 from slime.data.schedule import Schedule, build_schedule
 from slime.data.shared_prefixes import Prefixes, Shared
 from slime.models.common.attention import PackedSequences
@@ -205,18 +205,16 @@ def to_device(
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
-    asked_positions, asked_tokens, answers = row.questions()
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=asked_positions, prefixes=row.prefixes)
+    questions = _questions(row)
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=questions[ASKED], prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
-        ASKED: asked_positions,
-        "asked_tokens": asked_tokens,
+        **questions,
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
         **plan.arrays,
-        **({} if answers is None else {"answers": answers}),
     }
     tensors = (put or put_each(device))(arrays)
     predicting, target_tokens = _of_each(tensors)
@@ -250,6 +248,13 @@ def to_device(
         old_values=tensors.get("old_values"),
         returns=tensors.get("returns"),
     )
+
+
+def _questions(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
+    """By the names of `MicroBatch`; no answers where each response token has its own question."""
+    asked_positions, asked_tokens, answers = row.questions()
+    found = {} if answers is None else {"answers": answers}
+    return {ASKED: asked_positions, "asked_tokens": asked_tokens, **found}
 
 
 def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
