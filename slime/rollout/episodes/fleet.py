@@ -238,7 +238,7 @@ class WorkerFleet(Episodes):
 
     def _tell_state(self, member: _Member) -> None:
         """What a new process has to know."""
-        self._hold(member, self._started(member, member.port))
+        self._follow(member, self._started(member, member.port))
         for (model, url), worker in self._admitted.items():
             self._tell(member, "admit", model, [url], worker)
         if self._paused:
@@ -336,10 +336,10 @@ class WorkerFleet(Episodes):
 
     def _tell(self, member: _Member, method: str, *arguments: Any) -> None:
         """Gives an order whose end nobody waits for."""
-        self._hold(member, self._bounded(member, method, *arguments))
+        self._follow(member, self._bounded(member, method, *arguments))
 
     @staticmethod
-    def _hold(member: _Member, work: Coroutine[Any, Any, None]) -> None:
+    def _follow(member: _Member, work: Coroutine[Any, Any, None]) -> None:
         order = asyncio.ensure_future(work)
         member.orders.add(order)
         order.add_done_callback(member.orders.discard)
