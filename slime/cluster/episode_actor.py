@@ -1,9 +1,9 @@
 """A worker of the rollout as an actor: `EpisodeWorker` in a process of its own, and how the rollout calls it.
 
 Consumes: calls of the rollout's process, any number side by side; they are numbered, because Ray may begin a later one
-first, and begin in that order (`in_order`).
-Produces: groups that have been worked on. Waits for: what their episodes wait for. Is woken by: the rollout's calls,
-and on its event loop by the ends of requests and gradings. It ends with the rollout's process, whose actor it is.
+first, and begin in that order (`in_order`). Produces: groups that have been worked on. Waits for: what their episodes
+wait for. Is woken by: the rollout's calls, and on its event loop by the ends of requests and gradings. It ends with the
+rollout's process, whose actor it is.
 """
 
 from __future__ import annotations

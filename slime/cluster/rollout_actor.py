@@ -154,7 +154,7 @@ class RolloutActor:
         """
         if self._routers is None:
             return {}
-        await asyncio.to_thread(self._routers.settled, SETTLE_LIMIT_S)
+        await beside(self._routers.settled, SETTLE_LIMIT_S)
         return {name: self._routers.url(name) for name in self._model_names}
 
     async def require_alive(self) -> None:
@@ -208,7 +208,7 @@ class RolloutActor:
     async def stop(self) -> None:
         await self._manager.close()
         if self._routers is not None:
-            await asyncio.to_thread(self._routers.close)
+            await beside(self._routers.close)
         if self._watchdog is not None:
             self._watchdog.close()
         self._spans.close()
@@ -217,4 +217,4 @@ class RolloutActor:
         """Before the first requests: those of a user's function may go through routers."""
         if self._routers is not None and not self._has_settled:
             self._has_settled = True
-            await asyncio.to_thread(self._routers.settled, SETTLE_LIMIT_S)
+            await beside(self._routers.settled, SETTLE_LIMIT_S)

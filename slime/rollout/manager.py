@@ -85,7 +85,7 @@ class RolloutManager:
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
         self._workers = workers
         if workers is not None:
-            workers.beside(Here(self._client))
+            workers.include(Here(self._client))
         if policy is not None and self._client is not None and engines:
             self.admit(policy.name, engines)
         self._teacher = teacher_client(args)

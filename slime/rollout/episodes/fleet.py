@@ -33,7 +33,6 @@ from slime.rollout.execute import Execution, GroupResult, Outcome
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.progress import waiting
 from slime.rollout.scope import RequestScope
-from slime.rollout.supervise import num_left_behind
 from slime.rollout.threads import beside
 from slime.rollout.traffic import Sums
 
@@ -93,7 +92,7 @@ class WorkerFleet(Episodes):
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
         """(model, engine) -> what it does of a request."""
-        self._conductor: Here | None = None
+        self._conductor = Here(None)
         self._paused = self._closing = False
         self._verdict: ActorDied | None = None
         """Why there are no workers any more."""
@@ -101,7 +100,7 @@ class WorkerFleet(Episodes):
         """(group, its first execution) -> workers that died with it."""
         self._alone = asyncio.Semaphore(num_workers)
 
-    def beside(self, conductor: Here) -> None:
+    def include(self, conductor: Here) -> None:
         """Orders are for the requests of this process as well: those of evaluations and functions of the user."""
         self._conductor = conductor
 
@@ -179,16 +178,15 @@ class WorkerFleet(Episodes):
     async def _done_alone(self, work: Work) -> Done:
         """In a process of its own, as many at a time as there are workers."""
         with waiting():
-            await self._alone.acquire()
-        member = _Member(self._num_workers, self._start(self._num_workers), is_shared=False)
-        self._members.append(member)
-        try:
-            self._tell_state(member)
-            return await self._done_by(member, work)
-        finally:
-            self._alone.release()
-            self._members.remove(member)
-            member.port.kill()
+            async with self._alone:
+                member = _Member(self._num_workers, self._start(self._num_workers), is_shared=False)
+                self._members.append(member)
+                try:
+                    self._tell_state(member)
+                    return await self._done_by(member, work)
+                finally:
+                    self._members.remove(member)
+                    member.port.kill()
 
     async def _done_by(self, member: _Member, work: Work) -> Done:
         """Raises `_WorkerLost` if the worker died, and what ends the run."""
@@ -288,31 +286,29 @@ class WorkerFleet(Episodes):
 
     async def num_left_behind(self) -> int:
         """See `Episodes`; of the workers who answer at once, and of this process."""
-        return num_left_behind() + sum(num or 0 for num in await self._ask_all("num_left_behind"))
+        here = await self._conductor.num_left_behind()
+        return here + sum(num or 0 for num in await self._ask_all("num_left_behind"))
 
     async def abort(self, scope: RequestScope) -> None:
         """See `Episodes`."""
         scope.aborted = True
-        here = [] if self._conductor is None else [self._conductor.abort(scope)]
-        await asyncio.gather(self._order("abort", scope.number), *here)
+        await asyncio.gather(self._order("abort", scope.number), self._conductor.abort(scope))
 
     async def pause(self, scope: RequestScope | None) -> None:
         """See `Episodes`. Also where a worker does not answer in time, which is logged."""
         self._paused = True
-        here = [] if self._conductor is None else [self._conductor.pause(scope)]
-        await asyncio.gather(self._order("pause", None if scope is None else scope.number), *here)
+        number = None if scope is None else scope.number
+        await asyncio.gather(self._order("pause", number), self._conductor.pause(scope))
 
     def resume(self) -> None:
         """See `Episodes`."""
         self._paused = False
-        if self._conductor is not None:
-            self._conductor.resume()
+        self._conductor.resume()
         self._tell_all("resume")
 
     async def drain(self) -> None:
         """See `Episodes`."""
-        here = [] if self._conductor is None else [self._conductor.drain()]
-        await asyncio.gather(self._order("drain"), *here)
+        await asyncio.gather(self._order("drain"), self._conductor.drain())
 
     async def close(self) -> None:
         """Ends all workers."""

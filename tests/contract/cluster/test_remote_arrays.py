@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from tests.support.ray_program import output_of
 
 PROGRAM = """
 import dataclasses
@@ -62,8 +60,5 @@ ray.shutdown()  # before the cluster goes, or the batch that is held here would 
 
 
 def test_a_host_fetches_what_its_ranks_compute() -> None:
-    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_USAGE_STATS_ENABLED": "0"}
-    words = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "fetched 1\nall 4" in done.stdout, done.stdout
+    printed = output_of(PROGRAM)
+    assert "fetched 1\nall 4" in printed, printed

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.ray_program import output_of
 
 PROGRAM = """
 import ray
@@ -36,8 +34,5 @@ give_back()
 
 @pytest.mark.slow
 def test_slots_follow_devices_and_are_given_back() -> None:
-    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_USAGE_STATS_ENABLED": "0"}
-    words = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "devices [0, 1, 2, 3, 0]" in done.stdout, done.stdout
+    printed = output_of(PROGRAM)
+    assert "devices [0, 1, 2, 3, 0]" in printed, printed
