@@ -1,11 +1,12 @@
 """Same host: the engine maps the memory of the trainer (shared memory on a CPU, CUDA IPC on a GPU); no bytes over HTTP.
 
 Each engine rank gets a payload of its own, since receivers count references to the memory. On GPUs the payload for an
-engine rank comes from the training rank on the same GPU: every rank serialises its own copy of the bucket and the
-sender gathers the payloads (handles of a few hundred bytes). On a CPU the sender serves all.
+engine rank comes from the training rank on the same GPU: every bucket is brought to all training ranks, each makes
+handles of its own memory (a few hundred bytes), and the conductor gathers them. On a CPU the sender of a bucket serves
+all engine ranks.
 
-Invariant: a bucket's memory lives until the sender has passed the next collective, by which time every engine has
-answered for it. On a CPU it is kept, at most one bucket, and filled again.
+Invariant: a bucket's memory is filled again when the next but one is made, by which time every engine has answered for
+it, and the conductor has passed the next collective.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from slime.settings import Args
     from slime.weights.buckets import Bucket
 
@@ -60,8 +64,12 @@ class TensorChannel(Channel):
 
     def __init__(self, context: TransportContext) -> None:
         self._serialize, self._peers, self._gpu_id = context.serialize, context.peers, context.gpu_id
+        self._shareable = context.shareable
         self._places = places_of(context.table, on_cpu=context.device == "cpu")
-        self._held: object = None
+        self.everywhere = self._gpu_id is not None
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return self._shareable(num_bytes, device)
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         for receiver in receivers:
@@ -74,19 +82,16 @@ class TensorChannel(Channel):
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
         mine: Any
-        held: object = None
-        # Alone, this rank knows that the bucket before has been read; on a GPU another rank may still be delivering it.
-        reuse = self._held if self._gpu_id is None else None
+        owner: object = None
         runs = None
         try:
             runs = self._runs(bucket, receivers)
             num = self._num_payloads(receivers)
-            mine, held = self._serialize(bucket.tensors, num, reuse, runs) if num else ([], None)
-        except Exception as error:  # it must reach the sender through the gather that the other ranks are in
+            mine, owner = self._serialize(bucket.tensors, num, runs) if num else ([], None)
+        except Exception as error:  # it must reach the conductor through the gather that the other ranks are in
             mine = error
         gathered = self._peers.gather((self._gpu_id, mine)) if self._gpu_id is not None else [(None, mine)]
-        self._held = held  # only now may the bucket before this one go
-        return LOADER if runs else LOAD_FORMAT, gathered
+        return LOADER if runs else LOAD_FORMAT, gathered, owner
 
     def _runs(self, bucket: Bucket, receivers: Sequence[Receiver]) -> list[tuple[str, int]] | None:
         """What the bucket travels as, if it has experts and every engine is of one rank."""
@@ -100,10 +105,10 @@ class TensorChannel(Channel):
         """Engine ranks that this training rank serves."""
         if self._gpu_id is not None:
             return sum(receiver.gpu_ids.count(self._gpu_id) for receiver in receivers)
-        return sum(receiver.control.layout.num_ranks for receiver in receivers) if self._peers.is_sender else 0
+        return sum(receiver.control.layout.num_ranks for receiver in receivers)
 
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
-        load_format, gathered = prepared
+        load_format, gathered, _ = prepared
         payloads: dict[str | None, list[str]] = {}
         for gpu_id, mine in gathered:
             if isinstance(mine, Exception):
@@ -128,13 +133,3 @@ class TensorChannel(Channel):
             )
 
         on_all(receivers, update, "take a bucket from shared memory")
-
-    def abandon(self) -> None:
-        self._held = None
-
-    def settle(self) -> None:
-        if self._gpu_id is not None:
-            self._held = None
-
-    def close(self) -> None:
-        self._held = None
