@@ -50,14 +50,18 @@ class Delivery:
         while len(self._running) >= NUM_BUFFERS:
             self._running.popleft().result()
 
+    def drain(self) -> None:
+        """Waits until no bucket is on its way."""
+        while self._running:
+            self._running.popleft().result()
+
     def send(self, number: int, bucket: Bucket | None) -> None:
         """Gives the bucket of a turn of this rank away; None: it could not be filled, and nobody may go on."""
         self._running.append(self._pool.submit(self._take_turn, number, bucket))
 
     def close(self) -> BaseException | None:
         """Waits for all of it. What went wrong in turns of this rank."""
-        for sent in self._running:
-            sent.result()
+        self.drain()
         self._pool.shutdown()
         return self._failure
 

@@ -13,7 +13,8 @@ Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
 2. After a failure the engines stay paused; another weight sync may start from any such state.
 3. Digests are taken of the trainer's own tensors, not of what travels: by the rank that sends them, before they are
-   copied into the bucket. Beside the model a rank has two buckets, and what it gathers for one at a time.
+   copied into the bucket. Beside the model a rank has two buckets, what it gathers included; where one tensor is
+   larger than a bucket, that tensor twice.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
    With `retract` and `in_place` requests stay, so nothing can be flushed. What such an engine has cached is divided by
@@ -131,14 +132,17 @@ class _WeightSync:
         if self._channel.everywhere:
             self._send_everywhere(turns, buffers)
         else:
-            self._send_in_turn(turns, buffers)
+            self._send_in_turn(turns, buffers, buffer_bytes)
 
-    def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers) -> None:
+    def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers, limit_bytes: int) -> None:
         delivery = Delivery(turns, self._peers, self._deliver)
         delivery.open(self._failure is None)
         for number, turn in enumerate(turns):
             if turn.sender == self._peers.rank:
                 delivery.room()
+                if turn.num_bytes > limit_bytes:  # it is gathered whole, which takes as much again
+                    delivery.drain()
+                    buffers.free()
                 bucket = buffers.next(turn.specs)
                 delivery.send(number, bucket if self._fill(turn, bucket) else None)
             else:

@@ -8,8 +8,8 @@ ranks of its tensor-parallel and expert-parallel group, in the collectives of th
 
 Invariants
 1. Every rank walks through all turns and takes part in those of its groups' ranks, in the same order as they do.
-2. Beside its shards a rank has one message of at most `limit / MESSAGES` bytes and what the sender makes of it, but for
-   a parameter that is larger by itself.
+2. Beside its shards and its buckets a rank has one message of at most `limit / MESSAGES` bytes and what it is made of
+   and into: no more than four times that. A parameter that is larger by itself is its own message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from slime.weights.buckets import Spec
 from slime.weights.convert import export, export_stack
 from slime.weights.turns import Piece, Turn, turns_of
 
-MESSAGES = 8
-"""Of a bucket's bytes, at least; the memory of one and its parts is taken off the two buckets of a sender."""
+MESSAGES = 16
+"""Of a bucket's bytes, at least; four of them are taken off the two buckets of a sender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,6 @@ class TrainerWeights:
         self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
         self._expert_ranks = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
         self._rank = dist.get_rank()
-        self._gathers = dist.get_world_size() > 1
         self._message_bytes = 0
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
 
@@ -66,8 +65,7 @@ class TrainerWeights:
         """Buckets leave room for what is gathered, so that a sender never has more than two times `limit_bytes`."""
         self._message_bytes = max(1, limit_bytes // MESSAGES)
         if self._turns[0] != limit_bytes:
-            limit = limit_bytes - self._message_bytes if self._gathers else limit_bytes
-            together = self.table.together
+            limit, together = max(1, limit_bytes - 2 * self._message_bytes), self.table.together
             turns = turns_of(self._pieces(), senders=self._senders, limit_bytes=limit, together=together)
             self._turns = limit_bytes, turns
         return self._turns[1]
@@ -169,7 +167,9 @@ class TrainerWeights:
         """On the sender, of each tensor-parallel rank its shards."""
         group = mpu.get_tensor_model_parallel_group()
         mine = _end_to_end(shards)
-        of_ranks = [torch.empty_like(mine) for _ in range(group.size())] if self._rank == sender else None
+        of_ranks = None
+        if self._rank == sender:  # end to end, so that shards of a parameter that is alone are one view
+            of_ranks = list(mine.new_empty(group.size() * mine.numel()).split(mine.numel()))
         dist.gather(mine, of_ranks, dst=sender, group=group)
         return [_apart(flat, shards) for flat in of_ranks or ()]
 
@@ -218,7 +218,7 @@ def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[bool, list[Piece]]]:
 
 
 def _senders(*, has_experts: bool) -> list[list[int]]:
-    """Of each pipeline stage the ranks that send: its first one, with experts all that share them with it. Collective."""
+    """Of each pipeline stage the ranks that send: its first, with experts all that share them with it. Collective."""
     experts = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mpu.get_pipeline_model_parallel_rank(), experts))
