@@ -14,7 +14,7 @@ import base64
 import contextlib
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -39,16 +39,21 @@ _born: dict[str, reductions.StorageWeakRef] = {}
 def serialize_bucket(
     named_tensors: Sequence[tuple[str, Tensor]],
     num_receivers: int,
+    *,
     runs: Sequence[tuple[str, int]] | None = None,
+    only: Container[str] | None = None,
 ) -> tuple[list[str], object]:
     """One payload per receiver, and the owner of the memory, which must live until every receiver has answered.
 
     `named_tensors`: (name, tensor), all on one device; those that lie end to end in `shareable` memory are shared as
     they are, others copied into such. Receivers count references, so none may share a payload.
     `runs`: (name, number of tensors) that a loader of one's own gets instead, each run of several in one dimension.
+    `only`: names of the tensors that receivers hear of.
     """
     assert named_tensors, "empty bucket"
     flat, metadata = _flatten(named_tensors)
+    if only is not None:
+        metadata = [meta for meta in metadata if meta.name in only]
 
     def content() -> Any:
         if runs is None:

@@ -151,7 +151,8 @@ class FakeEngine:
         assert update["flush_cache"] is False
         assert len(set(payloads)) == self.layout.num_ranks, "ranks must not share a payload"
         self._did("update")
-        self.loaded.update(self.wire.open(payloads[0]))
+        for payload in payloads:
+            self.loaded.update(self.wire.open(payload))
 
     def weight_checksums(self) -> list[RankChecksums]:
         self._did("checksums")
@@ -169,9 +170,9 @@ class FakeWire:
     def __init__(self) -> None:
         self.tickets: dict[str, tuple[tuple[str, torch.Tensor], ...]] = {}
 
-    def serialize(self, tensors: Any, num: int, runs: object = None) -> tuple[list[str], object]:
+    def serialize(self, tensors: Any, num: int, *, runs: object = None, only: Any = None) -> tuple[list[str], object]:
         names = [f"ticket-{len(self.tickets) + i}" for i in range(num)]
-        self.tickets.update({n: tuple((k, t.clone()) for k, t in tensors) for n in names})
+        self.tickets.update({n: tuple((k, t.clone()) for k, t in tensors if only is None or k in only) for n in names})
         return names, None
 
     def open(self, ticket: str) -> State:

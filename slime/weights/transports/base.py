@@ -26,10 +26,10 @@ inside functions only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slime.core.registry import Registry
 from slime.weights.receivers import Peers, Receiver
@@ -42,10 +42,24 @@ if TYPE_CHECKING:
     from slime.settings import Args
     from slime.weights.buckets import Bucket
 
-Serialize = Callable[[Sequence[tuple[str, Any]], int, Sequence[tuple[str, int]] | None], tuple[list[str], object]]
-"""(named tensors, number of receivers, runs or None) -> a payload per receiver, and the owner of the memory, which must
-stay alive until all have read it. Tensors end to end in memory of `TransportContext.shareable` are not copied. `runs`:
-as `weights.expert_runs` names them."""
+
+class Serialize(Protocol):
+    """Makes payloads for engines that can map the memory of tensors."""
+
+    def __call__(
+        self,
+        named_tensors: Sequence[tuple[str, Any]],
+        num_receivers: int,
+        *,
+        runs: Sequence[tuple[str, int]] | None = None,
+        only: Container[str] | None = None,
+    ) -> tuple[list[str], object]:
+        """A payload per receiver, and the owner of the memory, which must stay alive until all have read it.
+
+        Tensors end to end in memory of `TransportContext.shareable` are not copied. `runs`: as `weights.expert_runs`
+        names them. `only`: names of those that these receivers are to load; the memory holds all.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,7 @@ def sent(engine: FakeModel, limit: int) -> None:
         bucket = buffers.next(turn.specs)
         for (_, tensor), (_, view) in zip(outgoing.tensors(turn), bucket.tensors, strict=True):
             view.copy_(tensor)
-        payloads, _ = serialize_bucket(bucket.tensors, 1, named_runs(bucket.tensors, places))
+        payloads, _ = serialize_bucket(bucket.tensors, 1, runs=named_runs(bucket.tensors, places))
         load(engine, opened(payloads[0]))
 
 

@@ -124,10 +124,10 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
     outcomes: list[Any] = [None, None]
 
     def member(rank: int) -> None:
-        def serialize(tensors: Any, num: int, runs: object) -> tuple[list[str], object]:
+        def serialize(tensors: Any, num: int, **rest: Any) -> tuple[list[str], object]:
             if broken == "serialize" and rank == 1:
                 raise RuntimeError("no handle")
-            names, held = wires[rank].serialize(tensors, num)
+            names, held = wires[rank].serialize(tensors, num, **rest)
             tickets = [f"g{rank}-{n}" for n in names]
             shared.tickets.update({t: wires[rank].tickets[n] for t, n in zip(tickets, names, strict=True)})
             return tickets, held
