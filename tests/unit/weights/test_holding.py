@@ -145,14 +145,14 @@ def test_a_rank_hears_of_what_it_holds_and_of_nothing_else(layout: EngineLayout)
     heard = hf_names_held(table, layout)
     assert set().union(*heard.values()) == set(state)
     for rank, names in heard.items():
-        held = dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=True))
+        held = dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False))
         unheard = {name: torch.full_like(state[name], torch.nan) for name in state.keys() - names}
         blank = {**state, **unheard}
-        again = dict(engine_tensors(table, blank, layout=layout, rank=rank, on_cpu=True))
+        again = dict(engine_tensors(table, blank, layout=layout, rank=rank, on_cpu=False))
         assert all(torch.equal(again[name], tensor) for name, tensor in held.items())
         for name in names:
             other = {**state, name: state[name] + 1.0}
-            changed = dict(engine_tensors(table, other, layout=layout, rank=rank, on_cpu=True))
+            changed = dict(engine_tensors(table, other, layout=layout, rank=rank, on_cpu=False))
             assert any(not torch.equal(changed[key], held[key]) for key in held), name
 
 
