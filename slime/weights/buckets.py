@@ -25,7 +25,7 @@ class Spec:
     """A tensor that travels."""
 
     name: str
-    """As the engine is told; a Hugging Face name."""
+    """Hugging Face's, under which an engine gets it."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime.models.common.table import FamilyTable
 from slime.weights.buckets import Spec
-from slime.weights.turns import Piece, Turn, turns_of
+from slime.weights.turns import Portion, Turn, turns_of
 
 
 class Outgoing(Protocol):
@@ -58,11 +58,11 @@ class Whole:
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
         """Raises `WeightSyncError` for a tensor that the table does not name."""
-        pieces = [
-            Piece((self.table.entry_of_hf(name),), (Spec(name, tuple(tensor.shape), tensor.dtype),))
+        portions = [
+            Portion((self.table.entry_of_hf(name),), (Spec(name, tuple(tensor.shape), tensor.dtype),))
             for name, tensor in self._tensors.items()
         ]
-        return turns_of(pieces, senders=self._senders, limit_bytes=limit_bytes, together=self.table.together)
+        return turns_of(portions, senders=self._senders, limit_bytes=limit_bytes, together=self.table.together)
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
         """Nothing on other ranks."""

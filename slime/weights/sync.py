@@ -189,7 +189,7 @@ class _WeightSync:
 
     def _require_whole(self, turns: Sequence[Turn]) -> None:
         """Raises `WeightSyncError` if tensors are missing, before an engine hears of it."""
-        sent = {name for turn in turns for piece in turn.pieces for entry in piece.entries for name in entry.hf}
+        sent = {name for turn in turns for portion in turn.portions for entry in portion.entries for name in entry.hf}
         missing = [name for name in self._outgoing.table.hf_names if name not in sent]
         if missing:
             raise WeightSyncError(
@@ -220,7 +220,7 @@ class _WeightSync:
         if not self._sent:
             return _Part(self._failure)
         digests: list[Digests] = []
-        names = [n for turn in self._sent for piece in turn.pieces for e in piece.entries for n in e.hf]
+        names = [n for turn in self._sent for portion in turn.portions for e in portion.entries for n in e.hf]
         with self._timed("digest"):
             self._guarded(lambda: digests.append(self._expected.finish(names)))
         report = self._channel.report()

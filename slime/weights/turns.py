@@ -25,7 +25,7 @@ communicator."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Portion:
     """What buckets do not divide: the tensors of one parameter, or of experts that share them."""
 
     entries: tuple[Entry, ...]
@@ -47,59 +47,61 @@ class Turn:
 
     sender: int
     """Training rank."""
-    pieces: tuple[Piece, ...]
+    portions: tuple[Portion, ...]
 
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The tensors, in the order of the table."""
-        return tuple(spec for piece in self.pieces for spec in piece.specs)
+        return tuple(spec for portion in self.portions for spec in portion.specs)
 
     @property
     def num_bytes(self) -> int:
         """Of the bucket."""
-        return sum(piece.num_bytes for piece in self.pieces)
+        return sum(portion.num_bytes for portion in self.portions)
 
 
 def turns_of(
-    pieces: Iterable[Piece], *, senders: Sequence[Sequence[int]], limit_bytes: int, together: Mapping[str, str]
+    portions: Iterable[Portion], *, senders: Sequence[Sequence[int]], limit_bytes: int, together: Mapping[str, str]
 ) -> tuple[Turn, ...]:
     """All turns, stage after stage.
 
-    `pieces`: in the order of the table. `senders`: of each stage the ranks that take turns. `together`: HF tensor -> a
+    `portions`: in the order of the table. `senders`: of each stage the ranks that take turns. `together`: HF tensor -> a
     name that it shares with those that stay in its bucket.
     """
     assert limit_bytes > 0, f"bucket limit {limit_bytes}"
     turns: list[Turn] = []
-    in_order = sorted(pieces, key=lambda piece: piece.stage)
-    for stage, own in groupby(in_order, lambda piece: piece.stage):
+    in_order = sorted(portions, key=lambda portion: portion.stage)
+    for stage, own in groupby(in_order, lambda portion: portion.stage):
         ranks = senders[stage][:MAX_SENDERS]
         for number, share in enumerate(_shares(own, limit_bytes if len(ranks) > 1 else None)):
             turns += [Turn(ranks[number % len(ranks)], part) for part in _buckets(share, limit_bytes, together)]
     return tuple(turns)
 
 
-def _shares(pieces: Iterable[Piece], least_bytes: int | None) -> Iterator[list[Piece]]:
+def _shares(portions: Iterable[Portion], least_bytes: int | None) -> Iterator[list[Portion]]:
     """Whole layers of a stage, as many as make a bucket; all of it if nobody shares."""
-    share: list[Piece] = []
-    for _, layer in groupby(pieces, lambda piece: piece.entries[0].layer):
+    share: list[Portion] = []
+    for _, layer in groupby(portions, lambda portion: portion.entries[0].layer):
         share += layer
-        if least_bytes is not None and sum(piece.num_bytes for piece in share) >= least_bytes:
+        if least_bytes is not None and sum(portion.num_bytes for portion in share) >= least_bytes:
             yield share
             share = []
     if share:
         yield share
 
 
-def _buckets(pieces: Sequence[Piece], limit_bytes: int, together: Mapping[str, str]) -> Iterator[tuple[Piece, ...]]:
-    held: list[Piece] = []
+def _buckets(
+    portions: Sequence[Portion], limit_bytes: int, together: Mapping[str, str]
+) -> Iterator[tuple[Portion, ...]]:
+    held: list[Portion] = []
     size = 0
-    for piece in pieces:
-        key = together.get(piece.specs[0].name)
+    for portion in portions:
+        key = together.get(portion.specs[0].name)
         joined = bool(held) and key is not None and key == together.get(held[-1].specs[-1].name)
-        if held and size + piece.num_bytes > limit_bytes and not joined:
+        if held and size + portion.num_bytes > limit_bytes and not joined:
             yield tuple(held)
             held, size = [], 0
-        held.append(piece)
-        size += piece.num_bytes
+        held.append(portion)
+        size += portion.num_bytes
     if held:
         yield tuple(held)

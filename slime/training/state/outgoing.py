@@ -27,7 +27,7 @@ from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 from slime.weights.buckets import Spec
 from slime.weights.convert import export, export_stack
-from slime.weights.turns import Piece, Turn, turns_of
+from slime.weights.turns import Portion, Turn, turns_of
 
 MESSAGES = 16
 """Of a bucket's bytes, at least; four of them are taken off the two buckets of a sender."""
@@ -66,11 +66,11 @@ class TrainerWeights:
         self._message_bytes = max(1, limit_bytes // MESSAGES)
         if self._turns[0] != limit_bytes:
             limit, together = max(1, limit_bytes - 2 * self._message_bytes), self.table.together
-            turns = turns_of(self._pieces(), senders=self._senders, limit_bytes=limit, together=together)
+            turns = turns_of(self._portions(), senders=self._senders, limit_bytes=limit, together=together)
             self._turns = limit_bytes, turns
         return self._turns[1]
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _portions(self) -> Iterator[Portion]:
         for run in self.table.runs:
             groups = [run] if run[0].row.stacked else [(entry,) for entry in run]
             for entries in groups:
@@ -78,7 +78,7 @@ class TrainerWeights:
                 shapes = zip(entries[0].hf, entries[0].row.shapes, strict=True)
                 lead = (len(entries),) if entries[0].row.stacked else ()
                 specs = tuple(Spec(name, (*lead, *shape), self._wanted(first)) for name, shape in shapes)
-                yield Piece(entries, specs, first.pp_rank)
+                yield Portion(entries, specs, first.pp_rank)
 
     def _wanted(self, tensor: ShardedTensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and not tensor.entry.row.wide else tensor.dtype
@@ -90,11 +90,11 @@ class TrainerWeights:
         """(HF name, full tensor); it may share memory with the parameters, or be gone when the next is asked for."""
         if turn.sender not in self._tensor_ranks and turn.sender not in self._expert_ranks:
             return
-        for stacked, pieces in _stretches(turn.pieces):
-            for piece in pieces if stacked else ():
-                yield from self._stacked(piece, turn.sender)
+        for stacked, portions in _stretches(turn.portions):
+            for portion in portions if stacked else ():
+                yield from self._stacked(portion, turn.sender)
             if not stacked:
-                for message in self._messages([entry for piece in pieces for entry in piece.entries]):
+                for message in self._messages([entry for portion in portions for entry in portion.entries]):
                     yield from self._full(message, turn.sender)
 
     def _messages(self, entries: Sequence[Entry]) -> Iterator[_Message]:
@@ -120,27 +120,26 @@ class TrainerWeights:
                 yield from export_stack([tensor.entry for tensor in message.tensors], stack)
             return
         shards = self._shards_at(message, sender)
-        for tensor in message.tensors if shards is not None else ():
-            assert shards is not None
+        for tensor in message.tensors if shards else ():
             yield from export(self.table, tensor.name, shards.pop(0))
 
-    def _stacked(self, piece: Piece, sender: int) -> Iterator[tuple[str, Tensor]]:
+    def _stacked(self, portion: Portion, sender: int) -> Iterator[tuple[str, Tensor]]:
         """HF tensors that hold all experts of a layer."""
         whole: dict[str, Tensor] = {}
-        for message in self._messages(piece.entries):
+        for message in self._messages(portion.entries):
             stack = self._stack_at(message, sender)
             if stack is None:
                 continue
             entries = [tensor.entry for tensor in message.tensors]
             parts = export_stack(entries, stack)
-            if len(entries) == len(piece.entries):
+            if len(entries) == len(portion.entries):
                 yield from parts
                 return
             first = entries[0].expert
-            assert first is not None
+            assert first is not None, f"{entries[0].megatron} is no expert"
             for name, part in parts:
                 if name not in whole:
-                    whole[name] = part.new_empty((len(piece.entries), *part.shape[1:]))
+                    whole[name] = part.new_empty((len(portion.entries), *part.shape[1:]))
                 whole[name][first : first + len(part)] = part
         yield from whole.items()
 
@@ -150,14 +149,14 @@ class TrainerWeights:
         """This rank's shard, with its adapter, as it leaves."""
         return self._model.merged(tensor).detach().to(dtype)
 
-    def _shards_at(self, message: _Message, sender: int) -> list[list[Tensor]] | None:
-        """On the sender the shards of each parameter, in rank order."""
+    def _shards_at(self, message: _Message, sender: int) -> list[list[Tensor]]:
+        """On the sender the shards of each parameter, in rank order; else nothing."""
         if sender not in self._tensor_ranks:
-            return None
+            return []
         split = [tensor for tensor in message.tensors if tensor.tp_size > 1]
         gathered = self._gather([self._own(tensor, message.dtype) for tensor in split], sender) if split else []
         if self._rank != sender:
-            return None
+            return []
         rows = iter(zip(*gathered, strict=True))
         return [
             list(next(rows)) if tensor.tp_size > 1 else [self._own(tensor, message.dtype)] for tensor in message.tensors
@@ -205,14 +204,14 @@ class TrainerWeights:
             work.wait()
 
 
-def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[bool, list[Piece]]]:
-    """(whether HF tensors hold all experts, pieces) of neighbours."""
-    held: list[Piece] = []
-    for piece in pieces:
-        if held and held[-1].entries[0].row.stacked != piece.entries[0].row.stacked:
+def _stretches(portions: Sequence[Portion]) -> Iterator[tuple[bool, list[Portion]]]:
+    """(whether HF tensors hold all experts, portions) of neighbours."""
+    held: list[Portion] = []
+    for portion in portions:
+        if held and held[-1].entries[0].row.stacked != portion.entries[0].row.stacked:
             yield held[-1].entries[0].row.stacked, held
             held = []
-        held.append(piece)
+        held.append(portion)
     if held:
         yield held[-1].entries[0].row.stacked, held
 

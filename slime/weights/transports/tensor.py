@@ -1,7 +1,7 @@
 """Same host: the engine maps the memory of the trainer (shared memory on a CPU, CUDA IPC on a GPU); no bytes over HTTP.
 
-Each engine rank gets a payload of its own, since receivers count references to the memory, and is told of the tensors
-of which it holds anything. On GPUs the payload for an engine rank comes from the training rank on the same GPU: every
+Each engine rank gets a payload of its own, since receivers count references to the memory, which names the
+tensors of which it holds anything. On GPUs the payload for an engine rank comes from the training rank on the same GPU: every
 bucket is brought to all training ranks, each makes handles of its own memory (a few hundred bytes), and the conductor
 gathers them. On a CPU the sender of a bucket serves all engine ranks.
 

@@ -59,9 +59,9 @@ def send(seat: Seat, model: str, megatron: dict[str, Any], args: dict[str, Any])
         "all": list(exported),
         "senders": [turn.sender for turn in turns],
         "plan": [(turn.sender, [spec.name for spec in turn.specs]) for turn in turns],
-        "largest": max(turn.num_bytes for turn in turns if len(turn.pieces) > 1),
+        "largest": max(turn.num_bytes for turn in turns if len(turn.portions) > 1),
         "peak": peak,
-        "piece": max(piece.num_bytes for turn in turns for piece in turn.pieces),
+        "portion": max(portion.num_bytes for turn in turns for portion in turn.portions),
         "many": len(outgoing.turns(ROOM_BYTES)) > 2,
     }
     backend.close()
@@ -107,5 +107,5 @@ def test_every_tensor_is_sent_once_and_is_what_an_export_has(layout: str, tmp_pa
     stages = 2 if "pp2" in layout else 1
     assert len(set(told[0]["senders"])) == stages * (2 if "ep2" in layout else 1), "each stage, and those with experts"
     assert told[0]["largest"] <= LIMIT_BYTES
-    room = 2 * ROOM_BYTES + 4 * max(0, told[0]["piece"] - ROOM_BYTES // MESSAGES)
+    room = 2 * ROOM_BYTES + 4 * max(0, told[0]["portion"] - ROOM_BYTES // MESSAGES)
     assert told[0]["many"] and 0 < max(own["peak"] for own in told) <= room, "two buckets beside its shards"
