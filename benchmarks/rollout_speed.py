@@ -5,8 +5,9 @@
 One stock server. The bare client posts every request at once and reads each answer whole; it asks for log-probs, as
 training needs them. The rollout is a step of `RolloutManager`, in its own process and in workers: prompts from a file,
 groups of 8, the default generate function, token ids, versions, and the batch that the trainer gets. All take turns,
-`--rounds` times; the ratio is that of the medians. Prompts differ in every turn, so that no cache knows them; an answer
-has all its tokens, whatever the model samples.
+`--rounds` times (one number, or one for each case), in one order and then in the other; the ratio is the median of
+those of each round. Prompts differ in every turn, so that no cache knows them; an answer has all its tokens, whatever
+the model samples. The engine's log is asked how often it had to put requests back for want of memory.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ SAMPLES, WORDS, WARM_TOKENS = 8, 48, 8
 GPU = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
 GRAPHS = {"cuda_graph_max_bs_decode": 512, "disable_prefill_cuda_graph": True}
 """Graphs for the largest batch: else Python of the server's scheduler is the clock, and its noise the result."""
+MEMORY = {"mem_fraction_static": 0.92}
+"""64 requests of 16,384 tokens are 120 GB of keys and values with the shape of Qwen3-0.6B."""
 LIMIT_S = 600.0
 
 
@@ -119,13 +122,15 @@ async def rollout(url: str, args: Args, folder: Path) -> float:
         await manager.close()
 
 
-def measure(url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int]) -> dict[str, Any]:
+def measure(
+    url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int], rounds: int
+) -> dict[str, Any]:
     """Everybody in turn."""
     rates: dict[str, list[float]] = {"bare": [], **{f"workers_{n}": [] for n in options.workers}}
     asyncio.run(bare(url, options, folder, (case[0], min(64, case[1])), 0))  # kernels and graphs
     turn = 1000 * case[1]
-    for _ in range(options.rounds):
-        for name in rates:
+    for number in range(rounds):
+        for name in sorted(rates, reverse=number % 2 == 1):
             turn += 1
             if name == "bare":
                 rate = asyncio.run(bare(url, options, folder, case, turn))
@@ -134,9 +139,15 @@ def measure(url: str, options: argparse.Namespace, folder: Path, case: tuple[int
                 rate = asyncio.run(rollout(url, args, folder))
             print(f"{case[0]} x {case[1]} {name}: {rate:.0f} tokens/s", flush=True)
             rates[name].append(round(rate, 1))
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    ratios = {name: round(rate / medians["bare"], 4) for name, rate in medians.items() if name != "bare"}
-    return {"requests": case[0], "tokens": case[1], "tokens_per_s": rates, "against_bare": ratios}
+    ratios = {
+        name: [round(own / bare, 4) for own, bare in zip(found, rates["bare"], strict=True)]
+        for name, found in rates.items()
+        if name != "bare"
+    }
+    medians = {name: round(statistics.median(found), 4) for name, found in ratios.items()}
+    put_back = sum("Retract requests" in line for line in (folder / "engine.log").read_text().splitlines())
+    sizes = {"requests": case[0], "tokens": case[1]}
+    return {**sizes, "tokens_per_s": rates, "ratios": ratios, "against_bare": medians, "retractions_so_far": put_back}
 
 
 def main() -> None:
@@ -145,7 +156,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", nargs="+", default=["512x1024", "64x16384"], help="requests x tokens of an answer")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 4])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, nargs="+", default=[2])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     allow_many_connections()
@@ -155,7 +166,7 @@ def main() -> None:
         str(options.model),
         dtype="bfloat16" if cuda else "float32",
         device=options.device,
-        extra=GPU | GRAPHS if cuda else {},
+        extra=GPU | GRAPHS | MEMORY if cuda else {},
     )
     result: dict[str, Any] = {
         "command": " ".join(["python", "-m", "benchmarks.rollout_speed", *sys.argv[1:]]),
@@ -173,16 +184,16 @@ def main() -> None:
         try:
             server.start()
             server.wait_ready(timeout_s=LIMIT_S)
-            for words in options.cases:
+            for number, words in enumerate(options.cases):
                 num, _, length = words.partition("x")
-                result["cases"].append(measure(server.url, options, folder, (int(num), int(length))))
+                rounds = options.rounds[min(number, len(options.rounds) - 1)]
+                result["cases"].append(measure(server.url, options, folder, (int(num), int(length)), rounds))
+                if options.json:  # the next case may not come to its end
+                    options.json.write_text(json.dumps(result, indent=1) + "\n")
         finally:
             server.stop()
             ray.shutdown()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
