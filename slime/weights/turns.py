@@ -65,8 +65,8 @@ def turns_of(
 ) -> tuple[Turn, ...]:
     """All turns, stage after stage.
 
-    `portions`: in the order of the table. `senders`: of each stage the ranks that take turns. `together`: HF tensor -> a
-    name that it shares with those that stay in its bucket.
+    `portions`: in the order of the table. `senders`: of each stage the ranks that take turns. `together`: HF tensor ->
+    a name that it shares with those that stay in its bucket.
     """
     assert limit_bytes > 0, f"bucket limit {limit_bytes}"
     turns: list[Turn] = []

@@ -136,7 +136,7 @@ class TrainerWeights:
                 yield from parts
                 return
             first = entries[0].expert
-            assert first is not None, f"{entries[0].megatron} is no expert"
+            assert first is not None, f"{entries[0].megatron} has no number of an expert"
             for name, part in parts:
                 if name not in whole:
                     whole[name] = part.new_empty((len(portion.entries), *part.shape[1:]))

@@ -1,9 +1,9 @@
 """Same host: the engine maps the memory of the trainer (shared memory on a CPU, CUDA IPC on a GPU); no bytes over HTTP.
 
-Each engine rank gets a payload of its own, since receivers count references to the memory, which names the
-tensors of which it holds anything. On GPUs the payload for an engine rank comes from the training rank on the same GPU: every
-bucket is brought to all training ranks, each makes handles of its own memory (a few hundred bytes), and the conductor
-gathers them. On a CPU the sender of a bucket serves all engine ranks.
+Each engine rank gets a payload of its own, since receivers count references to the memory; it names the tensors of
+which that rank holds anything. On GPUs the payload for an engine rank comes from the training rank on the same GPU:
+every bucket is brought to all training ranks, each makes handles of its own memory (a few hundred bytes), and the
+conductor gathers them. On a CPU the sender of a bucket serves all engine ranks.
 
 Invariant: a bucket's memory is filled again when the next but one is made, by which time every engine has answered for
 it, and the conductor has passed the next collective.
