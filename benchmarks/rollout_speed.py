@@ -122,9 +122,7 @@ async def rollout(url: str, args: Args, folder: Path) -> float:
         await manager.close()
 
 
-def measure(
-    url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int], rounds: int
-) -> dict[str, Any]:
+def measure(url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int], rounds: int) -> dict[str, Any]:
     """Everybody in turn."""
     rates: dict[str, list[float]] = {"bare": [], **{f"workers_{n}": [] for n in options.workers}}
     asyncio.run(bare(url, options, folder, (case[0], min(64, case[1])), 0))  # kernels and graphs
