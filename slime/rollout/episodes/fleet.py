@@ -101,7 +101,7 @@ class WorkerFleet(Episodes):
         """(group, its first execution) -> workers that died with it."""
         self._alone = asyncio.Semaphore(num_workers)
         self._counts: dict[_Member, Sums] = {}
-        """What a worker has told of its requests, and no call has taken."""
+        """What a worker has said of its requests, and no call has taken."""
 
     def include(self, conductor: Here) -> None:
         """Orders are for the requests of this process as well: those of evaluations and functions of the user."""
