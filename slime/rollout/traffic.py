@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from slime.observability.spans import note_span
 from slime.rollout.upstream import Try, Upstream
@@ -55,6 +55,15 @@ class Sums:
     cached_tokens: int = 0
     idle: float = 1.0
     """Share of the time of the engines in which none of these tries was there."""
+
+    def joined(self, later: Sums) -> Sums:
+        """Of the same process, together with those of the period that followed."""
+        both = {one.name: getattr(self, one.name) + getattr(later, one.name) for one in fields(self)}
+        for most in ("most_place_s", "most_first_s"):
+            both[most] = max(getattr(self, most), getattr(later, most))
+        idle_s = self.idle * self.period_s + later.idle * later.period_s
+        both["idle"] = idle_s / both["period_s"] if both["period_s"] > 0 else min(self.idle, later.idle)
+        return Sums(**both)
 
 
 @dataclass(slots=True)

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-from slime.core.errors import ActorDied, DeadlineExceeded, SlimeError, WorkerStalled
+from slime.core.errors import ActorDied, DeadlineExceeded, SlimeError
 from slime.core.sample import Group, Sample
 from slime.core.topology import Worker
 from slime.rollout.context import RolloutContext
+from slime.rollout.episodes.ends import Ended, Guilty, WorkerLost
 from slime.rollout.episodes.here import Episodes, Here
 from slime.rollout.episodes.work import Done, Work
 from slime.rollout.execute import Execution, GroupResult, Outcome
@@ -99,6 +100,8 @@ class WorkerFleet(Episodes):
         self._deaths = Counter[tuple[int, int | None]]()
         """(group, its first execution) -> workers that died with it."""
         self._alone = asyncio.Semaphore(num_workers)
+        self._counts: dict[_Member, Sums] = {}
+        """What a worker has said of its requests, and no call has taken."""
 
     def include(self, conductor: Here) -> None:
         """Orders are for the requests of this process as well: those of evaluations and functions of the user."""
@@ -128,9 +131,9 @@ class WorkerFleet(Episodes):
         group.pack()
         try:
             done = await self._done(scope, context.rollout_id, params, group)
-        except _Ended:
+        except Ended:
             return GroupResult(group, Outcome.ABORTED)
-        except _Guilty as death:
+        except Guilty as death:
             return GroupResult(group, Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
         return GroupResult(done.record, done.outcome, done.reason, done.verdict)
@@ -143,7 +146,7 @@ class WorkerFleet(Episodes):
         group = Group(sample.group_index or 0, (sample,))
         try:
             done = await self._done(None, context.rollout_id, params, group)
-        except _Guilty as death:
+        except Guilty as death:
             return Execution([sample], Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
         return Execution(list(done.record.group().samples), done.outcome, done.reason)
@@ -151,14 +154,14 @@ class WorkerFleet(Episodes):
     async def _done(
         self, scope: RequestScope | None, rollout_id: int | None, params: Mapping[str, Any], group: Group
     ) -> Done:
-        """Of a worker that lived long enough. Raises `_Ended` if the scope ended before, `_Guilty`, and what ends the
+        """Of a worker that lived long enough. Raises `Ended` if the scope ended before, `Guilty`, and what ends the
         run.
         """
         key = group.group_index, group.samples[0].index
         while True:
             self._begin()
             if scope is not None and scope.aborted:
-                raise _Ended
+                raise Ended
             work = Work(next(self._numbers), None if scope is None else scope.number, rollout_id, params, group)
             is_suspect = self._deaths[key] >= SUSPECT
             try:
@@ -167,9 +170,9 @@ class WorkerFleet(Episodes):
                 else:
                     shared = [member for member in self._members if member.is_shared]
                     done = await self._done_by(min(shared, key=lambda one: one.num_running), work)
-            except _WorkerLost as loss:
+            except WorkerLost as loss:
                 if is_suspect:
-                    raise _Guilty(f"its worker died alone: {loss}") from loss
+                    raise Guilty(f"its worker died alone: {loss}") from loss
                 self._deaths[key] += STALL_COUNTS if loss.is_stall else 1
                 continue
             del self._deaths[key]
@@ -189,7 +192,7 @@ class WorkerFleet(Episodes):
                     member.port.kill()
 
     async def _done_by(self, member: _Member, work: Work) -> Done:
-        """Raises `_WorkerLost` if the worker died, and what ends the run."""
+        """Raises `WorkerLost` if the worker died, and what ends the run."""
         port = member.port
         member.num_running += 1
         try:
@@ -201,7 +204,7 @@ class WorkerFleet(Episodes):
             raise
         except ActorDied as death:
             self._replace(member, port, death)
-            raise _WorkerLost(death) from death
+            raise WorkerLost(death) from death
         finally:
             member.num_running -= 1
         member.num_deaths = 0
@@ -281,8 +284,11 @@ class WorkerFleet(Episodes):
         return max((QUESTION_LIMIT_S if s is None else s for s in seen), default=0.0)
 
     async def traffic(self) -> list[Sums]:
-        """What the requests of the workers waited for, of those who answer at once."""
-        return [sums for sums in await self._ask_all("traffic") if sums is not None]
+        """What the requests of the workers waited for, of each who has answered; what comes late is the next call's."""
+        if asked := [self._follow(member, self._counted(member)) for member in self._members]:
+            await asyncio.wait(asked, timeout=QUESTION_LIMIT_S)
+        counted, self._counts = self._counts, {}
+        return list(counted.values())
 
     async def num_left_behind(self) -> int:
         """See `Episodes`; of the workers who answer at once, and of this process."""
@@ -335,10 +341,11 @@ class WorkerFleet(Episodes):
         self._follow(member, self._bounded(member, method, *arguments))
 
     @staticmethod
-    def _follow(member: _Member, work: Coroutine[Any, Any, None]) -> None:
+    def _follow(member: _Member, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         order = asyncio.ensure_future(work)
         member.orders.add(order)
         order.add_done_callback(member.orders.discard)
+        return order
 
     def _bounded(
         self, member: _Member, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S
@@ -376,18 +383,17 @@ class WorkerFleet(Episodes):
             pass
         return None
 
-
-class _WorkerLost(Exception):
-    """The worker of a group died."""
-
-    def __init__(self, death: ActorDied) -> None:
-        super().__init__(str(death))
-        self.is_stall = isinstance(death, WorkerStalled)
-
-
-class _Guilty(Exception):
-    """A group ended the processes that worked on it."""
-
-
-class _Ended(Exception):
-    """The run ended the requests of a group that was between two workers."""
+    async def _counted(self, member: _Member) -> None:
+        """Asks a worker for its sums, which it tells once, and keeps them whenever they come."""
+        port = member.port
+        try:
+            sums: Sums | None = await port.call("traffic")
+        except ActorDied as death:
+            self._replace(member, port, death)
+            return
+        except SlimeError as error:  # its groups raise it
+            logger.warning("rollout worker %d tells nothing of its requests: %s", member.number, error)
+            return
+        if sums is not None:
+            before = self._counts.get(member)
+            self._counts[member] = sums if before is None else before.joined(sums)

@@ -14,6 +14,7 @@ from slime.rollout.episodes import fleet as fleet_module
 from slime.rollout.episodes.fleet import MAX_DEATHS, WorkerFleet
 from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
+from slime.rollout.traffic import Sums
 from tests.support.episode_workers import Workers, with_workers
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
@@ -318,3 +319,41 @@ def test_a_worker_that_does_not_start_is_ended_and_named(tmp_path: Path, monkeyp
             await manager.close()
 
     asyncio.run(main())
+
+
+def test_what_a_worker_tells_late_is_counted_once_with_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a worker tells its sums once, so an answer that nobody waited for any more is kept, not dropped."""
+    monkeypatch.setattr(fleet_module, "QUESTION_LIMIT_S", 0.0)
+    answers = [asyncio.Event() for _ in range(4)]
+    asked = iter(range(4))
+
+    class Busy:
+        """A worker whose event loop turns when the test says so."""
+
+        async def call(self, method: str, *arguments: Any) -> Any:
+            if method != "traffic":
+                return None
+            number = next(asked)
+            await answers[number].wait()
+            return Sums(period_s=1.0, num=1, tokens=10**number)
+
+        def kill(self) -> None:
+            pass
+
+    async def main() -> list[list[int]]:
+        fleet = WorkerFleet(lambda _: Busy(), 1)
+        await fleet.ready()
+        told = [await fleet.traffic(), await fleet.traffic()]
+        for number in (0, 1):
+            answers[number].set()
+        while len(fleet._members[0].orders) > 0:
+            await asyncio.sleep(0)
+        told.append(await fleet.traffic())
+        answers[2].set()
+        while len(fleet._members[0].orders) > 0:
+            await asyncio.sleep(0)
+        told += [await fleet.traffic()]
+        await fleet.close()
+        return [[sums.tokens for sums in some] for some in told]
+
+    assert asyncio.run(main()) == [[], [], [11], [100]]

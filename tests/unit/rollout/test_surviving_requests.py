@@ -309,9 +309,9 @@ async def test_who_waits_gets_each_place_that_becomes_free() -> None:
 
 
 async def test_the_limit_counts_time_without_progress_not_the_answer() -> None:
-    async with serve(FakeEngine(tick_s=0.03)) as engine:
+    async with serve(FakeEngine(tick_s=0.015)) as engine:
         client = EngineClient(engine.url, request_timeout_s=1.5)
-        assert len((await client.generate([3], {**PARAMS, "max_new_tokens": 120})).tokens) == 120
+        assert len((await client.generate([3], {**PARAMS, "max_new_tokens": 240})).tokens) == 240
         await client.close()
 
 

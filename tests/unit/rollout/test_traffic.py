@@ -12,7 +12,7 @@ import pytest
 
 from slime.observability.spans import read_trace, start_recording
 from slime.rollout.client import EngineClient
-from slime.rollout.traffic import MOST_TRACED, ROWS, Traffic, traffic_metrics
+from slime.rollout.traffic import MOST_TRACED, ROWS, Sums, Traffic, traffic_metrics
 from slime.rollout.upstream import Try, Upstream
 from tests.support.fake_engine import FakeEngine, serve
 
@@ -101,3 +101,13 @@ def test_who_gets_no_place_leaves_his_row_to_others() -> None:
     laps = [traffic.begin(1.0) for _ in range(2 * ROWS)]
     assert sorted(lap.row for lap in laps if lap.row is not None) == list(range(ROWS))
     assert traffic_metrics([traffic.take([], 2.0)])["perf/request_place_wait/mean"] == pytest.approx(1.0)
+
+
+def test_two_periods_of_a_process_are_told_as_one() -> None:
+    """Law: what is told late is part of a longer period, not of a second process."""
+    one = Sums(period_s=10.0, num=2, place_s=4.0, most_place_s=3.0, tokens=7, token_s=50.0, idle=0.5)
+    two = Sums(period_s=30.0, num=1, place_s=2.0, most_place_s=2.0, tokens=1, token_s=10.0, idle=0.1)
+    both = one.joined(two)
+    assert (both.period_s, both.num, both.most_place_s, both.tokens) == (40.0, 3, 3.0, 8)
+    assert both.idle == pytest.approx((5.0 + 3.0) / 40.0)
+    assert traffic_metrics([both])["perf/tokens_in_flight"] == 60.0 / 40.0
