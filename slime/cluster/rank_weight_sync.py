@@ -21,6 +21,9 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest, serialize_bucket
 from slime.settings import Args
 from slime.training.backend import MegatronBackend
+from slime.weights.quantised.checkpoint import format_of_folder
+from slime.weights.quantised.engine_table import engine_table
+from slime.weights.quantised.stream import quantised_stream
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
@@ -43,7 +46,8 @@ class RankWeightSync:
     ) -> None:
         """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
         self._args, self._backend = args, backend
-        self._table = backend.table
+        self._quantised = format_of_folder(args.hf_checkpoint)
+        self._table = engine_table(backend.table, self._quantised)
         self._group = dist.new_group(backend="gloo")
         self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
@@ -74,8 +78,9 @@ class RankWeightSync:
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
         self._known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
+        weights = self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"]))
         metrics = sync_weights(
-            self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
+            quantised_stream(weights, self._quantised),
             table=self._table,
             receivers=list(self._known.values()),
             channel=self._channel,

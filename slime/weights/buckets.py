@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # transports are imported where torch is not
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some HF tensors of one dtype."""
+    """Some HF tensors, those of wider numbers first: laid end to end, each begins at a multiple of its numbers."""
 
     tensors: tuple[tuple[str, Tensor], ...]
     """(HF name, full tensor)."""
@@ -26,7 +26,7 @@ class Bucket:
 def split(
     named_tensors: Iterable[tuple[str, Tensor]], limit_bytes: int, together: Mapping[str, str] | None = None
 ) -> Iterator[Bucket]:
-    """Buckets of at most `limit_bytes`, in order; a tensor larger than that travels alone; one dtype per bucket.
+    """Buckets of at most `limit_bytes`, in order; a tensor larger than that travels alone.
 
     Neighbours of one value in `together` stay in one bucket, even beyond the limit.
     """
@@ -37,10 +37,14 @@ def split(
     for name, tensor in named_tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         joined = bool(held) and name in together and together[name] == together.get(held[-1][0])
-        if held and ((size + num_bytes > limit_bytes and not joined) or held[0][1].dtype != tensor.dtype):
-            yield Bucket(tuple(held))
+        if held and size + num_bytes > limit_bytes and not joined:
+            yield _bucket(held)
             held, size = [], 0
         held.append((name, tensor.detach().contiguous()))
         size += num_bytes
     if held:
-        yield Bucket(tuple(held))
+        yield _bucket(held)
+
+
+def _bucket(held: list[tuple[str, Tensor]]) -> Bucket:
+    return Bucket(tuple(sorted(held, key=lambda named: -named[1].element_size())))

@@ -91,6 +91,51 @@ def _server_args(checkpoint: Path, layout: EngineLayout) -> Any:
     )
 
 
+def compare_quantised(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[str, list[str]]]:
+    """As `compare`, of quantised checkpoints, as SGLang's loaders leave them.
+
+    What follows on a GPU is left out: nothing for FP8 on Hopper, Marlin's order for INT4, which has kernels there alone.
+    """
+    rank = meet(seat, layout, checkpoints[0])
+    import torch
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_wNa16,
+        compressed_tensors_wNa16_moe,
+    )
+
+    fp8._is_cpu = False
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    for scheme in (
+        compressed_tensors_wNa16.CompressedTensorsWNA16,
+        compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE,
+    ):
+        scheme.process_weights_after_loading = lambda *_: None
+    return [_compare_quantised(layout, rank, checkpoint) for checkpoint in checkpoints]
+
+
+def _compare_quantised(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[str, list[str]]:
+    from safetensors.torch import load_file
+
+    from slime.compat.sglang_quantised import NOT_WEIGHTS
+    from slime.core.hf_config import read_hf_config
+    from slime.models import table_for
+    from slime.weights.quantised.checkpoint import format_of_folder
+    from slime.weights.quantised.engine_table import engine_table
+    from tests.support.weights import engine_tensors
+
+    reported = (
+        (n, p)
+        for n, p in load(checkpoint, layout).named_parameters()
+        if not n.endswith(NOT_WEIGHTS) and not getattr(p, "_skip_weight_check", False)
+    )
+    held = {n: p.detach() for n, p in reported}
+    table = engine_table(table_for(read_hf_config(str(checkpoint))), format_of_folder(str(checkpoint)))
+    source = load_file(checkpoint / "model.safetensors")
+    state = {n: source[n] for n in table.hf_names}
+    return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
+
+
 _KEPT: list[Any] = []
 """A library that is dropped takes its kernels along."""
 
@@ -103,7 +148,6 @@ def compare(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[s
 
 def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[str, list[str]]:
     held = {name: p.detach() for name, p in load(checkpoint, layout).named_parameters()}
-    import torch
     from safetensors.torch import load_file
 
     from slime.core.hf_config import read_hf_config
@@ -113,13 +157,22 @@ def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[s
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
     state = {n: source[n] if table.entry_of_hf(n).row.wide else source[n].bfloat16() for n in table.hf_names}
-    want = dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False))
+    return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
+
+
+def _differences(table: Any, want: dict[str, Any], held: dict[str, Any]) -> dict[str, list[str]]:
+    import torch
+
     both = want.keys() & held.keys()
+
+    def bits(tensor: Any) -> Any:
+        return tensor.flatten().view(torch.uint8)
+
     return {
         "missing": sorted(want.keys() - held.keys()),
         "extra": sorted(n for n in held.keys() - want.keys() if not table.carries(n)),
         "other": sorted(
-            n for n in both if want[n].dtype != held[n].dtype or not torch.equal(want[n].flatten(), held[n].flatten())
+            n for n in both if want[n].dtype != held[n].dtype or not torch.equal(bits(want[n]), bits(held[n]))
         ),
         "equal": sorted(both),
     }

@@ -1,0 +1,157 @@
+"""Quantisers against the arithmetic of those who read and write such files: SGLang, transformers, compressed-tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.core.errors import CheckpointError
+from slime.weights import fp8
+from slime.weights.quantised.block_fp8 import BlockFp8
+from slime.weights.quantised.format import QuantisedFormat
+from slime.weights.quantised.grouped_int4 import GroupedInt4
+
+SHAPES = [(128, 128), (256, 384), (576, 256), (130, 200), (1, 128), (64, 32), (100, 640), (3, 256, 128), (2, 2, 64, 96)]
+"""Whole blocks, blocks that end early, less than a block, stacks."""
+
+
+def random(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Weights of which blocks differ in size, with a block of zeros and tiny ones."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * torch.rand(*shape[:-1], 1, generator=generator).mul(8).exp() * 1e-4
+    weight[..., :4, :32] = 0
+    weight[..., -1:, :] *= 1e-5
+    return weight.to(dtype)
+
+
+def format_of_blocks(**more: Any) -> BlockFp8:
+    return BlockFp8(frozenset(), 128, 128, **more)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_of_fp8_are_those_of_sglang_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from slime.compat.sglang_cpu import activate
+
+    activate("cpu")
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, per_block_cast_to_fp8
+    from sglang.srt.layers.quantization.mxfp8_block_convert import bf16_to_block_fp8_128
+
+    weight = random(shape, dtype=dtype)
+    for found, theirs in (
+        (format_of_blocks(), bf16_to_block_fp8_128),
+        (format_of_blocks(powers_of_two=True), per_block_cast_to_fp8),
+    ):
+        codes, scales = found.quantise(weight)
+        ours = zip(codes.reshape(-1, *shape[-2:]), scales.reshape(-1, *scales.shape[-2:]), strict=True)
+        for (own_codes, own_scales), matrix in zip(ours, weight.reshape(-1, *shape[-2:]), strict=True):
+            want_codes, want_scales = theirs(matrix)
+            assert equal(own_codes, want_codes) and equal(own_scales, want_scales)
+        back = block_quant_dequant(codes, scales, [128, 128], torch.bfloat16)
+        assert equal(back, found.dequantise((codes, scales)).bfloat16())
+        assert equal(back, found.fake(weight.bfloat16(), torch.bfloat16)) or dtype is torch.float32
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if not s[-1] % 128 and not s[-2] % 128])
+def test_blocks_of_fp8_are_those_of_transformers_up_to_a_rounding(shape: tuple[int, ...]) -> None:
+    """transformers multiplies by 448 / the largest entry and stores the reciprocal of that: each rounded once more."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=[128, 128], scale_fmt=None))
+    weight, found = random(shape, 1), format_of_blocks()
+    codes, scales = found.quantise(weight)
+    theirs = Fp8Quantize(config).convert({"a.weight": weight})
+    large = theirs["a.weight_scale_inv"] > 1e-4 / 448
+    assert (scales / theirs["a.weight_scale_inv"] - 1)[large].abs().max() < 2.0**-22
+    steps = (codes.view(torch.uint8).int() - theirs["a.weight"].view(torch.uint8).int()).abs()
+    assert steps.max() <= 1 and steps.float().mean() < 1e-3, "beside ties no code differs"
+    back = Fp8Dequantize(config)._dequantize_one(codes, scales, torch.float32)
+    assert equal(back, found.dequantise((codes, scales)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_groups_of_int4_are_those_of_compressed_tensors_bit_for_bit(group: int, dtype: torch.dtype) -> None:
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    found = GroupedInt4(frozenset(), group)
+    for shape in ((8, group), (96, 4 * group), (1, 2 * group)):
+        weight = random(shape, group, dtype)
+        groups = weight.unflatten(-1, (-1, group))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        want = PackedQuantizationCompressor.compress(state, scheme)
+        packed, scales = found.quantise(weight)
+        assert equal(packed, want["weight_packed"]) and equal(scales, want["weight_scale"])
+        back = PackedQuantizationCompressor.decompress(want, scheme)["weight"]
+        assert equal(back, found.dequantise((packed, scales)).to(dtype))
+        assert equal(back, found.fake(weight, dtype))
+        stack = torch.stack([weight, weight * 2])
+        assert all(torch.equal(a[0], b) for a, b in zip(found.quantise(stack), (packed, scales), strict=True))
+
+
+FORMATS: dict[str, QuantisedFormat] = {
+    "fp8": format_of_blocks(),
+    "powers of two": format_of_blocks(powers_of_two=True),
+    "int4": GroupedInt4(frozenset(), 32),
+}
+
+
+def test_weights_that_were_quantised_keep_their_codes_in_bfloat16() -> None:
+    """A trainer that has changed nothing sends the codes that it read: bfloat16 moves scales by 2^-9, codes by none."""
+    found = FORMATS["fp8"]
+    codes, scales = found.quantise(random((512, 384), dtype=torch.float32))
+    again, moved = found.quantise(found.dequantise((codes, scales)).bfloat16())
+    assert equal(codes, again) and (moved / scales - 1).abs().max() <= 2.0**-8
+
+
+def test_with_powers_of_two_weights_that_were_quantised_stay_what_they_are() -> None:
+    found = FORMATS["powers of two"]
+    once = found.fake(random((512, 384)), torch.bfloat16)
+    assert equal(once, found.fake(once, torch.bfloat16))
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_an_entry_of_int4_is_off_by_half_a_step(group: int) -> None:
+    """Also the largest of a group, 7.5 steps from zero: codes end at -8 and at 7."""
+    found, weight = GroupedInt4(frozenset(), group), random((64, 512), dtype=torch.float32)
+    packed, scales = found.quantise(weight)
+    error = (found.dequantise((packed, scales)) - weight).abs()
+    assert (error <= scales.repeat_interleave(group, -1) * 0.5 * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_part_of_whole_blocks_is_quantised_as_within_the_whole(name: str) -> None:
+    found, weight = FORMATS[name], random((512, 512))
+    whole = found.dequantise(found.quantise(weight))
+    rows, columns = found.block
+    for part in ((slice(rows, 2 * rows), slice(None)), (slice(None), slice(2 * columns, 4 * columns))):
+        assert equal(found.dequantise(found.quantise(weight[part])), whole[part].contiguous())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
+    weight = random((256, 256))
+    weight[200, 100] = bad
+    with pytest.raises(CheckpointError, match="infinite or undefined"):
+        FORMATS[name].quantise(weight)
+
+
+def test_files_of_a_conversion_are_read_back_by_the_same_format() -> None:
+    """`slime convert` rounds scales to 20 bits; they are read as any others."""
+    weight = random((256, 300), dtype=torch.float32)
+    parts = fp8.quantise(weight)
+    assert equal(format_of_blocks().dequantise(parts), fp8.dequantise(*parts, fp8.BLOCK))
