@@ -253,7 +253,7 @@ def measure(case: Case, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "log_probs_to_loaded", differences(of_synced, of_loaded)
     yield "answers_equal_loaded", answers == others
     plain = reference(case.config, state, tokens)
-    fake = {n: case.format.fake(t, torch.bfloat16) if n in case.format.names else t for n, t in state.items()}
+    fake = {n: case.format.fake(t) if n in case.format.names else t for n, t in state.items()}
     quantised = reference(case.config, fake, tokens)
     yield "mean_log_prob", of_synced.mean().item()
     yield "engine_to_plain_weights", differences(of_synced, plain)

@@ -52,6 +52,7 @@ def write_quantised(
             state |= dict(fp8.apart(name, tensor))
     kept = [n for n in state if n.endswith(".weight") and not chosen(n)]
     modules = [n.removesuffix(".weight") for n in kept]
+    modules += ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"] if only else []
     entry = int4(group, modules) if kind == "int4" else {**FP8, "modules_to_not_convert": modules}
     entry |= {"scale_fmt": "ue8m0"} if kind == "ue8m0" else {}
     weights = [n for n in state if chosen(n)]

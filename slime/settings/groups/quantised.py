@@ -46,10 +46,10 @@ def engines_take_quantised_weights(args: Args) -> str | None:
             f"got hf_checkpoint {args.hf_checkpoint}, which is quantised ({method}), on a CPU, for which SGLang has no "
             f"such kernels; {plain}"
         )
-    if args.sglang["dtype"] not in (None, "bfloat16"):
+    if args.sglang["dtype"] != "bfloat16":
         return (
             f"got sglang_dtype {args.sglang['dtype']} with hf_checkpoint {args.hf_checkpoint}, which is quantised "
-            f"({method}): engines then compute in bfloat16; leave it out"
+            f"({method}): engines then compute in bfloat16; give --sglang-dtype bfloat16"
         )
     if (method, family) in NOT_LOADED:
         return (

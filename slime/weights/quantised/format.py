@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch is imported where it is used
-    import torch
     from torch import Tensor
 
     from slime.models.common.table import Row
@@ -67,9 +66,11 @@ class QuantisedFormat(ABC):
         Raises `ConfigError` where engines cannot hold it so.
         """
 
-    def fake(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weights as engines of this dtype have them: rounded to it, quantised, dequantised, in their own dtype."""
-        return self.dequantise(self.quantise(weights.to(dtype))).to(dtype).to(weights.dtype)
+    def fake(self, weights: Tensor) -> Tensor:
+        """Weights as engines have them, which get and multiply bfloat16: quantised, dequantised, in their own dtype."""
+        import torch
+
+        return self.dequantise(self.quantise(weights.to(torch.bfloat16))).to(torch.bfloat16).to(weights.dtype)
 
     def is_quantised(self, hf_names: Sequence[str]) -> bool:
         """Whether these weights, which an engine fuses, are quantised: all or none of them are."""
