@@ -1,4 +1,4 @@
-"""Quantised engines on a GPU: synced, verified bit for bit against SGLang's own loading of the same tensors, and served.
+"""Quantised engines on a GPU: synced, verified against SGLang's own loading of the same tensors, and served.
 
 python -m benchmarks.quantised --out results.json [--cases "0.6b fp8" ...]
 
@@ -39,6 +39,7 @@ from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel, TransportContext
 from tests.support.quantised import FP8, int4
+from tests.support.tiny import write_tokenizer
 from tests.support.weights import TamperingChannel
 
 FLAGS: dict[str, Any] = {
@@ -118,6 +119,7 @@ class Case:
                 tensors[name + "_shape"] = torch.tensor(state[name].shape)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(self.config))
+        write_tokenizer(folder)  # nothing is decoded
 
     def stop(self) -> None:
         for server in self.servers.values():
@@ -229,12 +231,27 @@ def differences(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
     return {"mean": gap.mean().item(), "p99": gap.flatten().quantile(0.99).item(), "worst": gap.max().item()}
 
 
+def alone(case: Case, state: State) -> dict[str, float]:
+    """Seconds and peak GB of quantising all of it, without sending any."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, began = torch.cuda.memory_allocated(), time.monotonic()
+        num_bytes = sum(t.nbytes for _, t in quantised_stream(state.items(), case.format))
+        torch.cuda.synchronize()
+        took = time.monotonic() - began
+    peak = torch.cuda.max_memory_allocated() - before
+    plain = sum(t.nbytes for t in state.values())
+    return {"time_s": took, "peak_gb": peak / 1e9, "plain_gb": plain / 1e9, "quantised_gb": num_bytes / 1e9}
+
+
 def measure(case: Case, folder: Path) -> Iterator[tuple[str, Any]]:
     """What one case has to say, as soon as it is known."""
     for server in case.servers.values():
         server.wait_ready(timeout_s=START_LIMIT_S)
     yield "ready_s", time.monotonic() - case.started
     state, trainer = weights_of(case.shape, 2), Trainer(case, folder)
+    yield "quantising", alone(case, state)
     loaded = HttpEngineControl(case.servers["loaded"].url, case.servers["loaded"].spec.layout, timeout_s=120)
     want = loaded.weight_checksums()[0].checksums
     yield "resident_tensors", len(want)
@@ -245,7 +262,10 @@ def measure(case: Case, folder: Path) -> Iterator[tuple[str, Any]]:
             trainer.sync(weights_of(case.shape, 5), 10 + turn)
         costs = trainer.sync(state, 20 + turn, transport)
         got = trainer.control.weight_checksums()[0].checksums
-        yield f"sync_{turn}_{transport}", {**costs, "differs_from_loaded": [n for n in want if got.get(n) != want[n]][:4]}
+        yield (
+            f"sync_{turn}_{transport}",
+            {**costs, "differs_from_loaded": [n for n in want if got.get(n) != want[n]][:4]},
+        )
     tokens = prompts(case.config["vocab_size"])
     of_synced, answers = served(case.servers["synced"].url, tokens)
     of_loaded, others = served(case.servers["loaded"].url, tokens)

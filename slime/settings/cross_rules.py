@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.core.errors import ConfigError
-from slime.core.hf_config import read_hf_config
 from slime.core.hub_names import download_hint
 from slime.settings import length_rules
 from slime.settings.conditions import (

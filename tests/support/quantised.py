@@ -22,6 +22,24 @@ FP8: dict[str, Any] = {
     "weight_block_size": [128, 128],
 }
 
+SHAPES = [(128, 128), (256, 384), (576, 256), (130, 200), (1, 128), (64, 32), (100, 640), (3, 256, 128), (2, 2, 64, 96)]
+"""Of weights: whole blocks, blocks that end early, less than a block, stacks."""
+
+
+def random_weight(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Blocks of different sizes, one of them of zeros, and tiny entries."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(*shape[:-1], 1, generator=generator).mul(8).exp()
+    weight = torch.randn(shape, generator=generator) * rows * 1e-4
+    weight[..., :4, :32] = 0
+    weight[..., -1:, :] *= 1e-5
+    return weight.to(dtype)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
 
 def int4(group: int, ignored: list[str]) -> dict[str, Any]:
     """`quantization_config` of compressed-tensors."""

@@ -69,8 +69,8 @@ def fake_quantised_weights_are_trained(args: Args) -> str | None:
     if args.trainer_weights == "plain" or args.lora_rank is None:
         return None
     return (
-        f"got --trainer-weights {args.trainer_weights} with --lora-rank {args.lora_rank}: engines quantise weights with "
-        "their adapters in them, the trainer adds these behind; leave one of them out"
+        f"got --trainer-weights {args.trainer_weights} with --lora-rank {args.lora_rank}: engines quantise weights "
+        "with their adapters in them, the trainer adds these behind; leave one of them out"
     )
 
 

@@ -1,8 +1,8 @@
 """Linear layers that compute with what engines will make of their weights: quantised and dequantised in each pass.
 
 Invariants
-1. Parameters, their names, gradients and optimizer states are those of a model without it: within a layer's forward pass
-   alone its weight is another tensor, whose gradient goes to the parameter as it is.
+1. Parameters, their names, gradients and optimizer states are those of a model without it: its weight is another tensor
+   within a layer's forward pass alone, whose gradient goes to the parameter as it is.
 2. What it is does not depend on the layout of the trainer (`slime.weights.quantised.fake`).
 """
 
@@ -32,7 +32,7 @@ def fake_quantise(chunks: Sequence[PolicyModel], table: FamilyTable, quantised: 
                 entry = table.entry(global_names(chunk, f"{local_name}.weight")[0])
                 if quantised.is_quantised(entry.hf):
                     _, num_shards = split_of(entry)
-                    check(entry.row, num_shards, quantised)
+                    check(entry, num_shards, quantised)
                     _Swap(entry.row, num_shards, quantised).attach(module)
 
 

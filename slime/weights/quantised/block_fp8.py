@@ -1,4 +1,4 @@
-"""FP8 with a scale for each block, as the public files of DeepSeek-V3, Qwen3 and GLM-5 have it, in the engine's arithmetic.
+"""FP8 with a scale for each block, as DeepSeek-V3's and Qwen3's public files have it, in the engine's arithmetic.
 
 `<name>` in e4m3 beside `<name>_scale_inv` in float32: the block's largest entry / 448, and the quotients rounded to the
 nearest code. That is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2) and, bit for bit, SGLang's

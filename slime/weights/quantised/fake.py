@@ -1,7 +1,7 @@
 """Fake quantisation of a trainer's shard: the weights that engines will dequantise, from the trainer's own.
 
-Law: fake-quantised weights do not depend on the partition. A rank quantises its part of each weight by itself, so a part
-has to begin and end at whole blocks; a layout under which one does not is refused (`check`).
+Law: fake-quantised weights do not depend on the partition. A rank quantises its part of each weight by itself, so that
+a part has to begin and end at whole blocks; a layout under which one does not is refused (`check`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError
-from slime.models.common.table import Row
+from slime.models.common.table import Entry, Row
 from slime.weights.convert import by_segments
 from slime.weights.quantised.format import QuantisedFormat
 
 
-def check(row: Row, num_shards: int, quantised: QuantisedFormat) -> None:
-    """Raises `ConfigError` if a block of a row's weights would have entries on two of `num_shards` ranks."""
+def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
+    """Raises `ConfigError` if a block of its weights would have entries on two of `num_shards` ranks."""
+    row = entry.row
     if row.dim is None:
         return
     block = quantised.block[row.dim]
@@ -26,7 +27,7 @@ def check(row: Row, num_shards: int, quantised: QuantisedFormat) -> None:
     uneven = [size for size in row.segments if size // num_shards % block]
     if uneven and not whole:
         raise ConfigError(
-            f"got {row.hf[0]} with parts of {uneven[0]} on {num_shards} tensor-parallel ranks in {quantised.title}: a "
+            f"got {entry.hf[0]} with parts of {uneven[0]} on {num_shards} tensor-parallel ranks in {quantised.title}: a "
             f"block of {block} would have entries on two of them, and what it rounds to would depend on the layout; "
             "choose fewer ranks, or --trainer-weights plain"
         )

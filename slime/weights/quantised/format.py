@@ -1,4 +1,4 @@
-"""What a quantised checkpoint says of its weights, and the arithmetic between them and plain ones: one class per format.
+"""What a quantised checkpoint says of its weights, and the arithmetic to plain ones and back: a class for each format.
 
 Invariants
 1. Codes and scales of a weight depend on that weight alone: whoever has the whole tensor makes the same bits, whatever

@@ -1,4 +1,4 @@
-"""INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric), in its own arithmetic.
+"""INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric), in its arithmetic.
 
 `<module>.weight_packed` holds eight codes in an int32, the first one in the lowest bits, each as code + 8;
 `weight_scale` a scale for each group: its largest entry / 7.5, all of it in the dtype of the weight, which for the same
@@ -39,8 +39,8 @@ def group_of(quantisation: Mapping[str, Any]) -> int:
     activations = any(g.get("input_activations") for g in groups)
     if len(plain) != len(found) or len(sizes) != 1 or activations or min(sizes) % PER_WORD:
         raise ConfigError(
-            f"got a compressed-tensors checkpoint of {found}; slime reads symmetric INT4 in groups of one size, without "
-            "quantised activations or activation order; choose such a checkpoint or one in bfloat16"
+            f"got a compressed-tensors checkpoint of {found}; slime reads symmetric INT4 in groups of one size, "
+            "without quantised activations or activation order; choose such a checkpoint or one in bfloat16"
         )
     return sizes.pop()
 

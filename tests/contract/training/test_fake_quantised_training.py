@@ -64,11 +64,11 @@ def test_log_probs_are_those_of_the_dequantised_weights(
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "num_attention_heads": 8},
     "qwen3_moe": {**SIZES, "moe_intermediate_size": 128, "mlp_only_layers": []},
-    "glm4_moe": {**SIZES, "moe_intermediate_size": 128},
+    "glm4_moe": {**SIZES, "moe_intermediate_size": 256},
     "deepseek_v3": {
         "hidden_size": 256,
         "intermediate_size": 512,
-        "moe_intermediate_size": 128,
+        "moe_intermediate_size": 256,
         "q_lora_rank": 128,
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 64,

@@ -94,7 +94,7 @@ def _server_args(checkpoint: Path, layout: EngineLayout) -> Any:
 def compare_quantised(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[str, list[str]]]:
     """As `compare`, of quantised checkpoints, as SGLang's loaders leave them.
 
-    What follows on a GPU is left out: nothing for FP8 on Hopper, Marlin's order for INT4, which has kernels there alone.
+    What follows on a GPU is left out: nothing for FP8 on Hopper, Marlin's order for INT4, whose kernels need one.
     """
     rank = meet(seat, layout, checkpoints[0])
     import torch

@@ -78,12 +78,19 @@ def test_vocabulary_is_padded_to_64_and_more_only_where_ranks_need_it() -> None:
     assert padded_vocab_size(64, 2) == 64 and padded_vocab_size(64, 3) == 192
 
 
-def test_buckets_hold_the_limit_the_order_and_one_dtype() -> None:
+def test_buckets_hold_the_limit_and_the_order() -> None:
     tensors = [(str(i), torch.zeros(n)) for i, n in enumerate((10, 10, 100, 5, 5))]
-    tensors.append(("half", torch.zeros(1, dtype=torch.bfloat16)))
     buckets = list(split(iter(tensors), 80))
-    assert [[n for n, _ in b.tensors] for b in buckets] == [["0", "1"], ["2"], ["3", "4"], ["half"]]
+    assert [[n for n, _ in b.tensors] for b in buckets] == [["0", "1"], ["2"], ["3", "4"]]
     assert all(b.num_bytes <= 80 for b in buckets if len(b.tensors) > 1)
+
+
+def test_a_bucket_has_wider_numbers_first() -> None:
+    """End to end, each tensor begins where its numbers can be read."""
+    kinds = (torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.float32)
+    tensors = [(str(i), torch.zeros(3, dtype=kind)) for i, kind in enumerate(kinds)]
+    (bucket,) = split(iter(tensors), 1 << 20)
+    assert [name for name, _ in bucket.tensors] == ["4", "1", "5", "2", "0", "3"]
 
 
 def test_what_an_engine_loads_at_once_is_in_one_bucket() -> None:

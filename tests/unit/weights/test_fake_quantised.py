@@ -62,7 +62,7 @@ def test_a_shard_is_the_shard_of_what_engines_dequantise(family: str, tp_size: i
         if not quantised.is_quantised(entry.hf):
             continue
         size = 1 if entry.expert is not None or entry.row.dim is None else tp_size
-        check(entry.row, size, quantised)
+        check(entry, size, quantised)
         for rank in range(size):
             of_plain, of_whole = (
                 load_shard(table, entry.megatron, source.__getitem__, tp_rank=rank, tp_size=size)
@@ -78,7 +78,9 @@ def test_stacked_experts_are_quantised_one_by_one() -> None:
     first = [e for e in table.entries if e.layer == 1 and e.expert is not None and len(e.hf) == 2]
     parts = [load_shard(table, e.megatron, state.__getitem__, tp_rank=0, tp_size=1) for e in first]
     together = fake_quantised(torch.stack(parts), first[0].row, 1, quantised)
-    assert all(torch.equal(a, fake_quantised(b, first[0].row, 1, quantised)) for a, b in zip(together, parts, strict=True))
+    assert all(
+        torch.equal(a, fake_quantised(b, first[0].row, 1, quantised)) for a, b in zip(together, parts, strict=True)
+    )
 
 
 def test_the_gradient_goes_to_the_weight_as_it_is() -> None:
@@ -96,7 +98,7 @@ def test_a_block_on_two_ranks_is_refused(tp_size: int) -> None:
     table, _, quantised = case("qwen3", "fp8")
     entry = next(e for e in table.entries if "linear_qkv" in e.megatron)
     with pytest.raises(ConfigError, match="on two of them"):
-        check(entry.row, tp_size, quantised)
+        check(entry, tp_size, quantised)
 
 
 def test_a_last_block_that_ends_early_is_kept_whole() -> None:
@@ -104,9 +106,9 @@ def test_a_last_block_that_ends_early_is_kept_whole() -> None:
     table = table_for({"model_type": "qwen3", **BASE, "intermediate_size": 320})
     quantised = BlockFp8(frozenset(filter(fp8.quantises, table.hf_names)), 128, 128)
     entry = next(e for e in table.entries if "mlp.linear_fc1" in e.megatron)
-    check(entry.row, 1, quantised)
+    check(entry, 1, quantised)
     with pytest.raises(ConfigError):
-        check(entry.row, 2, quantised)
+        check(entry, 2, quantised)
     weight = torch.randn(640, 256)
     want = torch.cat([quantised.fake(part) for part in weight.split(320)])
     assert torch.equal(fake_quantised(weight, entry.row, 1, quantised), want)

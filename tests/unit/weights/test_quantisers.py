@@ -1,4 +1,4 @@
-"""Quantisers against the arithmetic of those who read and write such files: SGLang, transformers, compressed-tensors."""
+"""Quantisers against the arithmetic of transformers and compressed-tensors; SGLang's is in tests/contract."""
 
 from __future__ import annotations
 
@@ -13,51 +13,11 @@ from slime.weights import fp8
 from slime.weights.quantised.block_fp8 import BlockFp8
 from slime.weights.quantised.format import QuantisedFormat
 from slime.weights.quantised.grouped_int4 import GroupedInt4
-
-SHAPES = [(128, 128), (256, 384), (576, 256), (130, 200), (1, 128), (64, 32), (100, 640), (3, 256, 128), (2, 2, 64, 96)]
-"""Whole blocks, blocks that end early, less than a block, stacks."""
-
-
-def random(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Weights of which blocks differ in size, with a block of zeros and tiny ones."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(shape, generator=generator) * torch.rand(*shape[:-1], 1, generator=generator).mul(8).exp() * 1e-4
-    weight[..., :4, :32] = 0
-    weight[..., -1:, :] *= 1e-5
-    return weight.to(dtype)
+from tests.support.quantised import SHAPES, equal, random_weight
 
 
 def format_of_blocks(**more: Any) -> BlockFp8:
     return BlockFp8(frozenset(), 128, 128, **more)
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_of_fp8_are_those_of_sglang_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from slime.compat.sglang_cpu import activate
-
-    activate("cpu")
-    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, per_block_cast_to_fp8
-    from sglang.srt.layers.quantization.mxfp8_block_convert import bf16_to_block_fp8_128
-
-    weight = random(shape, dtype=dtype)
-    for found, theirs in (
-        (format_of_blocks(), bf16_to_block_fp8_128),
-        (format_of_blocks(powers_of_two=True), per_block_cast_to_fp8),
-    ):
-        codes, scales = found.quantise(weight)
-        ours = zip(codes.reshape(-1, *shape[-2:]), scales.reshape(-1, *scales.shape[-2:]), strict=True)
-        for (own_codes, own_scales), matrix in zip(ours, weight.reshape(-1, *shape[-2:]), strict=True):
-            want_codes, want_scales = theirs(matrix)
-            assert equal(own_codes, want_codes) and equal(own_scales, want_scales)
-        back = block_quant_dequant(codes, scales, [128, 128], torch.bfloat16)
-        assert equal(back, found.dequantise((codes, scales)).bfloat16())
-        assert equal(back, found.fake(weight.bfloat16())) or dtype is torch.float32
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if not s[-1] % 128 and not s[-2] % 128])
@@ -66,7 +26,7 @@ def test_blocks_of_fp8_are_those_of_transformers_up_to_a_rounding(shape: tuple[i
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
     config = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=[128, 128], scale_fmt=None))
-    weight, found = random(shape, 1), format_of_blocks()
+    weight, found = random_weight(shape, 1), format_of_blocks()
     codes, scales = found.quantise(weight)
     theirs = Fp8Quantize(config).convert({"a.weight": weight})
     large = theirs["a.weight_scale_inv"] > 1e-4 / 448
@@ -88,7 +48,7 @@ def test_groups_of_int4_are_those_of_compressed_tensors_bit_for_bit(group: int, 
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     found = GroupedInt4(frozenset(), group)
     for shape in ((8, group), (96, 4 * group), (1, 2 * group)):
-        weight = random(shape, group, dtype)
+        weight = random_weight(shape, group, dtype)
         groups = weight.unflatten(-1, (-1, group))
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
         state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
@@ -112,21 +72,21 @@ FORMATS: dict[str, QuantisedFormat] = {
 def test_weights_that_were_quantised_keep_their_codes_in_bfloat16() -> None:
     """A trainer that has changed nothing sends the codes that it read: bfloat16 moves scales by 2^-9, codes by none."""
     found = FORMATS["fp8"]
-    codes, scales = found.quantise(random((512, 384), dtype=torch.float32))
+    codes, scales = found.quantise(random_weight((512, 384), dtype=torch.float32))
     again, moved = found.quantise(found.dequantise((codes, scales)).bfloat16())
     assert equal(codes, again) and (moved / scales - 1).abs().max() <= 2.0**-8
 
 
 def test_with_powers_of_two_weights_that_were_quantised_stay_what_they_are() -> None:
     found = FORMATS["powers of two"]
-    once = found.fake(random((512, 384)))
+    once = found.fake(random_weight((512, 384)))
     assert equal(once, found.fake(once))
 
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_an_entry_of_int4_is_off_by_half_a_step(group: int) -> None:
     """Also the largest of a group, 7.5 steps from zero: codes end at -8 and at 7."""
-    found, weight = GroupedInt4(frozenset(), group), random((64, 512), dtype=torch.float32)
+    found, weight = GroupedInt4(frozenset(), group), random_weight((64, 512), dtype=torch.float32)
     packed, scales = found.quantise(weight)
     error = (found.dequantise((packed, scales)) - weight).abs()
     assert (error <= scales.repeat_interleave(group, -1) * 0.5 * (1 + 1e-5)).all()
@@ -134,7 +94,7 @@ def test_an_entry_of_int4_is_off_by_half_a_step(group: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_part_of_whole_blocks_is_quantised_as_within_the_whole(name: str) -> None:
-    found, weight = FORMATS[name], random((512, 512))
+    found, weight = FORMATS[name], random_weight((512, 512))
     whole = found.dequantise(found.quantise(weight))
     rows, columns = found.block
     for part in ((slice(rows, 2 * rows), slice(None)), (slice(None), slice(2 * columns, 4 * columns))):
@@ -144,7 +104,7 @@ def test_a_part_of_whole_blocks_is_quantised_as_within_the_whole(name: str) -> N
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
-    weight = random((256, 256))
+    weight = random_weight((256, 256))
     weight[200, 100] = bad
     with pytest.raises(CheckpointError, match="infinite or undefined"):
         FORMATS[name].quantise(weight)
@@ -152,6 +112,6 @@ def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
 
 def test_files_of_a_conversion_are_read_back_by_the_same_format() -> None:
     """`slime convert` rounds scales to 20 bits; they are read as any others."""
-    weight = random((256, 300), dtype=torch.float32)
+    weight = random_weight((256, 300), dtype=torch.float32)
     parts = fp8.quantise(weight)
     assert equal(format_of_blocks().dequantise(parts), fp8.dequantise(*parts, fp8.BLOCK))
