@@ -27,8 +27,8 @@ def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
     uneven = [size for size in row.segments if size // num_shards % block]
     if uneven and not whole:
         raise ConfigError(
-            f"got {entry.hf[0]} with parts of {uneven[0]} on {num_shards} tensor-parallel ranks in {quantised.title}: a "
-            f"block of {block} would have entries on two of them, and what it rounds to would depend on the layout; "
+            f"got {entry.hf[0]} with parts of {uneven[0]} on {num_shards} tensor-parallel ranks in {quantised.title}: "
+            f"a block of {block} would have entries on two of them, and what it rounds to would depend on the layout; "
             "choose fewer ranks, or --trainer-weights plain"
         )
 

@@ -170,8 +170,12 @@ def test_required_settings_are_named() -> None:
         ({}, [], "no such kernels"),
         ({"model_type": "llama"}, ["--device", "cuda", "--bf16"], "does not load the scales"),
         ({}, ["--device", "cuda", "--sglang-dtype", "float16"], "sglang_dtype float16"),
-        ({}, ["--device", "cuda", "--bf16", *"--rollout-external-engine-addrs 127.0.0.1:1".split()], "run already"),
-        ({}, [*"--trainer-weights fake-quantised --lora-rank 4 --debug-train-only".split()], "with --lora-rank 4"),
+        ({}, ["--device", "cuda", "--bf16", *["--rollout-external-engine-addrs", "127.0.0.1:1"]], "run already"),
+        (
+            {},
+            [*["--trainer-weights", "fake-quantised", "--lora-rank", "4", "--debug-train-only"]],
+            "with --lora-rank 4",
+        ),
     ],
 )
 def test_engines_that_cannot_take_quantised_weights_are_refused(
