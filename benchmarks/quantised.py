@@ -30,10 +30,12 @@ from slime.core.errors import WeightSyncError
 from slime.models import table_for
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
-from slime.serving.wire import digest, serialize_bucket, warm_digest
+from slime.serving.wire import digest, serialize_bucket, shareable, warm_digest
 from slime.weights import fp8
+from slime.weights.outgoing import Whole
 from slime.weights.quantised.checkpoint import format_of
 from slime.weights.quantised.engine_table import engine_table
+from slime.weights.quantised.outgoing import quantised_outgoing
 from slime.weights.quantised.stream import quantised_stream
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
@@ -143,6 +145,7 @@ class Trainer:
             table=case.table,
             hf_checkpoint=Path(server.model_path),
             serialize=serialize_bucket,
+            shareable=shareable,
         )
 
     def sync(self, state: State, version: int, transport: str = "tensor", tamper: Any = None) -> dict[str, float]:
@@ -150,8 +153,7 @@ class Trainer:
         channel: Channel = TRANSPORTS.build(transport, self.disk).open(self.context)
         try:
             return sync_weights(
-                quantised_stream(state.items(), self.case.format),
-                table=self.case.table,
+                quantised_outgoing(Whole(self.case.plain, state.items()), self.case.format),
                 receivers=[Receiver(self.control, (self.gpu,))],
                 channel=channel if tamper is None else TamperingChannel(channel, tamper),
                 digest=digest,

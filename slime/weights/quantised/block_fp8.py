@@ -23,6 +23,7 @@ from slime.models.common.table import Row, Unit
 from slime.weights.quantised.format import QuantisedFormat
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 SMALLEST = 1e-4
@@ -52,6 +53,12 @@ class BlockFp8(QuantisedFormat):
 
     def parts_of(self, hf_name: str) -> tuple[str, ...]:
         return hf_name, hf_name + SCALE_SUFFIX
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        import torch
+
+        return torch.float8_e4m3fn, torch.float32
 
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
         import torch

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch is imported where it is used
+    import torch
     from torch import Tensor
 
     from slime.models.common.table import Row
@@ -40,6 +41,11 @@ class QuantisedFormat(ABC):
     @abstractmethod
     def parts_of(self, hf_name: str) -> tuple[str, ...]:
         """Names in the files of what stands for the weight `hf_name`."""
+
+    @property
+    @abstractmethod
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the parts, in the order of `parts_of`."""
 
     def about(self, hf_name: str) -> str | None:
         """A further tensor of the files that says something of the weight that its parts say as well."""

@@ -18,6 +18,7 @@ from slime.models.common.table import Row, Unit
 from slime.weights.quantised.format import QuantisedFormat
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
@@ -63,6 +64,12 @@ class GroupedInt4(QuantisedFormat):
     def parts_of(self, hf_name: str) -> tuple[str, ...]:
         module = hf_name.removesuffix("weight")
         return module + PACKED, module + SCALE
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        import torch
+
+        return torch.int32, torch.bfloat16
 
     def about(self, hf_name: str) -> str | None:
         return hf_name.removesuffix("weight") + SHAPE
