@@ -82,7 +82,7 @@ def write_quantised(
         if name not in found.names:
             out[name] = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
             continue
-        out |= dict(found.one_by_one([name], [tensor.bfloat16()]))
+        out |= dict(found.one_by_one([name], tensor.bfloat16().unsqueeze(0)))
         if kind == "int4":
             out[name.removesuffix("weight") + SHAPE] = torch.tensor(tensor.shape)
     target.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ class _Swap:
 
     def attach(self, module: Module) -> None:
         if hasattr(module, "gradient_accumulation_fusion"):  # it would look for the sum of a parameter's gradients
-            module.gradient_accumulation_fusion = False
+            vars(module)["gradient_accumulation_fusion"] = False
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._behind, always_call=True)
 

@@ -48,7 +48,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
         with torch.no_grad():
-            return change(weight.detach())  # type: ignore[no-any-return]
+            return change(weight.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

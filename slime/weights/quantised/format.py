@@ -83,12 +83,9 @@ class QuantisedFormat(ABC):
         found = [name in self.names for name in hf_names]
         return bool(found) and all(found)
 
-    def one_by_one(self, names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name of a part, part) of several weights of one shape, quantised together."""
-        import torch
-
-        stack = weights[0].unsqueeze(0) if len(weights) == 1 else torch.stack(list(weights))
-        parts = self.quantise(stack)
+    def one_by_one(self, names: Sequence[str], weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name of a part, part) of several weights [n, out, in], quantised together."""
+        parts = self.quantise(weights)
         for i, name in enumerate(names):
             for part_name, part in zip(self.parts_of(name), parts, strict=True):
                 yield part_name, part[i]

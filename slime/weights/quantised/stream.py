@@ -15,31 +15,35 @@ RUN_BYTES = 64 * 2**20
 
 
 def quantised_stream(
-    named_tensors: Iterable[tuple[str, Tensor]], quantised: QuantisedFormat | None
+    named_tensors: Iterable[tuple[str, Tensor]], quantised: QuantisedFormat
 ) -> Iterator[tuple[str, Tensor]]:
     """Codes and scales in place of the weights that `quantised` names, everything else as it is, in order.
 
-    Experts by themselves would cost a dozen small kernels each, so neighbours of one shape go together.
+    Experts by themselves would cost a dozen small kernels each, so neighbours of one shape go together: each is copied
+    before the next is asked for.
     """
-    if quantised is None:
-        yield from named_tensors
-        return
     names: list[str] = []
-    weights: list[Tensor] = []
+    stack: Tensor | None = None
 
-    def flushed() -> Iterator[tuple[str, Tensor]]:
-        if names:
-            yield from quantised.one_by_one(names, weights)
-            names.clear()
-            weights.clear()
+    def held() -> Iterator[tuple[str, Tensor]]:
+        nonlocal stack
+        if stack is not None:
+            yield from quantised.one_by_one(names, stack[: len(names)])
+        names.clear()
+        stack = None
 
     for name, tensor in named_tensors:
+        if stack is not None and (stack.shape[1:] != tensor.shape or len(names) == len(stack)):
+            yield from held()
         if name not in quantised.names:
-            yield from flushed()
+            yield from held()
             yield name, tensor
-            continue
-        if weights and (weights[0].shape != tensor.shape or len(weights) * tensor.nbytes >= RUN_BYTES):
-            yield from flushed()
-        names.append(name)
-        weights.append(tensor)
-    yield from flushed()
+        elif 2 * tensor.nbytes > RUN_BYTES:
+            yield from held()
+            yield from quantised.one_by_one([name], tensor.unsqueeze(0))
+        else:
+            if stack is None:
+                stack = tensor.new_empty((RUN_BYTES // tensor.nbytes, *tensor.shape))
+            stack[len(names)] = tensor
+            names.append(name)
+    yield from held()
