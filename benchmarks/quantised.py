@@ -40,7 +40,7 @@ from slime.weights.quantised.stream import quantised_stream
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel, TransportContext
-from tests.support.quantised import FP8, int4
+from tests.support.quantised import FP8, float_quantized, int4
 from tests.support.tiny import write_tokenizer
 from tests.support.weights import TamperingChannel
 
@@ -61,6 +61,7 @@ SHARPER = 5.0
 CASES: dict[str, tuple[str, str, int]] = {
     "0.6b int4": ("0.6b", "int4", 4),
     "30b-a3b-6l int4": ("30b-a3b-6l", "int4", 2),
+    "0.6b channels": ("0.6b", "channels", 10),
     "0.6b fp8": ("0.6b", "fp8", 25),
     "30b-a3b-6l fp8": ("30b-a3b-6l", "fp8", 5),
 }
@@ -91,9 +92,13 @@ class Case:
         self.plain = table_for(self.config)
         kept = [n for n in self.plain.hf_names if n.endswith(".weight") and not fp8.quantises(n)]
         modules = [n.removesuffix(".weight") for n in kept if "norm" not in n]
-        entry = int4(128, modules) if self.kind == "int4" else {**FP8, "modules_to_not_convert": modules}
-        marks = {"fp8": lambda n: n + "_scale_inv", "int4": lambda n: n.removesuffix("weight") + "weight_packed"}
-        quantised = [marks[self.kind](n) for n in self.plain.hf_names if fp8.quantises(n)]
+        entry = {
+            "fp8": {**FP8, "modules_to_not_convert": modules},
+            "channels": float_quantized(modules),
+            "int4": int4(128, modules),
+        }[self.kind]
+        mark = {"fp8": "weight_scale_inv", "channels": "weight_scale", "int4": "weight_packed"}[self.kind]
+        quantised = [n.removesuffix("weight") + mark for n in self.plain.hf_names if fp8.quantises(n)]
         found = format_of({"quantization_config": entry}, [*self.plain.hf_names, *quantised])
         assert found is not None
         self.format, self.table = found, engine_table(self.plain, found)

@@ -4,11 +4,12 @@ What SGLang 0.5.16 does without it, for checkpoints whose config.json names a qu
 
 - `/weights_checker` reports one digest for codes and scales together, of what they dequantise to in bfloat16: a flipped
   bit of a scale is rounded away. Here each is a tensor of its own.
-- INT4 weights (compressed-tensors) are put in Marlin's order once they are loaded, as other parameters, which no loader
-  can fill again: the next weights end in an error, or where they do not belong. Here the parameters that loaders fill
-  come back before the first tensor of an update, and their memory with them. They are put in order as soon as their
-  digests have been taken: what is reported is what was loaded, bit for bit, and what SGLang's own code then makes of it
-  goes where the last one was, for captured CUDA graphs read it there.
+- Weights of compressed-tensors are put in another order once they are loaded (INT4 in Marlin's, FP8 of dense layers
+  transposed), as other parameters, which no loader can fill again: the next weights end in an error, or where they do
+  not belong. Here the parameters that loaders fill come back before the first tensor of an update, and their memory
+  with them. They are put in order as soon as their digests have been taken: what is reported is what was loaded, bit
+  for bit, and what SGLang's own code then makes of it goes where the last one was, for captured CUDA graphs read it
+  there.
 
 Consumes: weight updates and the request for digests that ends each weight sync, in every scheduler. Produces: engines
 in the order of their kernels. Waits for nothing; the requests of the sender wake it.
@@ -33,8 +34,8 @@ PATH_FLAG = "--model-path"
 _CHECKER = "sglang.srt.utils.weight_checker"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed"))
-_MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")
-"""Schemes that put weights in Marlin's order."""
+_REORDERED = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE", "CompressedTensorsW8A8Fp8")
+"""Schemes that put weights in the order of their kernels, as other parameters: Marlin's, and transposed."""
 NOT_WEIGHTS = ("weight_shape", "g_idx", "g_idx_sort_indices", "weight_zero_point")
 """Ends of parameters that say nothing: shapes, and what codes without a zero point or activation order do not use."""
 _KEPT, _SERVED, _LOADING = "_slime_kept", "_slime_served", "_slime_loading"
@@ -100,7 +101,7 @@ def _load(load: Callable[..., Any], model: Any, weights: Any, device: Any) -> No
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    return (m for m in model.modules() if type(getattr(m, "scheme", None)).__name__ in _MARLIN)
+    return (m for m in model.modules() if type(getattr(m, "scheme", None)).__name__ in _REORDERED)
 
 
 def _keep(model: Any) -> None:
@@ -121,7 +122,7 @@ def _expect(model: Any) -> None:
             module.scheme.restore_weights_before_loading(module)
             continue
         device = next(iter(module._parameters.values())).device
-        setattr(module, _SERVED, (dict(module._parameters), module.scheme.workspace))
+        setattr(module, _SERVED, (dict(module._parameters), getattr(module.scheme, "workspace", None)))
         module._parameters.clear()
         for name, (parameter, shape, dtype, says) in getattr(module, _KEPT).items():
             if parameter.shape != shape or not parameter.numel():

@@ -41,6 +41,23 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def float_quantized(ignored: list[str]) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors for FP8 with a scale for each output feature."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "input_activations": {**common, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+    }
+
+
 def int4(group: int, ignored: list[str]) -> dict[str, Any]:
     """`quantization_config` of compressed-tensors."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
@@ -56,7 +73,7 @@ def int4(group: int, ignored: list[str]) -> dict[str, Any]:
 def write_quantised(
     source: Path, target: Path, kind: str, *, group: int = 32, only: str = ""
 ) -> tuple[Path, QuantisedFormat]:
-    """A folder of `kind` ("fp8", "ue8m0" or "int4") made of the plain folder `source`, and its format.
+    """A folder of `kind` ("fp8", "ue8m0", "channels" or "int4") made of the plain folder `source`, and its format.
 
     `only`: a part of the names that are quantised.
     """
@@ -71,10 +88,12 @@ def write_quantised(
     kept = [n for n in state if n.endswith(".weight") and not chosen(n)]
     modules = [n.removesuffix(".weight") for n in kept]
     modules += ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"] if only else []
-    entry = int4(group, modules) if kind == "int4" else {**FP8, "modules_to_not_convert": modules}
+    by_kind = {"int4": int4(group, modules), "channels": float_quantized(modules)}
+    entry = by_kind.get(kind) or {**FP8, "modules_to_not_convert": modules}
     entry |= {"scale_fmt": "ue8m0"} if kind == "ue8m0" else {}
     weights = [n for n in state if chosen(n)]
-    marks = [n.removesuffix("weight") + PACKED if kind == "int4" else n + "_scale_inv" for n in weights]
+    part = {"int4": PACKED, "channels": "weight_scale"}.get(kind, "weight_scale_inv")
+    marks = [n.removesuffix("weight") + part for n in weights]
     found = format_of({"quantization_config": entry}, [*state, *marks])
     assert found is not None and found.names == set(weights)
     out: dict[str, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 from slime.models.common.table import Entry, Row
 from slime.weights.convert import by_segments
-from slime.weights.quantised.format import QuantisedFormat
+from slime.weights.quantised.format import WHOLE, QuantisedFormat
 
 
 def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
@@ -23,13 +23,14 @@ def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
     if row.dim is None:
         return
     block = quantised.block[row.dim]
-    whole = num_shards == 1 and len(row.segments) == len(row.hf)
-    uneven = [size for size in row.segments if size // num_shards % block]
-    if uneven and not whole:
+    if num_shards == 1 and len(row.segments) == len(row.hf):
+        return
+    uneven = [size for size in row.segments if block == WHOLE or size // num_shards % block]
+    if uneven:
         raise ConfigError(
             f"got {entry.hf[0]} with parts of {uneven[0]} on {num_shards} tensor-parallel ranks in {quantised.title}: "
-            f"a block of {block} would have entries on two of them, and what it rounds to would depend on the layout; "
-            "choose fewer ranks, or --trainer-weights plain"
+            f"a block of {block or 'all'} would have entries on two of them, and what it rounds to would depend on the "
+            "layout; choose fewer ranks, or --trainer-weights plain"
         )
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # torch is imported where it is used
 
     from slime.models.common.table import Row
 
+WHOLE = 0
+"""In place of a number of rows or columns: all of them."""
+
 
 @dataclass(frozen=True)
 class QuantisedFormat(ABC):
@@ -36,7 +39,7 @@ class QuantisedFormat(ABC):
     @property
     @abstractmethod
     def block(self) -> tuple[int, int]:
-        """Rows and columns of the entries that share a scale."""
+        """Rows and columns of the entries that share a scale; `WHOLE`: all that the weight has."""
 
     @abstractmethod
     def parts_of(self, hf_name: str) -> tuple[str, ...]:

@@ -100,12 +100,14 @@ def compare_quantised(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> l
     import torch
     from sglang.srt.layers.quantization import fp8
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_w8a8_fp8,
         compressed_tensors_wNa16,
         compressed_tensors_wNa16_moe,
     )
 
     fp8._is_cpu = False
     torch.cuda.get_device_capability = lambda *_: (9, 0)
+    compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.process_weights_after_loading = lambda *_: None
     for scheme in (
         compressed_tensors_wNa16.CompressedTensorsWNA16,
         compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE,

@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "channels", "int4"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_rank_holds_the_codes_and_scales_expected_of_it(tmp_path: Path, name: str, kind: str) -> None:
     layout = LAYOUTS[name]

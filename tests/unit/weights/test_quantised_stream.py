@@ -17,6 +17,7 @@ from slime.weights import fp8
 from slime.weights.outgoing import Whole
 from slime.weights.quantised import stream
 from slime.weights.quantised.block_fp8 import BlockFp8
+from slime.weights.quantised.channel_fp8 import ChannelFp8
 from slime.weights.quantised.checkpoint import format_of
 from slime.weights.quantised.engine_table import engine_table
 from slime.weights.quantised.format import QuantisedFormat
@@ -25,7 +26,7 @@ from slime.weights.quantised.outgoing import quantised_outgoing
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
-from tests.support.quantised import FP8, int4
+from tests.support.quantised import FP8, float_quantized, int4
 from tests.support.weights import FakeEngine, FakeWire, TamperingChannel, engine_tensors, transport_context
 
 CONFIG: dict[str, Any] = {
@@ -48,10 +49,11 @@ def model(kind: str) -> tuple[Any, dict[str, torch.Tensor], QuantisedFormat]:
     generator = torch.Generator().manual_seed(0)
     state = {n: torch.randn(table.shape_of(n), generator=generator).bfloat16() for n in table.hf_names}
     names = frozenset(filter(fp8.quantises, table.hf_names))
-    return table, state, BlockFp8(names, 128, 128) if kind == "fp8" else GroupedInt4(names, 32)
+    formats = {"fp8": BlockFp8(names, 128, 128), "channels": ChannelFp8(names), "int4": GroupedInt4(names, 32)}
+    return table, state, formats[kind]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "channels", "int4"])
 def test_parts_are_those_of_each_weight_by_itself_in_the_order_of_the_table(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +100,7 @@ def sync(kind: str, layout: EngineLayout, tamper: Any = None) -> tuple[FakeEngin
     return engine, outgoing.table
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "channels", "int4"])
 @pytest.mark.parametrize("layout", [ONE_RANK, EngineLayout(tp_size=2), EngineLayout(tp_size=2, ep_size=2)], ids=str)
 def test_every_part_arrives_and_is_verified_on_each_rank(kind: str, layout: EngineLayout) -> None:
     engine, table = sync(kind, layout)
@@ -108,7 +110,7 @@ def test_every_part_arrives_and_is_verified_on_each_rank(kind: str, layout: Engi
         assert sum("scale" in name for name in held) == 2 * 4, "two of attention, two of experts, in two layers"
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "channels", "int4"])
 def test_one_flipped_bit_of_any_part_is_refused_by_name(kind: str) -> None:
     table, _, quantised = model(kind)
     generator = torch.Generator().manual_seed(1)
@@ -137,6 +139,8 @@ def test_a_format_is_found_from_config_and_names(tmp_path: Path) -> None:
     assert format_of(inner, ["a.weight_packed", "a.weight_scale", "b.weight"]) == GroupedInt4(
         frozenset({"a.weight"}), 64
     )
+    rows = {"quantization_config": float_quantized([])}
+    assert format_of(rows, ["a.weight", "a.weight_scale"]) == ChannelFp8(frozenset({"a.weight"}))
     assert format_of({}, ["a.weight"]) is None
     odd = json.loads(json.dumps(int4(64, [])))
     odd["config_groups"]["group_0"]["weights"]["symmetric"] = False

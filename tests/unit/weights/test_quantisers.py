@@ -11,7 +11,8 @@ import torch
 from slime.core.errors import CheckpointError
 from slime.weights import fp8
 from slime.weights.quantised.block_fp8 import BlockFp8
-from slime.weights.quantised.format import QuantisedFormat
+from slime.weights.quantised.channel_fp8 import ChannelFp8
+from slime.weights.quantised.format import WHOLE, QuantisedFormat
 from slime.weights.quantised.grouped_int4 import GroupedInt4
 from tests.support.quantised import SHAPES, equal, random_weight
 
@@ -68,9 +69,27 @@ def test_groups_of_int4_are_those_of_compressed_tensors_bit_for_bit(group: int, 
         assert all(torch.equal(a[0], b) for a, b in zip(found.quantise(stack), (packed, scales), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_fp8_are_those_of_compressed_tensors_bit_for_bit(dtype: torch.dtype) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
+    for shape in ((8, 32), (130, 200), (256, 384)):
+        weight = random_weight(shape, dtype=dtype)
+        scale, zero = calculate_qparams(weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True), args)
+        want = quantize(weight, scale, zero, args, dtype=torch.float8_e4m3fn)
+        codes, scales = ChannelFp8(frozenset()).quantise(weight)
+        assert equal(codes, want) and equal(scales, scale.float())
+        back = ChannelFp8(frozenset()).dequantise((codes, scales)).to(dtype)
+        assert equal(back, dequantize(want, scale, args=args))
+
+
 FORMATS: dict[str, QuantisedFormat] = {
     "fp8": format_of_blocks(),
     "powers of two": format_of_blocks(powers_of_two=True),
+    "channels": ChannelFp8(frozenset()),
     "int4": GroupedInt4(frozenset(), 32),
 }
 
@@ -102,8 +121,9 @@ def test_an_entry_of_int4_is_off_by_half_a_step(group: int) -> None:
 def test_a_part_of_whole_blocks_is_quantised_as_within_the_whole(name: str) -> None:
     found, weight = FORMATS[name], random_weight((512, 512))
     whole = found.dequantise(found.quantise(weight))
-    rows, columns = found.block
-    for part in ((slice(rows, 2 * rows), slice(None)), (slice(None), slice(2 * columns, 4 * columns))):
+    rows, columns = (length or 128 for length in found.block)
+    parts = [(slice(rows, 2 * rows), slice(None)), (slice(None), slice(2 * columns, 4 * columns))]
+    for part in parts[: 1 if found.block[1] == WHOLE else 2]:
         assert equal(found.dequantise(found.quantise(weight[part])), whole[part].contiguous())
 
 
