@@ -69,9 +69,9 @@ CASES: dict[str, tuple[str, str, int]] = {
 State = dict[str, torch.Tensor]
 
 
-def weights_of(shape: str, seed: int) -> State:
+def weights_of(config: dict[str, Any], seed: int) -> State:
     """Random weights in bfloat16 on the GPU."""
-    state = {n: t.cuda() for n, t in tensors_of(SHAPES[shape], seed=seed)}
+    state = {n: t.cuda() for n, t in tensors_of(config, seed=seed)}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in state:
             state[name] *= SHARPER
@@ -82,13 +82,15 @@ def weights_of(shape: str, seed: int) -> State:
 class Case:
     """Two engines of one shape and format."""
 
-    shape: str
+    shape: dict[str, Any]
+    """config.json of the plain model."""
     kind: str
+    """"fp8", "channels" or "int4"."""
     folder: Path
     flips: int
 
     def __post_init__(self) -> None:
-        self.config: dict[str, Any] = dict(SHAPES[self.shape])
+        self.config: dict[str, Any] = dict(self.shape)
         self.plain = table_for(self.config)
         kept = [n for n in self.plain.hf_names if n.endswith(".weight") and not fp8.quantises(n)]
         modules = [n.removesuffix(".weight") for n in kept if "norm" not in n]
@@ -184,17 +186,17 @@ def caught(trainer: Trainer, state: State, number: int) -> Iterator[dict[str, An
     """Syncs with a flipped bit: which tensor, and whether it was refused by its name."""
     generator = torch.Generator().manual_seed(3)
     sizes = {n: t.nbytes for n, t in quantised_stream(state.items(), trainer.case.format)}
-    names = list(sizes)
+    names, residents = list(sizes), trainer.case.table.resident_of
     scales = [n for n in names if "scale" in n]
     for i in range(number):
         pool = scales if i % 2 else names
         name = pool[int(torch.randint(len(pool), (), generator=generator))]
-        bit = int(torch.randint(8 * sizes[name], (), generator=generator))
+        bit, resident = int(torch.randint(8 * sizes[name], (), generator=generator)), residents[name]
         try:
             trainer.sync(state, 100 + i, tamper=flipped(name, bit))
             yield {"tensor": name, "bit": bit, "caught": False}
         except WeightSyncError as error:
-            yield {"tensor": name, "bit": bit, "caught": True, "named": name in str(error)}
+            yield {"tensor": name, "bit": bit, "caught": True, "named": resident in str(error)}
 
 
 def prompts(vocab: int) -> torch.Tensor:
@@ -303,7 +305,7 @@ def main() -> None:
     began = time.monotonic()
     for name in options.cases:
         shape, kind, flips = CASES[name]
-        cases[name] = Case(shape, kind, root / name.replace(" ", "_"), flips)
+        cases[name] = Case(SHAPES[shape], kind, root / name.replace(" ", "_"), flips)
         cases[name].start()
         print(f"{time.monotonic() - began:6.1f} s: started {name}", flush=True)
     warm_digest(torch.device("cuda"))
