@@ -32,7 +32,6 @@ from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
 from slime.training.model.config import training_dtype
-from slime.training.model.fake_quantised import fake_quantise
 from slime.training.model.frozen import freeze_others, trained_names
 from slime.training.model.lora import Adapters
 from slime.training.model.policy import PolicyModel
@@ -71,7 +70,6 @@ from slime.training.step.train import (
     micro_batch_multiple,
     train_on,
 )
-from slime.weights.quantised.checkpoint import format_of_folder
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +130,6 @@ class MegatronBackend:
         chunks = build_model(args, self.hf_config, self.device)
         self.model = self._choose_trained(chunks)
         hf_weights.load_weights(self.model.base, Path(args.hf_checkpoint))
-        if args.trainer_weights != "plain":
-            self._fake_quantise(chunks)
         self._trainable = build_trainable(chunks, self.model, megatron)
         self._others = OtherPolicies(args, self._trainable)
         self._critic = Critic.of(args, self._algorithm, self.device)
@@ -382,11 +378,6 @@ class MegatronBackend:
             model = ShardedModel.of(chunks, self.table, trained_names(self.table, *lists))
         freeze_others(chunks, model)
         return model
-
-    def _fake_quantise(self, chunks: list[PolicyModel]) -> None:
-        quantised = format_of_folder(self.args.hf_checkpoint)
-        assert quantised is not None, "the settings refuse it for plain checkpoints"
-        fake_quantise(chunks, self.table, quantised)
 
     @property
     def _trainables(self) -> dict[str, Trainable]:

@@ -14,18 +14,23 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from slime.models.common.table import FamilyTable, Row
+from slime.settings.args import Args
 from slime.training.model.names import global_names
 from slime.training.model.policy import PolicyModel
 from slime.training.state.sharded_model import split_of
+from slime.weights.quantised.checkpoint import format_of_folder
 from slime.weights.quantised.fake import check, fake_quantised
 from slime.weights.quantised.format import QuantisedFormat
 
 
-def fake_quantise(chunks: Sequence[PolicyModel], table: FamilyTable, quantised: QuantisedFormat) -> None:
-    """Makes every layer of this rank whose weights engines quantise compute with the quantised ones.
+def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
+    """With `--trainer-weights fake-quantised`, makes this rank's layers compute with what engines quantise them to.
 
     Raises `ConfigError` where a block would have entries on two ranks.
     """
+    quantised = format_of_folder(args.hf_checkpoint) if args.trainer_weights != "plain" else None
+    if quantised is None:
+        return
     for chunk in chunks:
         for local_name, module in chunk.named_modules():
             if isinstance(module._parameters.get("weight"), Parameter):

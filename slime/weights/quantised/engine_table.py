@@ -1,8 +1,8 @@
 """The weight table of an engine that serves quantised weights: a row for each part of a quantised weight.
 
 Everything that reads a table goes on to work: names and shapes of what is sent, shares and stages of ranks, fusing, and
-with these the digests (`weights.engine_layout`). Its Megatron names are no parameters of the trainer: it describes what
-travels and what an engine holds, beside the table that describes the model.
+with these the digests (`weights.engine_layout`). Its Megatron names do not name parameters: it
+describes what travels and what an engine holds, beside the table that describes the model.
 """
 
 from __future__ import annotations
