@@ -118,31 +118,36 @@ def _expect(model: Any) -> None:
     import torch
 
     for module in _layers(model):
+        parameters, kept = module._parameters, getattr(module, _KEPT)
+        workspaces = [(o, o.workspace) for o in (module, module.scheme) if hasattr(o, "workspace")]
         if hasattr(module.scheme, "restore_weights_before_loading"):  # experts: the same parameters, in other shapes
+            setattr(module, _SERVED, ({}, workspaces))
             module.scheme.restore_weights_before_loading(module)
             continue
-        device = next(iter(module._parameters.values())).device
-        setattr(module, _SERVED, (dict(module._parameters), getattr(module.scheme, "workspace", None)))
-        module._parameters.clear()
-        for name, (parameter, shape, dtype, says) in getattr(module, _KEPT).items():
+        served = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+        setattr(module, _SERVED, (served, workspaces))
+        device = next(iter(served.values())).device
+        for name in served.keys() - kept.keys():
+            del parameters[name]
+        for name, (parameter, shape, dtype, says) in kept.items():
             if parameter.shape != shape or not parameter.numel():
                 parameter.data = torch.empty(shape, dtype=dtype, device=device)
             vars(parameter).update(says)
-            module._parameters[name] = parameter
+            parameters[name] = parameter
     setattr(model, _LOADING, True)
 
 
 def _serve(model: Any) -> None:
     """After SGLang put weights in order: they go where the last ones were; what loaders fill gives its memory back."""
     for module in _layers(model):
-        served, workspace = getattr(module, _SERVED, ({}, None))
+        served, workspaces = getattr(module, _SERVED, ({}, ()))
         for name, last in served.items():
             new = module._parameters.get(name)
             if new is not None and new is not last and new.shape == last.shape and new.dtype == last.dtype:
                 last.data.copy_(new.data)
                 module._parameters[name] = last
-        if workspace is not None:
-            module.scheme.workspace = workspace
+        for owner, workspace in workspaces:
+            owner.workspace = workspace
         for name, (parameter, *_) in getattr(module, _KEPT).items():
             if module._parameters.get(name) is not parameter:
                 parameter.data = parameter.data.new_empty(0)
