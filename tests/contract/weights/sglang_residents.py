@@ -162,19 +162,71 @@ def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[s
     return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
 
 
+def reload(_seat: Seat, first: Path, second: Path) -> dict[str, list[str]]:
+    """Loads a checkpoint, then another one of the same sizes into the same model, as updates in a server do.
+
+    What differs from a model that loaded the second one alone: before SGLang put weights in order, behind that, and the
+    tensors that moved meanwhile.
+    """
+    layout = EngineLayout()
+    meet(_seat, layout, first)
+    import torch
+    from safetensors.torch import load_file
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from slime.compat import sglang_quantised as hooks
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    hooks.register()
+    HookRegistry.apply_hooks()
+    missing = [target for target in HookRegistry._hooks if target not in HookRegistry._patched]
+    assert not missing, missing
+    alone = load(second, layout)
+    want = {n: p.detach().clone() for n, p in alone.named_parameters()}
+    model = load(first, layout)
+    where = {n: p.data_ptr() for n, p in model.named_parameters()}
+    waiting = load(second, layout)
+    hooks._expect(waiting)
+    state = load_file(second / "model.safetensors")
+    out = {}
+    for name, update in (("tensor", lambda: (hooks._expect(model), model.load_weights(iter(state.items())))),) * 2 + (
+        (
+            "disk",
+            lambda: DefaultModelLoader.load_weights_and_postprocess(model, iter(state.items()), torch.device("cpu")),
+        ),
+    ):
+        update()
+        shapes = {n: p.shape for n, p in waiting.named_parameters()}
+        loading = {n: p.shape for n, p in model.named_parameters()}
+        out[f"{name}: not as loaders fill it"] = sorted(n for n in shapes if loading.get(n) != shapes[n])
+        for module in hooks._layers(model):
+            module.quant_method.process_weights_after_loading(module)
+        hooks._serve(model)
+        got = dict(model.named_parameters())
+        out[f"{name}: other bits"] = sorted(
+            n for n in want if not torch.equal(_bits(got[n].contiguous()), _bits(want[n].contiguous()))
+        )
+        out[f"{name}: elsewhere"] = sorted(n for n in where if got[n].data_ptr() != where[n])
+    out["compared"] = sorted(want)
+    return out
+
+
+def _bits(tensor: Any) -> Any:
+    import torch
+
+    return tensor.flatten().view(torch.uint8)
+
+
 def _differences(table: Any, want: dict[str, Any], held: dict[str, Any]) -> dict[str, list[str]]:
     import torch
 
     both = want.keys() & held.keys()
-
-    def bits(tensor: Any) -> Any:
-        return tensor.flatten().view(torch.uint8)
-
     return {
         "missing": sorted(want.keys() - held.keys()),
         "extra": sorted(n for n in held.keys() - want.keys() if not table.carries(n)),
         "other": sorted(
-            n for n in both if want[n].dtype != held[n].dtype or not torch.equal(bits(want[n]), bits(held[n]))
+            n for n in both if want[n].dtype != held[n].dtype or not torch.equal(_bits(want[n]), _bits(held[n]))
         ),
         "equal": sorted(both),
     }

@@ -9,7 +9,7 @@ import pytest
 
 from slime.core.layout import EngineLayout
 from tests.contract.weights.sglang_arithmetic import differing
-from tests.contract.weights.sglang_residents import compare_quantised
+from tests.contract.weights.sglang_residents import compare_quantised, reload
 from tests.support.families import write_family
 from tests.support.quantised import write_quantised
 from tests.support.ranks import Ranks
@@ -66,6 +66,18 @@ def test_each_rank_holds_the_codes_and_scales_expected_of_it(tmp_path: Path, nam
             assert len(scales) > 5, f"{family}: too few scales were compared"
             wrong += [f"{family}, rank {rank}: {found}"] if any(found.values()) else []
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_engine_takes_weights_again_that_its_kernels_want_in_another_order(tmp_path: Path) -> None:
+    """FP8 of dense layers is transposed once it is loaded; INT4 needs a kernel of a GPU for the same."""
+    folders = []
+    for seed in range(2):
+        source = write_family(tmp_path / f"plain{seed}", "qwen3", seed=seed, **FAMILIES["qwen3"])
+        folders.append(write_quantised(source, tmp_path / f"channels{seed}", "channels")[0])
+    with Ranks(fresh=True) as ranks:
+        (found,) = ranks.run(reload, 1, *folders)
+    assert sum("weight_scale" in name for name in found.pop("compared")) > 8
+    assert not any(found.values()), found
 
 
 def test_blocks_of_fp8_are_those_of_sglang_bit_for_bit() -> None:
