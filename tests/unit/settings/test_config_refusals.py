@@ -188,6 +188,14 @@ def test_engines_that_cannot_take_quantised_weights_are_refused(
     assert parse_args([*base, "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}"]).debug_train_only
 
 
+def test_engines_on_a_gpu_take_quantised_weights(base: list[str]) -> None:
+    path = Path(base[base.index("--hf-checkpoint") + 1]) / "config.json"
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **quantised}))
+    args = parse_args([*base, "--device", "cuda", "--bf16", "--trainer-weights", "fake-quantised"])
+    assert args.trainer_weights == "fake-quantised" and "trainer_weights" not in args.idle
+
+
 def test_fake_quantised_weights_need_a_quantised_checkpoint(base: list[str]) -> None:
     assert "trainer_weights" in parse_args([*base, "--trainer-weights", "fake-quantised"]).idle
 
