@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.core.hf_config import read_hf_config
+from slime.core.hf_config import quantisation_of, read_hf_config
 from slime.models import load_family, table_for
 from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
@@ -115,8 +115,9 @@ def _size(num_bytes: int) -> str:
 
 def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
     config = read_hf_config(str(folder))
-    if to == "fp8" and fp8.block_of(config) is not None:
-        raise ConfigError(f"got --to fp8 for {folder}, which is FP8 already; copy it, or choose another --to")
+    if to == "fp8" and (found := quantisation_of(config)) is not None:
+        method = str(found.get("quant_method")).upper()
+        raise ConfigError(f"got --to fp8 for {folder}, which is {method} already; copy it, or choose another --to")
     read = stack.enter_context(HfReader(folder))
     table = table_for(config)
     table.check(hf_names=read.names)

@@ -25,6 +25,8 @@ from slime.serving.wire import digest, serialize_bucket, shareable
 from slime.settings import Args
 from slime.training.backend import MegatronBackend
 from slime.weights.buckets import Buffers
+from slime.weights.quantised.checkpoint import format_of_folder
+from slime.weights.quantised.outgoing import quantised_outgoing
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
@@ -57,7 +59,8 @@ class RankWeightSync:
             tell=self._tell,
             hear=self._hear,
         )
-        self._outgoing = backend.outgoing(getattr(torch, args.sglang["dtype"]))
+        weights = backend.outgoing(getattr(torch, args.sglang["dtype"]))
+        self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
         """By address and incarnation, those of the weight sync before. What was started again is a new one: it is in no
@@ -72,7 +75,7 @@ class RankWeightSync:
                 training_gpus=frozenset(gpu_of_slot.values()),
                 address=address,
                 timeout_s=args.weight_sync_timeout_s,
-                table=backend.table,
+                table=self._outgoing.table,
                 hf_checkpoint=Path(args.hf_checkpoint),
                 serialize=serialize_bucket,
                 shareable=shareable,

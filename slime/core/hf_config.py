@@ -42,16 +42,28 @@ def _stacks_experts(directory: Path, config: HfConfig) -> bool:
     Released multimodal models do, but for quantised ones; transformers writes them one by one. Without weights, or
     with damaged ones, which their reader refuses: as released.
     """
+    names = tensor_names(directory)
+    if not names:
+        return quantisation_of(config) is None
+    return any(re.match(r"(?!mtp\.).*\.experts\.gate_up_proj$", name) for name in names)
+
+
+def tensor_names(directory: Path) -> tuple[str, ...]:
+    """Tensors of the index of a checkpoint, or of its first file if it has none; nothing of a damaged one."""
     index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
     try:
         if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-        else:
-            with files[0].open("rb") as file:
-                names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            return tuple(json.loads(index.read_text())["weight_map"])
+        with files[0].open("rb") as file:
+            return tuple(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
     except (IndexError, KeyError, ValueError):
-        return not config.get("quantization_config")
-    return any(re.match(r"(?!mtp\.).*\.experts\.gate_up_proj$", name) for name in names)
+        return ()
+
+
+def quantisation_of(config: HfConfig) -> Mapping[str, Any] | None:
+    """What config.json says of quantised weights; None if they are not."""
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return found or None
 
 
 def text_config(config: HfConfig) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_flush_all,
         sglang_fresh_router,
         sglang_memory_gate,
+        sglang_quantised,
         sglang_routed_experts,
         sglang_stages,
         sglang_token_versions,
@@ -71,6 +72,8 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_routed_experts.register()
     if int(value_of(arguments, sglang_stages.FLAG, "1")) > 1:
         sglang_stages.register()
+    if sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, "")):
+        sglang_quantised.register()
     if sglang_flush_all.FLAG in arguments:
         sglang_flush_all.register()
 

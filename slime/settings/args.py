@@ -29,6 +29,7 @@ from slime.settings.groups.hooks import HookSettings
 from slime.settings.groups.logging import LoggingSettings
 from slime.settings.groups.off_policy import OffPolicySettings
 from slime.settings.groups.parameters import ParameterSettings
+from slime.settings.groups.quantised import QuantisedSettings
 from slime.settings.groups.reward import RewardSettings
 from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.groups.routing import RoutingSettings
@@ -64,6 +65,7 @@ class Args(
     TrainingSettings,
     CheckpointSettings,
     WeightSyncSettings,
+    QuantisedSettings,
     ServingSettings,
     TopologySettings,
     FleetSettings,

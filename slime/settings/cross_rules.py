@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.core.errors import ConfigError
-from slime.core.hf_config import read_hf_config
 from slime.core.hub_names import download_hint
 from slime.settings import length_rules
 from slime.settings.conditions import (
@@ -162,16 +161,6 @@ def files_exist(args: Args) -> str | None:
     return None
 
 
-def engines_serve_plain_weights(args: Args) -> str | None:
-    """Engines load --hf-checkpoint as it is, and the trainer sends them weights without block scales."""
-    if args.debug_train_only or not read_hf_config(args.hf_checkpoint).get("quantization_config"):
-        return None
-    return (
-        f"got hf_checkpoint {args.hf_checkpoint}, which is quantised: engines would serve it so, and cannot take "
-        "the trainer's weights; do: slime convert IN OUT --to bf16, and give OUT"
-    )
-
-
 def one_first_step(args: Args) -> str | None:
     """A checkpoint says which step follows it."""
     if args.start_rollout_id is None:
@@ -243,7 +232,6 @@ RULES: tuple[Rule, ...] = (
     rewards_are_defined,
     prompts_exist,
     files_exist,
-    engines_serve_plain_weights,
     one_first_step,
     export_replaces_nothing_else,
     *length_rules.RULES,

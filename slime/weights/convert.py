@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
+from slime.models.common.table import Entry, FamilyTable, ModelSizes, Row, Unit
 
 ReadHF = Callable[[str], Tensor]
 """HF tensor name -> the full tensor."""
@@ -101,6 +101,20 @@ def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str,
     for entry, *tensors in zip(entries, *(part.unbind() for part in parts), strict=True):
         for name, tensor in zip(entry.hf, tensors, strict=True):
             yield name, tensor.contiguous()
+
+
+def by_segments(row: Row, shard: Tensor, num_shards: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """`change`, which keeps shapes, of this shard's part of each segment, put together again.
+
+    `shard`: one of `num_shards` of a row's parameter [*shape], or several stacked [n, *shape]. A part is one range of
+    the segment, in the layout of the HF tensors; a row that is not split is one part.
+    """
+    if row.dim is None:
+        return change(shard)
+    dim, groups = row.dim + shard.ndim - len(row.shapes[0]), row.groups or num_shards
+    own = groups // num_shards
+    parts = _separate(shard, dim, [size // groups for size in row.segments], own)
+    return _interleave([change(part) for part in parts], dim, own)
 
 
 def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:

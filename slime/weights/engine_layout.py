@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
@@ -65,14 +66,14 @@ def engine_shards(
         each = size // num_ranks
         own = rank * each, each
         shards += slice_shards(segment, 0, *own) if dim == 0 else [padded_slice(segment, dim, *own)]
-    return shards
+    return [torch.cat(shards).t().contiguous()] if entry.row.transposed else shards
 
 
 def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on_cpu: bool) -> bool:
     """Whether a rank with this share holds the HF tensors of these entries end to end, as they are."""
     for entry in {id(e.row): e for e in held}.values():
         row = entry.row
-        if row.stacked or (row.dim is not None and share.parts > 1):
+        if row.stacked or row.transposed or (row.dim is not None and share.parts > 1):
             return False
         columns = bool(row.dim) and len(row.segments) > len(row.hf)  # they would be stacked in another order
         lengths = zip(row.units, row.segments, strict=False)
@@ -92,10 +93,11 @@ def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share,
     if unit in (Unit.HEADS, Unit.KV_HEADS):
         kv_heads = _up(sizes.num_kv_heads, share.padded_for) if on_cpu else sizes.num_kv_heads
         count = kv_heads * (sizes.heads_per_group if unit is Unit.HEADS else 1)
-        size = size // unit_count(sizes, unit, size) * count
+        if kv_heads != sizes.num_kv_heads:
+            size = size // unit_count(sizes, unit, size) * count
         if unit is Unit.KV_HEADS:
             num_ranks = min(kv_heads, share.parts)  # fewer than ranks: neighbours hold the same head
-        uneven = count % num_ranks or share.parts % num_ranks
+        uneven = count % num_ranks or share.parts % num_ranks or size % num_ranks  # scales come in blocks of heads
     else:
         uneven = size % share.parts
     if uneven:

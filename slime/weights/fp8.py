@@ -39,20 +39,16 @@ _LINEAR = re.compile(
 _STACKED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
 
 
-def block_of(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Block size [rows, columns] of an FP8 checkpoint from its `config.json`; None if nothing is quantised.
+def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
+    """Block size [rows, columns] of the `quantization_config` of an FP8 checkpoint.
 
-    Raises `ConfigError` for any other quantisation.
+    Raises `ConfigError` for FP8 of another kind.
     """
-    found = hf_config.get("quantization_config") or (hf_config.get("text_config") or {}).get("quantization_config")
-    if not found:
-        return None
-    block = found.get("weight_block_size")
-    if found.get("quant_method") != "fp8" or not block or len(block) != 2 or min(block) < 1:
+    block = quantisation.get("weight_block_size")
+    if not block or len(block) != 2 or min(block) < 1:
         raise ConfigError(
-            f"got a checkpoint with quant_method={found.get('quant_method')!r}, weight_block_size={block}; slime reads "
-            "FP8 with block scales (quant_method 'fp8', two block sizes) and no other; choose such a checkpoint or one "
-            "in bfloat16"
+            f"got a checkpoint with quant_method='fp8', weight_block_size={block}; slime reads FP8 with block scales "
+            "(two block sizes); choose such a checkpoint or one in bfloat16"
         )
     return int(block[0]), int(block[1])
 

@@ -83,13 +83,14 @@ def _stages(table: FamilyTable, entry: Entry, layout: EngineLayout) -> range:
 
 
 def _holding(table: FamilyTable, entry: Entry, layout: EngineLayout, tp_rank: int) -> Holding:
-    if entry.row.dim is None:
-        return Holding(Share())
     padded = layout.tp_size
     if entry.expert is not None:
         group, place = divmod(tp_rank, layout.expert_tp_size)
         each = table.sizes.num_experts // layout.ep_size
-        return Holding(Share(place, layout.expert_tp_size, padded), range(group * each, (group + 1) * each))
+        share = Share() if entry.row.dim is None else Share(place, layout.expert_tp_size, padded)
+        return Holding(share, range(group * each, (group + 1) * each))
+    if entry.row.dim is None:
+        return Holding(Share())
     name = entry.row.megatron
     if name == HEAD:
         return Holding(_head(layout, tp_rank))

@@ -83,6 +83,8 @@ class Row:
     """In place of `engine`, a resident tensor for each HF tensor: an engine may keep apart what the trainer fuses."""
     plus_one: str = ""
     """Resident tensor that an engine keeps beside this one: the weight of a zero-centred norm with its one added."""
+    transposed: bool = False
+    """The engine holds it as [in, out]."""
 
     def __post_init__(self) -> None:
         if self.dim is None:

@@ -19,12 +19,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slime.compat import megatron_moe, megatron_weight_gradients
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
-from slime.models import Family, family_of
+from slime.models import Family, family_of, table_for
 from slime.models.common.hf_config import rope_of
 from slime.models.common.layers import rotates_by_megatron
 from slime.models.common.rotary import Rotary, attention_factor, inverse_frequencies
 from slime.settings.args import Args
 from slime.training.model.config import transformer_config
+from slime.training.model.fake_quantised import fake_quantise
 from slime.training.model.layers import decoder_spec
 from slime.training.model.log_probs import VocabShard
 from slime.training.model.policy import PolicyModel
@@ -55,7 +56,10 @@ def build_model(
     _check_split(config)
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     stages = range(num_chunks) if num_chunks > 1 else (None,)
-    return [_build_chunk(kind, family, config, hf_config, device, vp_stage) for vp_stage in stages]
+    chunks = [_build_chunk(kind, family, config, hf_config, device, vp_stage) for vp_stage in stages]
+    if kind is PolicyModel:
+        fake_quantise(args, chunks, table_for(hf_config))
+    return chunks
 
 
 def _check_split(config: TransformerConfig) -> None:

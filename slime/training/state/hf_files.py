@@ -14,6 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,7 @@ from slime.core.durable import sync_to_disk
 from slime.core.errors import CheckpointError
 from slime.core.file_mode import open_to_readers
 from slime.training.state.tensor_file import TensorFile
-from slime.weights.fp8 import SCALE_SUFFIX, block_of, dequantise
+from slime.weights.quantised.checkpoint import format_of
 
 MAX_SHARD_BYTES = 5 * 1000**3
 """Largest safetensors file that `write_hf` makes."""
@@ -47,8 +48,8 @@ _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 class HfReader:
     """Reads single tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
 
-    FP8 weights come dequantised, and their scales have no names of their own.
-    Raises `CheckpointError` that names the damaged file, `ConfigError` for a quantisation other than FP8 with blocks.
+    Quantised weights come dequantised, under their own names; their codes and scales have none.
+    Raises `CheckpointError` that names the damaged file, `ConfigError` for a quantisation that slime does not read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -58,38 +59,39 @@ class HfReader:
         self._released = False
         config = directory / "config.json"
         self._config: dict[str, Any] = _read_json(config) if config.is_file() else {}
-        self._block = block_of(self._config)
         self._location = self._locate()
+        self._format = format_of(self._config, self._location)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
-        """All tensors of the checkpoint, without the scales of quantised ones."""
-        return tuple(
-            n
-            for n in self._location
-            if not (n.endswith(SCALE_SUFFIX) and self.is_quantised(n.removesuffix(SCALE_SUFFIX)))
-        )
+        """All weights of the checkpoint, in the order of its files."""
+        if self._format is None:
+            return tuple(self._location)
+        of_part = {part: name for name in self._format.names for part in self._format.parts_of(name)}
+        hidden = {self._format.about(name) for name in self._format.names}
+        return tuple(dict.fromkeys(of_part.get(n, n) for n in self._location if n not in hidden))
 
     def is_quantised(self, name: str) -> bool:
         """Whether the file holds codes and scales."""
-        return self._block is not None and name in self._location and name + SCALE_SUFFIX in self._location
+        return self._format is not None and name in self._format.names
 
     def __call__(self, name: str) -> Tensor:
         """The full tensor, on the host, in the dtype of the file; float32 if it is quantised. Do not write to it.
 
         Raises `CheckpointError` if there is none, or if its scales are missing or have another shape.
         """
-        tensor = self._read(name)
-        place = f"{self._directory / self._location[name]}, {name}"
-        if self._block is not None and self.is_quantised(name):
+        if self._format is not None and name in self._format.names:
+            parts = self._format.parts_of(name)
             try:
-                return dequantise(tensor, self._read(name + SCALE_SUFFIX), self._block)
+                return self._format.dequantise([self._read(part) for part in parts])
             except CheckpointError as error:
-                raise CheckpointError(f"{place}: {error}") from error
+                place = self._directory / self._location.get(parts[0], "")
+                raise CheckpointError(f"{place}, {name}: {error}") from error
+        tensor = self._read(name)
         if tensor.dtype in _CODES:
             raise CheckpointError(
-                f"{place}: got {tensor.dtype}, but no {SCALE_SUFFIX} beside it or no quantization_config in "
-                "config.json; without them these codes cannot be read as weights"
+                f"{self._directory / self._location[name]}, {name}: got {tensor.dtype}, but no scales beside it or no "
+                "quantization_config in config.json; without them these codes cannot be read as weights"
             )
         return tensor
 

@@ -91,6 +91,53 @@ def _server_args(checkpoint: Path, layout: EngineLayout) -> Any:
     )
 
 
+def compare_quantised(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[str, list[str]]]:
+    """As `compare`, of quantised checkpoints, as SGLang's loaders leave them.
+
+    What follows on a GPU is left out: nothing for FP8 on Hopper, Marlin's order for INT4, whose kernels need one.
+    """
+    rank = meet(seat, layout, checkpoints[0])
+    import torch
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_w8a8_fp8,
+        compressed_tensors_wNa16,
+        compressed_tensors_wNa16_moe,
+    )
+
+    fp8._is_cpu = False
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.process_weights_after_loading = lambda *_: None
+    for scheme in (
+        compressed_tensors_wNa16.CompressedTensorsWNA16,
+        compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE,
+    ):
+        scheme.process_weights_after_loading = lambda *_: None
+    return [_compare_quantised(layout, rank, checkpoint) for checkpoint in checkpoints]
+
+
+def _compare_quantised(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[str, list[str]]:
+    from safetensors.torch import load_file
+
+    from slime.compat.sglang_quantised import NOT_WEIGHTS
+    from slime.core.hf_config import read_hf_config
+    from slime.models import table_for
+    from slime.weights.quantised.checkpoint import format_of_folder
+    from slime.weights.quantised.engine_table import engine_table
+    from tests.support.weights import engine_tensors
+
+    reported = (
+        (n, p)
+        for n, p in load(checkpoint, layout).named_parameters()
+        if not n.endswith(NOT_WEIGHTS) and not getattr(p, "_skip_weight_check", False)
+    )
+    held = {n: p.detach() for n, p in reported}
+    table = engine_table(table_for(read_hf_config(str(checkpoint))), format_of_folder(str(checkpoint)))
+    source = load_file(checkpoint / "model.safetensors")
+    state = {n: source[n] for n in table.hf_names}
+    return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
+
+
 _KEPT: list[Any] = []
 """A library that is dropped takes its kernels along."""
 
@@ -103,7 +150,6 @@ def compare(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[s
 
 def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[str, list[str]]:
     held = {name: p.detach() for name, p in load(checkpoint, layout).named_parameters()}
-    import torch
     from safetensors.torch import load_file
 
     from slime.core.hf_config import read_hf_config
@@ -113,13 +159,74 @@ def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[s
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
     state = {n: source[n] if table.entry_of_hf(n).row.wide else source[n].bfloat16() for n in table.hf_names}
-    want = dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False))
+    return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
+
+
+def reload(_seat: Seat, first: Path, second: Path) -> dict[str, list[str]]:
+    """Loads a checkpoint, then another one of the same sizes into the same model, as updates in a server do.
+
+    What differs from a model that loaded the second one alone: before SGLang put weights in order, behind that, and the
+    tensors that moved meanwhile.
+    """
+    layout = EngineLayout()
+    meet(_seat, layout, first)
+    import torch
+    from safetensors.torch import load_file
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from slime.compat import sglang_quantised as hooks
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    hooks.register()
+    HookRegistry.apply_hooks()
+    missing = [target for target in HookRegistry._hooks if target not in HookRegistry._patched]
+    assert not missing, missing
+    alone = load(second, layout)
+    want = {n: p.detach().clone() for n, p in alone.named_parameters()}
+    model = load(first, layout)
+    where = {n: p.data_ptr() for n, p in model.named_parameters()}
+    waiting = load(second, layout)
+    hooks._expect(waiting)
+    state = load_file(second / "model.safetensors")
+    out = {}
+    for name, update in (("tensor", lambda: (hooks._expect(model), model.load_weights(iter(state.items())))),) * 2 + (
+        (
+            "disk",
+            lambda: DefaultModelLoader.load_weights_and_postprocess(model, iter(state.items()), torch.device("cpu")),
+        ),
+    ):
+        update()
+        shapes = {n: p.shape for n, p in waiting.named_parameters()}
+        loading = {n: p.shape for n, p in model.named_parameters()}
+        out[f"{name}: not as loaders fill it"] = sorted(n for n in shapes if loading.get(n) != shapes[n])
+        for module in hooks._layers(model):
+            module.quant_method.process_weights_after_loading(module)
+        hooks._serve(model)
+        got = dict(model.named_parameters())
+        out[f"{name}: other bits"] = sorted(
+            n for n in want if not torch.equal(_bits(got[n].contiguous()), _bits(want[n].contiguous()))
+        )
+        out[f"{name}: elsewhere"] = sorted(n for n in where if got[n].data_ptr() != where[n])
+    out["compared"] = sorted(want)
+    return out
+
+
+def _bits(tensor: Any) -> Any:
+    import torch
+
+    return tensor.flatten().view(torch.uint8)
+
+
+def _differences(table: Any, want: dict[str, Any], held: dict[str, Any]) -> dict[str, list[str]]:
+    import torch
+
     both = want.keys() & held.keys()
     return {
         "missing": sorted(want.keys() - held.keys()),
         "extra": sorted(n for n in held.keys() - want.keys() if not table.carries(n)),
         "other": sorted(
-            n for n in both if want[n].dtype != held[n].dtype or not torch.equal(want[n].flatten(), held[n].flatten())
+            n for n in both if want[n].dtype != held[n].dtype or not torch.equal(_bits(want[n]), _bits(held[n]))
         ),
         "equal": sorted(both),
     }

@@ -164,11 +164,40 @@ def test_required_settings_are_named() -> None:
     assert all(name in message for name in ("--hf-checkpoint", "--rollout-batch-size", "--num-rollout"))
 
 
-def test_engines_are_not_started_on_quantised_weights(base: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({}, [], "no such kernels"),
+        ({"model_type": "llama"}, ["--device", "cuda", "--bf16"], "does not load the scales"),
+        ({}, ["--device", "cuda", "--sglang-dtype", "float16"], "sglang_dtype float16"),
+        ({}, ["--device", "cuda", "--bf16", *["--rollout-external-engine-addrs", "127.0.0.1:1"]], "run already"),
+        (
+            {},
+            [*["--trainer-weights", "fake-quantised", "--lora-rank", "4", "--debug-train-only"]],
+            "with --lora-rank 4",
+        ),
+    ],
+)
+def test_engines_that_cannot_take_quantised_weights_are_refused(
+    base: list[str], changes: dict[str, str], more: list[str], message: str
+) -> None:
     path = Path(base[base.index("--hf-checkpoint") + 1]) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    assert "slime convert" in refused(base)
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **quantised, **changes}))
+    assert message in refused([*base, *more])
     assert parse_args([*base, "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}"]).debug_train_only
+
+
+def test_engines_on_a_gpu_take_quantised_weights(base: list[str]) -> None:
+    path = Path(base[base.index("--hf-checkpoint") + 1]) / "config.json"
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **quantised}))
+    args = parse_args([*base, "--device", "cuda", "--bf16", "--trainer-weights", "fake-quantised"])
+    assert args.trainer_weights == "fake-quantised" and "trainer_weights" not in args.idle
+
+
+def test_fake_quantised_weights_need_a_quantised_checkpoint(base: list[str]) -> None:
+    assert "trainer_weights" in parse_args([*base, "--trainer-weights", "fake-quantised"]).idle
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Linear layers that compute with what engines will make of their weights: quantised and dequantised in each pass.
+
+Invariants
+1. Parameters, their names, gradients and optimizer states are those of a model without it: its weight is another tensor
+   within a layer's forward pass alone, whose gradient goes to the parameter as it is.
+2. What it is does not depend on the layout of the trainer (`slime.weights.quantised.fake`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+from slime.models.common.table import FamilyTable, Row
+from slime.settings.args import Args
+from slime.training.model.names import global_names
+from slime.training.model.policy import PolicyModel
+from slime.training.state.sharded_model import split_of
+from slime.weights.quantised.checkpoint import format_of_folder
+from slime.weights.quantised.fake import check, fake_quantised
+from slime.weights.quantised.format import QuantisedFormat
+
+
+def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
+    """With `--trainer-weights fake-quantised`, makes this rank's layers compute with what engines quantise them to.
+
+    Raises `ConfigError` where a block would have entries on two ranks.
+    """
+    quantised = format_of_folder(args.hf_checkpoint) if args.trainer_weights != "plain" else None
+    if quantised is None:
+        return
+    for chunk in chunks:
+        for local_name, module in chunk.named_modules():
+            if isinstance(module._parameters.get("weight"), Parameter):
+                entry = table.entry(global_names(chunk, f"{local_name}.weight")[0])
+                if quantised.is_quantised(entry.hf):
+                    _, num_shards = split_of(entry)
+                    check(entry, num_shards, quantised)
+                    _Swap(entry.row, num_shards, quantised).attach(module)
+
+
+class _Swap:
+    """Puts the quantised weight in the place of a layer's parameter before its forward pass, and back behind it."""
+
+    def __init__(self, row: Row, num_shards: int, quantised: QuantisedFormat) -> None:
+        self._of = row, num_shards, quantised
+        self._kept: list[Any] = []
+
+    def attach(self, module: Module) -> None:
+        if hasattr(module, "gradient_accumulation_fusion"):  # it would look for the sum of a parameter's gradients
+            vars(module)["gradient_accumulation_fusion"] = False
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._behind, always_call=True)
+
+    def _before(self, module: Module, _inputs: Any) -> None:
+        weight = module._parameters["weight"]
+        assert isinstance(weight, Parameter), "a layer ran within itself"
+        self._kept.append(weight)
+        module._parameters["weight"] = fake_quantised(weight, *self._of)  # type: ignore[assignment]
+
+    def _behind(self, module: Module, _inputs: Any, _output: Any) -> None:
+        if self._kept:
+            module._parameters["weight"] = self._kept.pop()

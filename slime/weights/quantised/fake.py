@@ -1,0 +1,56 @@
+"""Fake quantisation of a trainer's shard: the weights that engines will dequantise, from the trainer's own.
+
+Law: fake-quantised weights do not depend on the partition. A rank quantises its part of each weight by itself, so that
+a part has to begin and end at whole blocks; a layout under which one does not is refused (`check`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import ConfigError
+from slime.models.common.table import Entry, Row
+from slime.weights.convert import by_segments
+from slime.weights.quantised.format import WHOLE, QuantisedFormat
+
+
+def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
+    """Raises `ConfigError` if a block of its weights would have entries on two of `num_shards` ranks."""
+    row = entry.row
+    if row.dim is None:
+        return
+    block = quantised.block[row.dim]
+    if num_shards == 1 and len(row.segments) == len(row.hf):
+        return
+    uneven = [size for size in row.segments if block == WHOLE or size // num_shards % block]
+    if uneven:
+        raise ConfigError(
+            f"got {entry.hf[0]} with parts of {uneven[0]} on {num_shards} tensor-parallel ranks in {quantised.title}: "
+            f"a block of {block or 'all'} would have entries on two of them, and what it rounds to would depend on the "
+            "layout; choose fewer ranks, or --trainer-weights plain"
+        )
+
+
+def fake_quantised(shard: Tensor, row: Row, num_shards: int, quantised: QuantisedFormat) -> Tensor:
+    """What engines will multiply with in place of `shard`, in the dtype and layout of `shard`.
+
+    `shard`: one of `num_shards` of a row's parameter, or a stack of experts. Its gradient goes to `shard` unchanged
+    (the straight-through estimator, arXiv:1308.3432): no entry is clipped by more than half a step.
+    """
+
+    faked: Tensor = _StraightThrough.apply(shard, lambda weight: by_segments(row, weight, num_shards, quantised.fake))
+    return faked
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
+        with torch.no_grad():
+            return change(weight.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

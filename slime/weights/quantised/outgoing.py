@@ -1,0 +1,70 @@
+"""The trainer's weights on their way to engines that serve them quantised: codes and scales in their places.
+
+Quantised by the rank that sends, which has the whole tensor: so codes and scales do not depend on the layout of the
+trainer. Digests are taken of them before they are copied into a bucket, as of any tensor (`weights.sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from slime.models.common.table import Entry
+from slime.weights.buckets import Spec
+from slime.weights.outgoing import Outgoing
+from slime.weights.quantised.engine_table import engine_table
+from slime.weights.quantised.format import QuantisedFormat
+from slime.weights.quantised.stream import quantised_stream
+from slime.weights.turns import Portion, Turn
+
+
+def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
+    """`weights`, in bfloat16, as engines take them. Raises `ConfigError` for what they could not hold so."""
+    return weights if quantised is None else QuantisedOutgoing(weights, quantised)
+
+
+class QuantisedOutgoing:
+    """`Outgoing` of parts. A turn has those of a turn of the plain weights: a bucket is about half as full."""
+
+    def __init__(self, weights: Outgoing, quantised: QuantisedFormat) -> None:
+        self.table = engine_table(weights.table, quantised)
+        self._weights, self._quantised = weights, quantised
+        self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
+        self._plain: dict[int, Turn] = {}
+        """Of each turn that was handed out, by its identity, the turn of the plain weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors."""
+        return self._weights.device
+
+    def turns(self, limit_bytes: int) -> Sequence[Turn]:
+        """Those of the plain weights, with parts in place of quantised ones."""
+        if self._turns[0] != limit_bytes:
+            plain = self._weights.turns(limit_bytes)
+            turns = tuple(Turn(turn.sender, tuple(map(self._portion, turn.portions))) for turn in plain)
+            self._plain = {id(turn): was for turn, was in zip(turns, plain, strict=True)}
+            self._turns = limit_bytes, turns
+        return self._turns[1]
+
+    def _portion(self, portion: Portion) -> Portion:
+        entries: dict[str, Entry] = {}
+        specs: list[Spec] = []
+        for spec in portion.specs:
+            if spec.name in self._quantised.names:
+                parts = zip(self._quantised.parts_of(spec.name), self._quantised.dtypes, strict=True)
+                specs += [Spec(name, self.table.shape_of(name), dtype) for name, dtype in parts]
+            else:
+                specs.append(spec)
+        if not any(spec.name in self._quantised.names for spec in portion.specs):
+            return portion
+        for own in specs:
+            entry = self.table.entry_of_hf(own.name)
+            entries[entry.megatron] = entry
+        return Portion(tuple(entries.values()), tuple(specs), portion.stage)
+
+    def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
+        """On the sender the parts of a turn; as collective as the plain weights."""
+        return quantised_stream(self._weights.tensors(self._plain[id(turn)]), self._quantised)

@@ -1,0 +1,68 @@
+"""Quantised engines on a GPU: what they are sent they hold and serve, as an engine does that loads it from a folder.
+
+python -m pytest -s tests/gpu/test_quantised_engines_on_gpu.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.quantised import Case, Trainer, caught, prompts, served, weights_of
+from benchmarks.training.shapes import SHAPES
+from slime.serving.control import HttpEngineControl
+from slime.serving.wire import warm_digest
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(400),
+]
+SHAPE = SHAPES["30b-a3b-6l"] | {
+    "num_hidden_layers": 2,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_experts": 8,
+    "moe_intermediate_size": 256,
+    "vocab_size": 2048,
+}
+START_LIMIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
+    """All engines start side by side."""
+    found = {kind: Case(SHAPE, kind, tmp_path_factory.mktemp(kind), flips=6) for kind in ("int4", "channels", "fp8")}
+    started = []
+    try:
+        for case in found.values():
+            case.start()
+            started.append(case)
+        warm_digest(torch.device("cuda"))
+        yield found
+    finally:
+        for case in started:
+            case.stop()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "channels", "int4"])
+def test_an_engine_holds_and_serves_what_it_was_sent(cases: dict[str, Case], kind: str, tmp_path: Path) -> None:
+    case = cases[kind]
+    for server in case.servers.values():
+        server.wait_ready(timeout_s=START_LIMIT_S)
+    state, trainer = weights_of(case.shape, 2), Trainer(case, tmp_path)
+    loaded = case.servers["loaded"]
+    want = HttpEngineControl(loaded.url, loaded.spec.layout, timeout_s=60).weight_checksums()[0].checksums
+    assert trainer.control.weight_checksums()[0].checksums != want
+    tokens = prompts(SHAPE["vocab_size"])
+    expected = served(loaded.url, tokens)
+    for version, transport in ((2, "tensor"), (3, "tensor"), (4, "disk")):
+        trainer.sync(weights_of(case.shape, 10 + version), 10 * version, transport)
+        trainer.sync(state, version, transport)
+        assert trainer.control.weight_checksums()[0].checksums == want, transport
+        log_probs, answers = served(case.servers["synced"].url, tokens)
+        assert torch.equal(log_probs, expected[0]) and answers == expected[1], transport
+    flips = list(caught(trainer, state, case.flips))
+    assert all(flip["caught"] and flip["named"] for flip in flips), flips
