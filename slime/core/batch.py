@@ -8,6 +8,7 @@ may be elsewhere (`Elsewhere`): a rank fetches those of the samples that it comp
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class TrainSample:
     group_index: int
     """Prompt id; advantages are normalised over samples that share it."""
     index: int
-    """Execution id; fan-out siblings share it and count once."""
+    """Execution id within the group; fan-out siblings share it and count once."""
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] nats, for on-policy distillation."""
@@ -128,6 +129,20 @@ class TrainBatch:
     samples: tuple[TrainSample, ...]
 
     @property
+    def executions(self) -> tuple[int, ...]:
+        """[S] see `executions_of`."""
+        return executions_of(self.samples)
+
+    @property
     def num_executions(self) -> int:
         """Denominator of the default loss aggregation."""
-        return len({s.index for s in self.samples})
+        return len(set(self.executions))
+
+
+def executions_of(samples: Iterable[TrainSample]) -> tuple[int, ...]:
+    """[S] a number of each sample's execution, from 0 in the order of appearance: equal for siblings alone.
+
+    An `index` is taken within its group: a user's rollout function may count from 0 in each.
+    """
+    numbers: dict[tuple[int, int], int] = {}
+    return tuple(numbers.setdefault((s.group_index, s.index), len(numbers)) for s in samples)

@@ -119,7 +119,13 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms", "algorithms/policy/clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
     ),
     "GSPO sums instead of mean": Mutation(
-        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(log_ratio, mask)", "sequences.sum(log_ratio)"
+        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(fixed, mask)", "sequences.sum(fixed)"
+    ),
+    "GSPO spreads every advantage over its sequence": Mutation(
+        "algorithms",
+        "algorithms/policy/gspo.py",
+        "(sequences.spread(sequences.mean(fixed, mask)) + (log_ratio - fixed)).exp()",
+        "sequences.spread(sequences.mean(log_ratio, mask)).exp()",
     ),
     "sequence mean over masked tokens": Mutation(
         "algorithms",
@@ -193,6 +199,18 @@ ALGORITHMS: dict[str, Mutation] = {
         "torch.maximum(plain, bounded)",
         "torch.minimum(plain, bounded)",
     ),
+    "rounding of values is a clip": Mutation(
+        "algorithms",
+        "algorithms/value_loss.py",
+        "(step.detach().abs() > value_clip) & (bounded > plain)",
+        "bounded > plain",
+    ),
+    "a KL times a ratio without bound": Mutation(
+        "algorithms",
+        "algorithms/kl/low_var_kl.py",
+        "return made.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)",
+        "return made",
+    ),
 }
 
 DATA: dict[str, Mutation] = {
@@ -243,6 +261,18 @@ def _weights_by_part(parts: str) -> str:
 
 
 TRAINING: dict[str, Mutation] = {
+    "an index is one execution in all groups": Mutation(
+        "training",
+        "core/batch.py",
+        "numbers.setdefault((s.group_index, s.index), len(numbers))",
+        "numbers.setdefault((0, s.index), len(numbers))",
+    ),
+    "a reducer counts what is dropped": Mutation(
+        "training",
+        "algorithms/batch.py",
+        "num_counted(tokens_per_execution(masks, executions), count_masked)",
+        "num_counted(tokens_per_execution(masks, executions), True)",
+    ),
     "mean of means over micro-batches": Mutation(
         "training",
         "training/step/micro_batch.py",

@@ -79,10 +79,16 @@ class Qwen3Next(Family):
         }
         if not hf_config.get("num_experts"):
             return settings
+        shared = int(hf_config.get("shared_expert_intermediate_size") or 0)
+        if shared < 1:
+            raise ConfigError(
+                f"got a checkpoint with experts and shared_expert_intermediate_size {shared}, because every layer with "
+                "experts has a shared one in this family; use a checkpoint that has them"
+            )
         return {
             **settings,
             **softmax_experts({"norm_topk_prob": True, **hf_config}),
-            "moe_shared_expert_intermediate_size": int(hf_config["shared_expert_intermediate_size"]),
+            "moe_shared_expert_intermediate_size": shared,
             "moe_shared_expert_gate": True,
         }
 

@@ -97,7 +97,7 @@ def prepare(
     prefixes = Prefixes.of(samples, replays=args.use_rollout_routing_replay) if args.use_prefix_sharing else None
     schedule = build_schedule(
         [s.num_tokens for s in samples],
-        [s.index for s in samples],
+        batch.executions,
         dp_size=dp_size,
         global_batch_size=None if num_steps is not None else args.global_batch_size,
         num_steps=num_steps,

@@ -119,6 +119,22 @@ def test_gspo_gives_every_token_of_a_sequence_the_same_gradient_or_none() -> Non
     assert got.clipped.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
+def test_gspo_gives_each_token_the_gradient_of_its_own_advantage() -> None:
+    """Law: a KL in the reward or a teacher differs from token to token, and must not be averaged away.
+
+    Section 4.3 of arXiv:2507.18071: value of the sequence's ratio, gradient of the token's.
+    """
+    advantages, mask, ids = _t(1.0, -2.0, 1.0, 9.0), _t(1, 1, 1, 0), torch.zeros(4, dtype=torch.int64)
+    for old in (_t(-1.0, -2.0, -3.0, 0.0), _t(-1.1, -1.9, -3.3, 0.0)):
+        log_probs = _t(-1.0, -2.0, -3.0, 7.0).requires_grad_()
+        got = gspo_loss(log_probs, old, advantages, mask, sequences=Sequences(ids, 1), eps_clip=0.2)
+        got.loss.sum().backward()
+        s = float(((log_probs.detach() - old)[:3].mean()).exp())
+        assert log_probs.grad is not None
+        assert log_probs.grad.tolist() == pytest.approx([-s, 2 * s, -s, 0.0], abs=1e-12)
+        assert got.loss.tolist() == pytest.approx([-s, 2 * s, -s, 0.0], abs=1e-12)
+
+
 def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
     log_probs = _t(math.log(0.5), 0.0, math.log(3.0)).requires_grad_()
     one = torch.ones(3, dtype=torch.float64)
@@ -258,6 +274,24 @@ def test_value_loss_is_the_larger_error() -> None:
     loss.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_rounding_inside_the_clip_range_of_values_is_no_clip() -> None:
+    """`old + (value - old)` need not be `value`: only a value that left the range is clipped."""
+    torch.manual_seed(0)
+    old, values, target = 0.05 * torch.randn(4096), 0.05 * torch.randn(4096), torch.randn(4096)
+    rounded = (old + (values - old) - target).square() > (values - target).square()
+    assert rounded.any(), "nothing rounds: nothing is tested"
+    _, clipped = value_loss(values, old, target, torch.ones(4096), value_clip=1.0)
+    assert not clipped.any()
+
+
+def test_the_product_of_low_var_kl_and_ratio_has_the_bound_of_the_estimate() -> None:
+    log_probs = _t(6.0, 20.0, 0.0).requires_grad_()
+    got = kl_estimate(log_probs, _t(3.0, 0.0, 0.1), torch.ones(3), "low_var_kl", old_log_probs=_t(0.0, -20.0, 0.0))
+    got.sum().backward()
+    assert got.tolist()[:2] == [10.0, 10.0] and 0.0 < got[2].item() < 0.1
+    assert log_probs.grad is not None and log_probs.grad.tolist()[:2] == [0.0, 0.0] and log_probs.grad[2].item() != 0.0
 
 
 def test_unknown_choices_are_refused() -> None:

@@ -89,8 +89,14 @@ def policy_loss_of(name: str, args: Any, r: Tensor, lp: Tensor, adv: Tensor, mas
         tau = torch.where(adv > 0, 1.0, 1.05)
         return -4 / tau * torch.sigmoid(tau * (r - 1)) * adv
     if name == "gspo":
-        r = ((r.log() * mask).sum() / mask.sum().clamp(min=1)).exp().expand_as(r)
+        # The ratio of the sequence, with the gradient of the token (arXiv:2507.18071, section 4.3).
+        r = ((r.log() * mask).sum() / mask.sum().clamp(min=1)).exp().detach() * (lp - lp.detach()).exp()
     return -torch.minimum(r * adv, r.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * adv)
+
+
+def execution_of(sample: TrainSample) -> tuple[int, int]:
+    """Siblings share it; an index counts within its group."""
+    return sample.group_index, sample.index
 
 
 def plain_step(
@@ -99,7 +105,7 @@ def plain_step(
     """(loss, gradient of the table) by the definition. `advantage(i)`: of each token of sample i."""
     logits = table()
     scored = [i for i, s in enumerate(batch.samples) if not np.isnan(s.reward)]
-    executions = {batch.samples[i].index for i in scored}
+    executions = {execution_of(batch.samples[i]) for i in scored}
     num_tokens = sum(float(batch.samples[i].loss_mask.sum()) for i in scored)
     loss = torch.zeros((), dtype=torch.float64)
     for i in scored:
@@ -117,7 +123,8 @@ def plain_step(
         token = policy_loss_of(args.policy_loss, args, (lp - old).exp(), lp, advantage(i), mask)
         token = token * (old - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
         token = token + args.kl_loss_coef * ((ref - lp).exp() - 1 - (ref - lp)) - args.entropy_coef * entropy
-        own = sum(float(batch.samples[j].loss_mask.sum()) for j in scored if batch.samples[j].index == s.index)
+        siblings = [batch.samples[j] for j in scored if execution_of(batch.samples[j]) == execution_of(s)]
+        own = sum(float(sibling.loss_mask.sum()) for sibling in siblings)
         denominator = {
             "sequence_mean": max(own, 1.0) * len(executions),
             "token_mean": num_tokens,
@@ -176,6 +183,36 @@ def test_a_step_is_what_the_definition_says(name: str) -> None:
         want = plain_step(args, batch, before, lambda i: group_advantage(batch.samples, i))
         for dp_size, split in SPLITS:
             check(training_args(Path("unused"), **settings, **split), batch, before, want, dp_size)
+
+
+def test_indices_that_begin_again_in_each_group_change_nothing() -> None:
+    """Law: executions of two groups are two, whatever a user's rollout function calls them."""
+    batch, before = problem()
+    first = {
+        g: min(s.index for s in batch.samples if s.group_index == g) for g in {s.group_index for s in batch.samples}
+    }
+    again = TrainBatch(0, tuple(dataclasses.replace(s, index=s.index - first[s.group_index]) for s in batch.samples))
+    assert len({s.index for s in again.samples}) < len({s.index for s in batch.samples}) == again.num_executions
+    for aggregation in AGGREGATIONS:
+        settings = {**SETTINGS, "loss_aggregation": aggregation}
+        args = training_args(Path("unused"), **settings)
+        want = plain_step(args, batch, before, lambda i: group_advantage(batch.samples, i))
+        for dp_size, split in SPLITS:
+            check(training_args(Path("unused"), **settings, **split), again, before, want, dp_size)
+
+
+def test_a_reducer_s_sum_is_over_the_executions_that_count() -> None:
+    """`--drop-masked-executions` takes those without a trained token out of a user's reducer, too."""
+    batch, _ = problem()
+    trained = {execution_of(s) for s in batch.samples if s.loss_mask.any()}
+    scored = {execution_of(s) for s in batch.samples if s.is_scored}
+    assert len(trained) < len(scored), "no execution without trained tokens: nothing is tested"
+    for drop, counted in ((False, scored), (True, trained)):
+        args = training_args(Path("unused"), **SETTINGS, drop_masked_executions=drop)
+        prepared = prepare(batch, args, Algorithm.of(args), dp_size=1, one_step=True)
+        assert {unit for unit, s in zip(prepared.units, batch.samples, strict=True) if s.is_scored} == {
+            1.0 / len(counted)
+        }
 
 
 def test_returns_with_kl_in_the_reward_and_a_teacher() -> None:
