@@ -18,7 +18,7 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss [R], differentiable in `values`; 1.0 where the clip decided it [R]); both zero where masked.
 
-    Inside the clip range the two errors differ by rounding alone, so a larger one is no decision.
+    Inside the clip range the two errors differ by rounding alone, which decides nothing.
     """
     import torch
 
