@@ -12,13 +12,17 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
+
+
+class TemplateRefusal(DataError):
+    """The template raised an error on the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,16 @@ class ChatRenderer:
     """Renders and encodes with one tokenizer and one set of template arguments."""
 
     def __init__(
-        self, tokenizer: Any, *, kwargs: Mapping[str, Any] | None = None, allow_control_tokens: bool = False
+        self,
+        tokenizer: Any,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        end_ids: Collection[int] = (),
+        allow_control_tokens: bool = False,
     ) -> None:
-        """`allow_control_tokens` trusts the data: control strings in it become control ids.
+        """`end_ids`: tokens at which an engine stops, beside the tokenizer's own (`slime.rollout.clients.end_of_text`).
+
+        `allow_control_tokens` trusts the data: control strings in it become control ids.
 
         Raises `ConfigError` if the tokenizer has no chat template.
         """
@@ -61,10 +72,13 @@ class ChatRenderer:
             )
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
-        added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        by_id = tokenizer.added_tokens_decoder
+        added = {str(token): token for token in by_id.values()}
         probe = self._probe()
-        ends = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
-        self.structural = frozenset(t for t in added if t in probe) | ends
+        self.ends: Mapping[str, int] = {str(by_id[i]): i for i in (*end_ids, tokenizer.eos_token_id) if i in by_id}
+        """Text -> id of the tokens that end an answer; in some families they open the next turn."""
+        own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
+        self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
         """Tokens that the template builds turns from."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
         """All tokens that text from a dataset must not produce; the assistant's own text is held to `structural`."""
@@ -74,7 +88,7 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
     ) -> Rendered:
-        """Messages to text. Raises `DataError` with the template's complaint."""
+        """Messages to text. Raises `TemplateRefusal` with the template's complaint."""
         stand_ins = {} if self._allow else self._stand_ins(messages, tools)
         return self._render(messages, tools, stand_ins, add_generation_prompt)
 
@@ -90,7 +104,7 @@ class ChatRenderer:
         try:
             text = self._apply(clean, tools=clean_tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
-            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+            raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
         return Rendered(text, {word: control for control, word in stand_ins.items()})
 
     def render_prefix(
