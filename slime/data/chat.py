@@ -74,14 +74,17 @@ class ChatRenderer:
         self._kwargs = dict(kwargs or {})
         by_id = tokenizer.added_tokens_decoder
         added = {str(token): token for token in by_id.values()}
-        probe = self._probe()
+        probe, turn = self._probe()
         self.ends: Mapping[str, int] = {str(by_id[i]): i for i in (*end_ids, tokenizer.eos_token_id) if i in by_id}
         """Text -> id of the tokens that end an answer; in some families they open the next turn."""
         own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
         """Tokens that the template builds turns from."""
+        written = {t for t, token in added.items() if t in turn and not token.special}
+        self._held = self.structural - (written - own - set(self.ends))
+        """Those that an assistant's text must not produce. Others stand within its own turn (`<think>`)."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """All tokens that text from a dataset must not produce; the assistant's own text is held to `structural`."""
+        """All tokens that text from a dataset must not produce; an assistant's is held to those around its turn."""
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 
@@ -179,17 +182,21 @@ class ChatRenderer:
         )
         return text
 
-    def _probe(self) -> str:
-        """A plain conversation as the template writes it: shows which added tokens build turns."""
+    def _probe(self) -> tuple[str, str]:
+        """A plain conversation as the template writes it, which shows the added tokens that build turns; and what of it
+        an assistant writes."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c"},
         ]
         try:
-            return self._apply(messages, tools=None, add_generation_prompt=False)
+            whole = self._apply(messages, tools=None, add_generation_prompt=False)
+            asked = self._apply(messages[:1], tools=None, add_generation_prompt=True)
+            answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
         except Exception:  # a template that refuses this conversation leaves us the tokens marked special
-            return ""
+            return "", ""
+        return whole, answered[len(asked) :] if answered.startswith(asked) else ""
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
         """Control string -> a word that occurs nowhere, for each control string in the data; usually empty."""
@@ -206,7 +213,7 @@ class ChatRenderer:
             return value
         if isinstance(value, str):
             for control, word in stand_ins.items():
-                if not is_assistant or control in self.structural:
+                if not is_assistant or control in self._held:
                     value = value.replace(control, word)
             return value
         if isinstance(value, Mapping):

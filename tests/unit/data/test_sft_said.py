@@ -10,7 +10,7 @@ import pytest
 from slime.core.errors import DataError
 from slime.data.said import unsaid
 from slime.data.sft import sft_tokens
-from tests.support.chat_templates import PUBLISHED, published_chat, published_tokenizer
+from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
@@ -50,6 +50,26 @@ def test_a_thought_that_a_template_cuts_out_of_the_content_is_refused() -> None:
 def test_a_thought_within_the_content_is_trained_where_it_is_written() -> None:
     text = trained("qwen3", calling(content="<think>\nFour.\n</think>\n\nSeven.")[:2], tools=None)
     assert text == "<think>\nFour.\n</think>\n\nSeven.<|im_end|>"
+
+
+@pytest.mark.parametrize("family", ["glm4.6", "glm4.6 without words"])
+def test_a_thought_is_written_as_a_thought_though_the_template_writes_an_empty_one(family: str) -> None:
+    """Law: `<think>` in an assistant's text is that token, not its letters behind an empty thought."""
+    messages = calling(("add", {"a": 1}), content="<think>I add.</think>Yes.")
+    messages[2] = {"role": "tool", "content": "1"}
+    text = trained(family, messages)
+    assert text.startswith("\n<think>I add.</think>\nYes.\n<tool_call>add") and text.count("<think>") == 1
+    row = sft_tokens(messages, published_chat(family), tools=TOOLS)
+    ids = ids_of(published_tokenizer(family), PUBLISHED[family].words)
+    assert [row.tokens[-row.response_length :].count(i) for i in ids] == [1] * len(ids)
+
+
+def test_a_user_cannot_write_a_thought() -> None:
+    messages = calling(content="Yes.")
+    messages[0] = {"role": "user", "content": "<think>Go.</think>"}
+    row = sft_tokens(messages, published_chat("glm4.6"))
+    ids = ids_of(published_tokenizer("glm4.6"), PUBLISHED["glm4.6"].words)
+    assert [row.tokens.count(i) for i in ids] == [1, 1], "the empty thought of the answer, and no other"
 
 
 @pytest.mark.parametrize("family", ["qwen2.5", "kimi-k2", "mistral"])
