@@ -37,7 +37,7 @@ def with_encoded_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def unsaid(message: Message, turn: str) -> list[str]:
     """Names of what the message says and its turn does not: reasoning, content, calls, arguments of calls.
 
-    They are looked for in this order, each behind the one before, so that a name in the content is no call.
+    They are looked for in this order, each behind the one before, so that a name in the content is not taken for a call.
     """
     missing: list[str] = []
     at = 0
@@ -162,7 +162,7 @@ def _decoded(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:  # a text that is no JSON is what the model wrote
+    except ValueError:  # another text is what the model wrote
         return arguments
     return value if isinstance(value, dict) else arguments
 

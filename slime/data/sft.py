@@ -194,8 +194,8 @@ def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str
         return None
     return (
         f"got a chat template on which add_generation_prompt changes nothing: it writes {prompt[-60:]!r} behind a "
-        f"question and {turn[-60:]!r} behind an answer, so nothing says where an answer begins; do: give one that "
-        "writes a generation prompt where it is asked to, as --chat-template FILE"
+        f"question and {turn[-60:]!r} behind an answer, so nothing says where an answer begins; do: use one that "
+        "writes a generation prompt where it is asked to (--chat-template FILE)"
     )
 
 
