@@ -21,7 +21,7 @@ from slime.algorithms.advantages.distillation import distilled
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.aggregation import Aggregation, num_counted, tokens_per_execution
 from slime.algorithms.kl import KLEstimator
-from slime.core.batch import TrainBatch, TrainSample, executions_of
+from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED
 from slime.settings.conditions import computes_advantages, minimises_policy_loss
@@ -69,8 +69,8 @@ class StepWeights:
     token_share: float
     """Weight of a trained token in a mean over those of the step: diagnostics are such means, however losses add."""
     unit: float
-    """One over the executions of the step that count (over its trained tokens where these are counted): what the sum of
-    a user's reducer lacks."""
+    """One over the executions of the step (over its trained tokens where these are counted): what the sum of a user's
+    reducer lacks."""
 
 
 def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
@@ -96,22 +96,23 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
 
 
 def step_weights(
-    samples: Sequence[TrainSample], positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
+    batch: TrainBatch, positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
 ) -> StepWeights:
     """Weights of the step that trains the samples at `positions`; `count_masked` as in `Aggregation.token_weights`.
 
     Raises `DataError` if none of them has a reward.
     """
     # An unscored execution says nothing: it leaves the denominator, too.
+    samples, numbers = batch.samples, batch.executions
     members = [p for p in positions if samples[p].is_scored]
     if not members:
         raise DataError(f"got an optimizer step of {len(positions)} samples and no reward; look at the grader")
-    masks, executions = [samples[p].loss_mask for p in members], executions_of(samples[p] for p in members)
+    masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
     parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
     num_trained = sum(int((m > 0).sum()) for m in masks)
-    counted = num_counted(tokens_per_execution(masks, executions), count_masked)
-    if not aggregation.counts_executions:
-        counted = num_trained
+    counted = num_trained
+    if aggregation.counts_executions:
+        counted = num_counted(tokens_per_execution(masks, executions), count_masked)
     return StepWeights(
         weights={p: np.asarray(part, np.float32) for p, part in zip(members, parts, strict=True)},
         token_share=float(np.float32(1.0 / num_trained)) if num_trained else 0.0,

@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss [R], differentiable in `values`; 1.0 where the clip decided it [R]); both zero where masked.
-
-    Inside the clip range the two errors differ by rounding alone, which decides nothing.
-    """
+    """(loss [R], differentiable in `values`; 1.0 where the clip decided it [R]); both zero where masked."""
     import torch
 
     value, old, target = unmasked(values, mask), unmasked(old_values.detach(), mask), unmasked(returns.detach(), mask)
-    step = value - old
     plain = (value - target).square()
-    bounded = (old + step.clamp(-value_clip, value_clip) - target).square()
-    clipped = (step.detach().abs() > value_clip) & (bounded > plain)
-    return torch.maximum(plain, bounded), clipped.to(values.dtype)
+    bounded = (old + (value - old).clamp(-value_clip, value_clip) - target).square()
+    # Inside the clip the two differ by rounding alone.
+    decided = (bounded > plain) & ((value - old).abs() > value_clip)
+    return torch.maximum(plain, bounded), decided.to(values.dtype)

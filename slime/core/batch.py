@@ -8,7 +8,6 @@ may be elsewhere (`Elsewhere`): a rank fetches those of the samples that it comp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,7 +53,7 @@ class TrainSample:
     group_index: int
     """Prompt id; advantages are normalised over samples that share it."""
     index: int
-    """Execution id within the group; fan-out siblings share it and count once."""
+    """Execution id; fan-out siblings share it and count once."""
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] nats, for on-policy distillation."""
@@ -130,19 +129,14 @@ class TrainBatch:
 
     @property
     def executions(self) -> tuple[int, ...]:
-        """[S] see `executions_of`."""
-        return executions_of(self.samples)
+        """[S] number of each sample's execution within the batch, in order of appearance; siblings share it.
+
+        An execution is known by group and index: a rollout of the user's may count from 0 in every group.
+        """
+        numbers: dict[tuple[int, int], int] = {}
+        return tuple(numbers.setdefault((s.group_index, s.index), len(numbers)) for s in self.samples)
 
     @property
     def num_executions(self) -> int:
         """Denominator of the default loss aggregation."""
         return len(set(self.executions))
-
-
-def executions_of(samples: Iterable[TrainSample]) -> tuple[int, ...]:
-    """[S] a number of each sample's execution, from 0 in the order of appearance: equal for siblings alone.
-
-    An `index` is taken within its group: a user's rollout function may count from 0 in each.
-    """
-    numbers: dict[tuple[int, int], int] = {}
-    return tuple(numbers.setdefault((s.group_index, s.index), len(numbers)) for s in samples)

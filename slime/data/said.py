@@ -37,7 +37,7 @@ def with_encoded_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def unsaid(message: Message, turn: str) -> list[str]:
     """Names of what the message says and its turn does not: reasoning, content, calls, arguments of calls.
 
-    They are looked for in this order, each behind the one before, so that a name in the content is not taken for a call.
+    They are looked for in this order, each behind the one before, so that a name in the content counts as no call.
     """
     missing: list[str] = []
     at = 0

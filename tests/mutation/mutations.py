@@ -119,13 +119,22 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms", "algorithms/policy/clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
     ),
     "GSPO sums instead of mean": Mutation(
-        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(fixed, mask)", "sequences.sum(fixed)"
+        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(own, mask)", "sequences.sum(own)"
     ),
-    "GSPO spreads every advantage over its sequence": Mutation(
+    "GSPO gives tokens the mean of their sequence": Mutation(
         "algorithms",
         "algorithms/policy/gspo.py",
-        "(sequences.spread(sequences.mean(fixed, mask)) + (log_ratio - fixed)).exp()",
+        "(sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()",
         "sequences.spread(sequences.mean(log_ratio, mask)).exp()",
+    ),
+    "rounding is a clip of the value": Mutation(
+        "algorithms", "algorithms/value_loss.py", " & ((value - old).abs() > value_clip)", ""
+    ),
+    "low variance times any ratio": Mutation(
+        "algorithms",
+        "algorithms/kl/low_var_kl.py",
+        "return product.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)",
+        "return product",
     ),
     "sequence mean over masked tokens": Mutation(
         "algorithms",
@@ -199,18 +208,6 @@ ALGORITHMS: dict[str, Mutation] = {
         "torch.maximum(plain, bounded)",
         "torch.minimum(plain, bounded)",
     ),
-    "rounding of values is a clip": Mutation(
-        "algorithms",
-        "algorithms/value_loss.py",
-        "(step.detach().abs() > value_clip) & (bounded > plain)",
-        "bounded > plain",
-    ),
-    "a KL times a ratio without bound": Mutation(
-        "algorithms",
-        "algorithms/kl/low_var_kl.py",
-        "return made.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)",
-        "return made",
-    ),
 }
 
 DATA: dict[str, Mutation] = {
@@ -246,7 +243,7 @@ DATA: dict[str, Mutation] = {
     ),
 }
 
-_STEP_WEIGHTS = """        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
+_STEP_WEIGHTS = """        own = step_weights(batch, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
 """
@@ -261,18 +258,6 @@ def _weights_by_part(parts: str) -> str:
 
 
 TRAINING: dict[str, Mutation] = {
-    "an index is one execution in all groups": Mutation(
-        "training",
-        "core/batch.py",
-        "numbers.setdefault((s.group_index, s.index), len(numbers))",
-        "numbers.setdefault((0, s.index), len(numbers))",
-    ),
-    "a reducer counts what is dropped": Mutation(
-        "training",
-        "algorithms/batch.py",
-        "num_counted(tokens_per_execution(masks, executions), count_masked)",
-        "num_counted(tokens_per_execution(masks, executions), True)",
-    ),
     "mean of means over micro-batches": Mutation(
         "training",
         "training/step/micro_batch.py",
@@ -284,6 +269,15 @@ TRAINING: dict[str, Mutation] = {
         "training/step/micro_batch.py",
         _STEP_WEIGHTS,
         _weights_by_part("[[p for mb in rank for p in mb] for rank in step.micro_batches]"),
+    ),
+    "an execution is its index": Mutation(
+        "training", "core/batch.py", "numbers.setdefault((s.group_index, s.index)", "numbers.setdefault((0, s.index)"
+    ),
+    "masked executions in a reducer's denominator": Mutation(
+        "training",
+        "algorithms/batch.py",
+        "counted = num_counted(tokens_per_execution(masks, executions), count_masked)",
+        "counted = len(set(executions))",
     ),
     "unscored samples in the denominator": Mutation(
         "training",

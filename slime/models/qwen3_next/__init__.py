@@ -80,10 +80,11 @@ class Qwen3Next(Family):
         if not hf_config.get("num_experts"):
             return settings
         shared = int(hf_config.get("shared_expert_intermediate_size") or 0)
-        if shared < 1:
+        if shared <= 0:
             raise ConfigError(
-                f"got a checkpoint with experts and shared_expert_intermediate_size {shared}, because every layer with "
-                "experts has a shared one in this family; use a checkpoint that has them"
+                f"got a checkpoint with shared_expert_intermediate_size "
+                f"{hf_config.get('shared_expert_intermediate_size')}, because it has experts and no shared one, which "
+                "this release does not train in this family; do: use a checkpoint with a shared expert"
             )
         return {
             **settings,

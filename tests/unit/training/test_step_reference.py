@@ -89,13 +89,12 @@ def policy_loss_of(name: str, args: Any, r: Tensor, lp: Tensor, adv: Tensor, mas
         tau = torch.where(adv > 0, 1.0, 1.05)
         return -4 / tau * torch.sigmoid(tau * (r - 1)) * adv
     if name == "gspo":
-        # The ratio of the sequence, with the gradient of the token (arXiv:2507.18071, section 4.3).
-        r = ((r.log() * mask).sum() / mask.sum().clamp(min=1)).exp().detach() * (lp - lp.detach()).exp()
+        r = ((r.log() * mask).sum() / mask.sum().clamp(min=1)).exp().detach() * r / r.detach()
     return -torch.minimum(r * adv, r.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * adv)
 
 
 def execution_of(sample: TrainSample) -> tuple[int, int]:
-    """Siblings share it; an index counts within its group."""
+    """Samples with the same are siblings."""
     return sample.group_index, sample.index
 
 
@@ -123,8 +122,8 @@ def plain_step(
         token = policy_loss_of(args.policy_loss, args, (lp - old).exp(), lp, advantage(i), mask)
         token = token * (old - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
         token = token + args.kl_loss_coef * ((ref - lp).exp() - 1 - (ref - lp)) - args.entropy_coef * entropy
-        siblings = [batch.samples[j] for j in scored if execution_of(batch.samples[j]) == execution_of(s)]
-        own = sum(float(sibling.loss_mask.sum()) for sibling in siblings)
+        mine = [j for j in scored if execution_of(batch.samples[j]) == execution_of(s)]
+        own = sum(float(batch.samples[j].loss_mask.sum()) for j in mine)
         denominator = {
             "sequence_mean": max(own, 1.0) * len(executions),
             "token_mean": num_tokens,
@@ -185,41 +184,45 @@ def test_a_step_is_what_the_definition_says(name: str) -> None:
             check(training_args(Path("unused"), **settings, **split), batch, before, want, dp_size)
 
 
-def test_indices_that_begin_again_in_each_group_change_nothing() -> None:
-    """Law: executions of two groups are two, whatever a user's rollout function calls them."""
-    batch, before = problem()
+def counted_in_groups(batch: TrainBatch) -> TrainBatch:
+    """The same executions, counted from 0 in every group, as a rollout of the user's may do."""
     first = {
-        g: min(s.index for s in batch.samples if s.group_index == g) for g in {s.group_index for s in batch.samples}
+        s.group_index: min(o.index for o in batch.samples if o.group_index == s.group_index) for s in batch.samples
     }
-    again = TrainBatch(0, tuple(dataclasses.replace(s, index=s.index - first[s.group_index]) for s in batch.samples))
-    assert len({s.index for s in again.samples}) < len({s.index for s in batch.samples}) == again.num_executions
-    for aggregation in AGGREGATIONS:
-        settings = {**SETTINGS, "loss_aggregation": aggregation}
-        args = training_args(Path("unused"), **settings)
-        want = plain_step(args, batch, before, lambda i: group_advantage(batch.samples, i))
-        for dp_size, split in SPLITS:
-            check(training_args(Path("unused"), **settings, **split), again, before, want, dp_size)
+    samples = tuple(dataclasses.replace(s, index=s.index - first[s.group_index]) for s in batch.samples)
+    return TrainBatch(batch.rollout_id, samples)
 
 
-def test_a_reducer_s_sum_is_over_the_executions_that_count() -> None:
-    """`--drop-masked-executions` takes those without a trained token out of a user's reducer, too."""
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_execution_is_known_by_its_group_and_index(aggregation: str) -> None:
+    batch, before = problem()
+    settings = {**SETTINGS, "loss_aggregation": aggregation}
+    args = training_args(Path("unused"), **settings)
+    want = plain_step(args, batch, before, lambda i: group_advantage(batch.samples, i))
+    again = counted_in_groups(batch)
+    assert len({s.index for s in again.samples}) < batch.num_executions == again.num_executions, "nothing is shared"
+    check(args, again, before, want, dp_size=2)
+
+
+def test_a_reducer_of_the_users_counts_executions_as_an_aggregation_does() -> None:
+    """Law: with `--drop-masked-executions` those without a trained token leave its denominator, too."""
     batch, _ = problem()
-    trained = {execution_of(s) for s in batch.samples if s.loss_mask.any()}
-    scored = {execution_of(s) for s in batch.samples if s.is_scored}
-    assert len(trained) < len(scored), "no execution without trained tokens: nothing is tested"
-    for drop, counted in ((False, scored), (True, trained)):
-        args = training_args(Path("unused"), **SETTINGS, drop_masked_executions=drop)
-        prepared = prepare(batch, args, Algorithm.of(args), dp_size=1, one_step=True)
-        assert {unit for unit, s in zip(prepared.units, batch.samples, strict=True) if s.is_scored} == {
-            1.0 / len(counted)
-        }
+    bare = {execution_of(s) for s in batch.samples if s.is_scored and not s.loss_mask.any()}
+    trained = {execution_of(s) for s in batch.samples if s.is_scored and s.loss_mask.any()}
+    assert bare - trained, "every execution is trained: nothing is told apart"
+    for dropped, executions in ((True, trained), (False, trained | bare)):
+        args = training_args(Path("unused"), **SETTINGS, drop_masked_executions=dropped)
+        prepared = prepare(batch, args, Algorithm.of(args), dp_size=1)
+        assert max(prepared.units) == pytest.approx(1 / len(executions))
 
 
-def test_returns_with_kl_in_the_reward_and_a_teacher() -> None:
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+def test_returns_with_kl_in_the_reward_and_a_teacher(name: str) -> None:
     """REINFORCE++: per-token returns from the last trained token on, teacher term, then whitening over the batch."""
     batch, before = problem()
     settings = {
         **SETTINGS,
+        "policy_loss": name,
         "advantage_estimator": "reinforce_plus_plus",
         "gamma": 0.9,
         "kl_coef": 0.2,
