@@ -19,7 +19,7 @@ from slime.algorithms import hooks
 from slime.algorithms.advantages import Arrays, Estimate, RewardedBatch
 from slime.algorithms.advantages.distillation import distilled
 from slime.algorithms.advantages.whitening import whiten
-from slime.algorithms.aggregation import Aggregation
+from slime.algorithms.aggregation import Aggregation, num_counted, tokens_per_execution
 from slime.algorithms.kl import KLEstimator
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
@@ -96,24 +96,27 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
 
 
 def step_weights(
-    samples: Sequence[TrainSample], positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
+    batch: TrainBatch, positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
 ) -> StepWeights:
     """Weights of the step that trains the samples at `positions`; `count_masked` as in `Aggregation.token_weights`.
 
     Raises `DataError` if none of them has a reward.
     """
     # An unscored execution says nothing: it leaves the denominator, too.
+    samples, numbers = batch.samples, batch.executions
     members = [p for p in positions if samples[p].is_scored]
     if not members:
         raise DataError(f"got an optimizer step of {len(positions)} samples and no reward; look at the grader")
-    masks, executions = [samples[p].loss_mask for p in members], [samples[p].index for p in members]
+    masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
     parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
     num_trained = sum(int((m > 0).sum()) for m in masks)
-    num_counted = len(set(executions)) if aggregation.counts_executions else max(1, num_trained)
+    counted = num_trained
+    if aggregation.counts_executions:
+        counted = num_counted(tokens_per_execution(masks, executions), count_masked)
     return StepWeights(
         weights={p: np.asarray(part, np.float32) for p, part in zip(members, parts, strict=True)},
         token_share=float(np.float32(1.0 / num_trained)) if num_trained else 0.0,
-        unit=1.0 / num_counted,
+        unit=1.0 / max(1, counted),
     )
 
 
@@ -161,7 +164,7 @@ def _rewarded(
     return RewardedBatch(
         rewards=np.asarray([s.reward for s in batch.samples], np.float64),
         groups=np.asarray([s.group_index for s in batch.samples], np.int64),
-        executions=np.asarray([s.index for s in batch.samples], np.int64),
+        executions=np.asarray(batch.executions, np.int64),
         masks=masks,
         log_probs=log_probs.student,
         ref_log_probs=log_probs.ref,

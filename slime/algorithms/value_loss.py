@@ -22,4 +22,6 @@ def value_loss(
     value, old, target = unmasked(values, mask), unmasked(old_values.detach(), mask), unmasked(returns.detach(), mask)
     plain = (value - target).square()
     bounded = (old + (value - old).clamp(-value_clip, value_clip) - target).square()
-    return torch.maximum(plain, bounded), (bounded > plain).to(values.dtype)
+    # Inside the clip the two differ by rounding alone.
+    decided = (bounded > plain) & ((value - old).abs() > value_clip)
+    return torch.maximum(plain, bounded), decided.to(values.dtype)

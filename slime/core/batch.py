@@ -128,6 +128,15 @@ class TrainBatch:
     samples: tuple[TrainSample, ...]
 
     @property
+    def executions(self) -> tuple[int, ...]:
+        """[S] number of each sample's execution within the batch, in order of appearance; siblings share it.
+
+        An execution is known by group and index: a rollout of the user's may count from 0 in every group.
+        """
+        numbers: dict[tuple[int, int], int] = {}
+        return tuple(numbers.setdefault((s.group_index, s.index), len(numbers)) for s in self.samples)
+
+    @property
     def num_executions(self) -> int:
         """Denominator of the default loss aggregation."""
-        return len({s.index for s in self.samples})
+        return len(set(self.executions))

@@ -65,7 +65,8 @@ class Sample:
     group_index: int | None = None
     """Identifies the prompt; equal for all samples of one prompt and unique over the whole run, resume included."""
     index: int | None = None
-    """Identifies the execution (one of the `n_samples_per_prompt` runs of a prompt); siblings of a fan-out share it."""
+    """Identifies the execution (one of the `n_samples_per_prompt` runs of a prompt) within its group; siblings of a
+    fan-out share it."""
     prompt: str | list[dict[str, Any]] = ""
     """The prompt as text (chat template already applied) or as messages."""
     tokens: list[int] = field(default_factory=list)

@@ -12,13 +12,17 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
+
+
+class TemplateRefusal(DataError):
+    """The template raised an error on the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,16 @@ class ChatRenderer:
     """Renders and encodes with one tokenizer and one set of template arguments."""
 
     def __init__(
-        self, tokenizer: Any, *, kwargs: Mapping[str, Any] | None = None, allow_control_tokens: bool = False
+        self,
+        tokenizer: Any,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        end_ids: Collection[int] = (),
+        allow_control_tokens: bool = False,
     ) -> None:
-        """`allow_control_tokens` trusts the data: control strings in it become control ids.
+        """`end_ids`: tokens at which an engine stops, beside the tokenizer's own (`slime.rollout.clients.end_of_text`).
+
+        `allow_control_tokens` trusts the data: control strings in it become control ids.
 
         Raises `ConfigError` if the tokenizer has no chat template.
         """
@@ -61,20 +72,26 @@ class ChatRenderer:
             )
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
-        added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-        probe = self._probe()
-        ends = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
-        self.structural = frozenset(t for t in added if t in probe) | ends
+        by_id = tokenizer.added_tokens_decoder
+        added = {str(token): token for token in by_id.values()}
+        probe, turn = self._probe()
+        self.ends: Mapping[str, int] = {str(by_id[i]): i for i in (*end_ids, tokenizer.eos_token_id) if i in by_id}
+        """Text -> id of the tokens that end an answer; in some families they open the next turn."""
+        own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
+        self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
         """Tokens that the template builds turns from."""
+        written = {t for t, token in added.items() if t in turn and not token.special}
+        self._held = self.structural - (written - own - set(self.ends))
+        """Those that an assistant's text must not produce. Others stand within its own turn (`<think>`)."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """All tokens that text from a dataset must not produce; the assistant's own text is held to `structural`."""
+        """All tokens that text from a dataset must not produce; an assistant's is held to those around its turn."""
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
     ) -> Rendered:
-        """Messages to text. Raises `DataError` with the template's complaint."""
+        """Messages to text. Raises `TemplateRefusal` with the template's complaint."""
         stand_ins = {} if self._allow else self._stand_ins(messages, tools)
         return self._render(messages, tools, stand_ins, add_generation_prompt)
 
@@ -90,7 +107,7 @@ class ChatRenderer:
         try:
             text = self._apply(clean, tools=clean_tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
-            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+            raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
         return Rendered(text, {word: control for control, word in stand_ins.items()})
 
     def render_prefix(
@@ -165,17 +182,21 @@ class ChatRenderer:
         )
         return text
 
-    def _probe(self) -> str:
-        """A plain conversation as the template writes it: shows which added tokens build turns."""
+    def _probe(self) -> tuple[str, str]:
+        """A plain conversation as the template writes it, which shows the added tokens that build turns; and what of it
+        an assistant writes."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c"},
         ]
         try:
-            return self._apply(messages, tools=None, add_generation_prompt=False)
+            whole = self._apply(messages, tools=None, add_generation_prompt=False)
+            asked = self._apply(messages[:1], tools=None, add_generation_prompt=True)
+            answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
         except Exception:  # a template that refuses this conversation leaves us the tokens marked special
-            return ""
+            return "", ""
+        return whole, answered[len(asked) :] if answered.startswith(asked) else ""
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
         """Control string -> a word that occurs nowhere, for each control string in the data; usually empty."""
@@ -192,7 +213,7 @@ class ChatRenderer:
             return value
         if isinstance(value, str):
             for control, word in stand_ins.items():
-                if not is_assistant or control in self.structural:
+                if not is_assistant or control in self._held:
                     value = value.replace(control, word)
             return value
         if isinstance(value, Mapping):

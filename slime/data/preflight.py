@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ from slime.core.prompt import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
 from slime.data.dataset import read_row
 from slime.data.files import RawRow, read_rows
-from slime.data.sft import STEP_MASK_KEY, conversation_of
+from slime.data.said import with_decoded_arguments, with_encoded_arguments
+from slime.data.sft import STEP_MASK_KEY, conversation_of, generation_prompt_problem
 from slime.settings.data_files import files_of, split_slice
 
 MOST_ROWS = 5000
@@ -169,7 +171,13 @@ def _check_conversation(look: Look, checkpoint: CheckpointTemplate | None, row: 
     if checkpoint is not None:
         clean = [{k: v for k, v in message.items() if k != STEP_MASK_KEY} for message in messages]
         tools, kwargs = row.metadata.get("tools"), look.template_kwargs
-        checkpoint.render(clean, tools=tools, kwargs=kwargs, add_generation_prompt=False)
+        render = functools.partial(checkpoint.render, tools=None, kwargs=kwargs)
+        if problem := generation_prompt_problem(lambda talk, asked: render(talk, add_generation_prompt=asked)):
+            raise DataError(problem)
+        try:
+            checkpoint.render(with_decoded_arguments(clean), tools=tools, kwargs=kwargs, add_generation_prompt=False)
+        except DataError:
+            checkpoint.render(with_encoded_arguments(clean), tools=tools, kwargs=kwargs, add_generation_prompt=False)
 
 
 def _shortest_too_long(

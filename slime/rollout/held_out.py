@@ -10,10 +10,9 @@ from typing import Any
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.data.chat import ChatRenderer
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import EvalDataset, make_samples
-from slime.rollout.sft import fill
+from slime.rollout.sft import fill, renderer
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]
 
 def _batch_of(args: Args, tokenizer: Any, dataset: EvalDataset) -> HeldOut:
     config = dataset.config
-    chat = ChatRenderer(tokenizer, kwargs=config.apply_chat_template_kwargs)
+    chat = renderer(args.hf_checkpoint, tokenizer, config.apply_chat_template_kwargs)
     good: list[list[Sample]] = []
     bad: list[str] = []
     for number, sample in enumerate(make_samples(dataset, 0)[:: config.n_samples_per_eval_prompt]):

@@ -7,12 +7,14 @@ A conversation that the chat template cannot mask faithfully is dropped with its
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.data.sft import conversation_of, sft_tokens
+from slime.rollout.clients import end_of_text
 from slime.rollout.context import current
 from slime.rollout.types import RolloutFnTrainOutput
 
@@ -20,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 MAX_BAD_FACTOR = 4
 """Unusable conversations per wanted one after which the step gives up."""
+
+
+def renderer(hf_checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> ChatRenderer:
+    """Knows the tokens at which engines of the checkpoint stop: with one of them a trained turn ends."""
+    return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=sorted(end_of_text(hf_checkpoint, tokenizer).token_ids))
 
 
 def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> Sample:
@@ -51,7 +58,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     """One step of conversations. Raises `DataError` if too many of them cannot be used."""
     assert not evaluation, "the trainer evaluates fine-tuning (`slime.rollout.held_out`)"
     context = current()
-    chat = ChatRenderer(context.tokenizer, kwargs=args.apply_chat_template_kwargs)
+    chat = renderer(args.hf_checkpoint, context.tokenizer, args.apply_chat_template_kwargs)
     groups: list[list[Sample]] = []
     bad: list[str] = []
     while len(groups) < args.rollout_batch_size:

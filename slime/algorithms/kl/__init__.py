@@ -45,7 +45,11 @@ class KLEstimator(ABC):
         if old_log_probs is None:
             return estimate
         log_ratio, _ = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
-        return estimate * log_ratio.exp()
+        return self.held(estimate * log_ratio.exp())
+
+    def held(self, product: Tensor) -> Tensor:
+        """The product of estimate and ratio [R], within the bounds of the estimator: by default it has none."""
+        return product
 
     def check(self, args: Args) -> str | None:
         """What cannot work together (got / because / do), before anything starts; None if nothing."""

@@ -1,4 +1,4 @@
-"""low_var_kl: k3 clamped to +-10, so that one token cannot dominate the penalty."""
+"""low_var_kl: k3 clamped to +-10, with the ratio too where it is multiplied by one: no token dominates the penalty."""
 
 from __future__ import annotations
 
@@ -22,3 +22,7 @@ class LowVarianceKL(K3):
     def of_log_ratio(self, d: Tensor) -> Tensor:
         """See `KLEstimator`."""
         return super().of_log_ratio(d).clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+
+    def held(self, product: Tensor) -> Tensor:
+        """See `KLEstimator`."""
+        return product.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)

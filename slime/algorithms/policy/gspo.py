@@ -1,8 +1,12 @@
 """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071): the clip decides about whole sequences.
 
-The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r), so
-each of its tokens has the same loss and, for one advantage per sequence, the same gradient. s is much closer to 1 than
-a token's ratio: the paper's bounds are about 3e-4 and 4e-4.
+The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r), and
+each of its tokens is clipped by it. s is much closer to 1 than a token's ratio: the paper's bounds are about 3e-4 and
+4e-4.
+
+The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s, and its gradient that of the token alone.
+For one advantage per sequence the gradient is that of s; where tokens have advantages of their own (distillation, a KL
+in the reward), each gets its own and not the mean of the sequence.
 """
 
 from __future__ import annotations
@@ -54,9 +58,10 @@ def gspo_loss(
 ) -> TokenLosses:
     """max(-s A, -clip(s) A) [R], s the ratio of the token's sequence; arguments as in `clipped_policy_loss`.
 
-    Advantages are per token; where they differ in sign inside a sequence (distillation), the clip follows the token's.
+    Advantages are per token; where they differ in sign inside a sequence, the clip follows the token's.
     """
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
-    ratio = sequences.spread(sequences.mean(log_ratio, mask)).exp()
+    own = log_ratio.detach()
+    ratio = (sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()
     loss, clipped = clipped_surrogate(ratio, unmasked(advantages.detach(), mask), eps_clip, eps_clip_high, eps_clip_c)
     return TokenLosses(loss, clipped, -log_ratio.detach(), limited.to(loss.dtype))

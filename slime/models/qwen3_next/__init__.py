@@ -79,10 +79,17 @@ class Qwen3Next(Family):
         }
         if not hf_config.get("num_experts"):
             return settings
+        shared = int(hf_config.get("shared_expert_intermediate_size") or 0)
+        if shared <= 0:
+            raise ConfigError(
+                f"got a checkpoint with shared_expert_intermediate_size "
+                f"{hf_config.get('shared_expert_intermediate_size')}, because it has experts and no shared one, which "
+                "this release does not train in this family; do: use a checkpoint with a shared expert"
+            )
         return {
             **settings,
             **softmax_experts({"norm_topk_prob": True, **hf_config}),
-            "moe_shared_expert_intermediate_size": int(hf_config["shared_expert_intermediate_size"]),
+            "moe_shared_expert_intermediate_size": shared,
             "moe_shared_expert_gate": True,
         }
 

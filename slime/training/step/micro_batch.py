@@ -97,7 +97,7 @@ def prepare(
     prefixes = Prefixes.of(samples, replays=args.use_rollout_routing_replay) if args.use_prefix_sharing else None
     schedule = build_schedule(
         [s.num_tokens for s in samples],
-        [s.index for s in samples],
+        batch.executions,
         dp_size=dp_size,
         global_batch_size=None if num_steps is not None else args.global_batch_size,
         num_steps=num_steps,
@@ -114,7 +114,7 @@ def prepare(
     shares, units = [0.0] * len(samples), [0.0] * len(samples)
     count_masked = not args.drop_masked_executions
     for step in schedule.steps:
-        own = step_weights(samples, step.positions, algorithm.aggregation, count_masked=count_masked)
+        own = step_weights(batch, step.positions, algorithm.aggregation, count_masked=count_masked)
         for position, part in own.weights.items():
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
     rows = [row for step in schedule.steps for rank in step.micro_batches for row in rank]

@@ -119,6 +119,16 @@ def test_gspo_gives_every_token_of_a_sequence_the_same_gradient_or_none() -> Non
     assert got.clipped.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
+def test_gspo_gives_every_token_its_own_advantage() -> None:
+    """Law: on policy the gradient of a token is -A of its own, not of its sequence (arXiv:2507.18071, section 4.3)."""
+    advantages = _t(1.0, -2.0, 1.0, 0.5, 0.0)
+    log_probs = _t(0.3, -0.2, 0.1, 0.9, -0.1).requires_grad_()
+    sequences = Sequences(torch.tensor([0, 0, 0, 1, 1]), 2)
+    one = torch.ones_like(advantages)
+    gspo_loss(log_probs, log_probs.detach(), advantages, one, sequences=sequences, eps_clip=0.2).loss.sum().backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == (-advantages).tolist()
+
+
 def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
     log_probs = _t(math.log(0.5), 0.0, math.log(3.0)).requires_grad_()
     one = torch.ones(3, dtype=torch.float64)
@@ -172,6 +182,16 @@ def test_with_the_ratio_value_and_gradient_are_those_of_the_exact_kl_under_old_s
     (got,) = torch.autograd.grad(mean, logits)
     assert mean.item() == pytest.approx((P * (P / Q).log()).sum().item(), rel=1e-12)
     assert got.tolist() == pytest.approx(exact.tolist(), abs=1e-12)
+
+
+def test_low_variance_is_bounded_with_its_ratio() -> None:
+    log_probs = _t(-1.0, 14.0).requires_grad_()
+    ref, old, one = _t(-9.0, 0.0), _t(-9.0, 0.0), torch.ones(2)
+    got = kl_estimate(log_probs, ref, one, "low_var_kl", old_log_probs=old)
+    assert got.tolist() == [10.0, 10.0]
+    assert kl_estimate(log_probs, ref, one, "k3", old_log_probs=old).min() > 1e4
+    got.sum().backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -245,6 +265,15 @@ def test_sequences_that_the_policy_left_are_masked_only_when_bad() -> None:
     keep = opsm_mask(new, old, advantages, one, Sequences(ids, 3), delta=0.2)
     assert keep.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert opsm_mask(new, old, 0 * one, one, Sequences(ids, 3), delta=0.2).tolist() == [1.0] * 5
+
+
+def test_a_value_within_the_clip_is_not_counted_as_clipped() -> None:
+    """Law: what rounding makes of old + (value - old) is no clip."""
+    generator = torch.Generator().manual_seed(0)
+    values, old, target = (torch.randn(1000, generator=generator) for _ in range(3))
+    rounded = ((old + (values - old) - target).square() > (values - target).square()).float().mean()
+    assert rounded > 0.05, "rounding that never differs proves nothing"
+    assert value_loss(values, old, target, torch.ones(1000), value_clip=10.0)[1].sum() == 0.0
 
 
 def test_value_loss_is_the_larger_error() -> None:

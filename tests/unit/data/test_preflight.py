@@ -15,6 +15,7 @@ from slime.data import preflight
 from slime.data.checkpoint_template import CheckpointTemplate
 from slime.data.files import read_rows
 from slime.data.preflight import Look, check_rows, checkpoint_of
+from tests.support.tiny import CHAT_TEMPLATE
 
 LOOK = Look(
     name="prompt_data",
@@ -131,6 +132,31 @@ def test_what_is_wrong_with_all_rows_is_told(
 )
 def test_what_the_run_can_use_passes(row: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     assert check_rows(look(tmp_path, [row], **changes), None) is None
+
+
+def test_a_template_that_ignores_add_generation_prompt_is_refused_for_fine_tuning(
+    tmp_path: Path, tiny_qwen3: Path
+) -> None:
+    row = {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    at, file = look(tmp_path, [row], conversations=True), tmp_path / "own.jinja"
+    turns = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<eos>' }}{% endfor %}"
+    for template, is_right in ((turns + "{{ '<|assistant|>' }}", False), (turns, False), (CHAT_TEMPLATE, True)):
+        file.write_text(template)
+        told = check_rows(at, checkpoint_of(str(tiny_qwen3), str(file)))
+        assert told is None if is_right else told is not None and "add_generation_prompt changes nothing" in told
+
+
+def test_arguments_as_text_reach_a_template_that_reads_objects(tmp_path: Path, tiny_qwen3: Path) -> None:
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = {"role": "assistant", "content": "b", "tool_calls": [call]}
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% for k, v in c.function.arguments.items() %}{{ k ~ v }}{% endfor %}{% endfor %}{{ '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    at = look(tmp_path, [{"input": [{"role": "user", "content": "a"}, answer]}], conversations=True)
+    assert check_rows(at, checkpoint_of(str(tiny_qwen3), str(file))) is None
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
 import pytest
 
 from slime.core.errors import DataError
-from slime.data.chat import ChatRenderer
 from slime.data.sft import STEP_MASK_KEY, sft_tokens
-from tests.support.chat_hooks import tokenizer_folder
+from tests.support.chat_templates import published_chat, published_tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 TOOLS = [{"type": "function", "function": {"name": "calculate", "description": "Sums.", "parameters": PARAMETERS}}]
-
-
-@functools.cache
-def real_tokenizer(family: str) -> Any:
-    """The tokenizer of a family as rollouts load it; shared, since loading one takes a second or two."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tokenizer_folder(family))
 
 
 def conversation(content: str, *, as_text: bool) -> list[dict[str, Any]]:
@@ -50,8 +40,8 @@ def spans(tokenizer: Any, row: Any) -> list[str]:
 
 
 def test_calls_and_answers_are_trained_and_results_are_not() -> None:
-    tokenizer = real_tokenizer("qwen2.5")
-    row = sft_tokens(conversation("", as_text=False), ChatRenderer(tokenizer), tools=TOOLS)
+    tokenizer = published_tokenizer("qwen2.5")
+    row = sft_tokens(conversation("", as_text=False), published_chat("qwen2.5"), tools=TOOLS)
     call, answer, last = spans(tokenizer, row)
     assert json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call><|im_end|>")) == {
         "name": "calculate",
@@ -63,13 +53,13 @@ def test_calls_and_answers_are_trained_and_results_are_not() -> None:
 
 
 def test_a_template_that_rewrites_earlier_turns_trains_the_last() -> None:
-    tokenizer = real_tokenizer("qwen3")
+    tokenizer = published_tokenizer("qwen3")
     messages = conversation("", as_text=False)
     with pytest.raises(DataError, match="rewrites earlier turns"):
-        sft_tokens(messages, ChatRenderer(tokenizer), tools=TOOLS)
+        sft_tokens(messages, published_chat("qwen3"), tools=TOOLS)
     for message in (messages[1], messages[3]):
         message[STEP_MASK_KEY] = 0
-    row = sft_tokens(messages, ChatRenderer(tokenizer, kwargs={"enable_thinking": False}), tools=TOOLS)
+    row = sft_tokens(messages, published_chat("qwen3", enable_thinking=False), tools=TOOLS)
     assert spans(tokenizer, row) == ["4.<|im_end|>"] and "calculate" in tokenizer.decode(row.tokens)
 
 
@@ -77,10 +67,10 @@ def test_a_template_that_rewrites_earlier_turns_trains_the_last() -> None:
 def test_a_call_that_the_template_leaves_out_is_refused(family: str) -> None:
     """Law: no row trains an empty turn because a template knows no tools or wants the message written otherwise."""
     with pytest.raises(DataError, match="leaves out tool call calculate"):
-        sft_tokens(conversation("", as_text=True), ChatRenderer(real_tokenizer(family)), tools=TOOLS)
+        sft_tokens(conversation("", as_text=True), published_chat(family), tools=TOOLS)
 
 
 def test_tools_that_the_template_leaves_out_are_refused() -> None:
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
     with pytest.raises(DataError, match="leaves out tool calculate"):
-        sft_tokens(messages, ChatRenderer(real_tokenizer("smollm2")), tools=TOOLS)
+        sft_tokens(messages, published_chat("smollm2"), tools=TOOLS)

@@ -81,6 +81,16 @@ def test_experts_without_a_size_are_refused(changes: dict[str, Any]) -> None:
         architecture({**EXPERTS, **changes})
 
 
+@pytest.mark.parametrize("size", [0, None])
+def test_qwen3_next_without_a_shared_expert_is_refused_by_name(size: int | None) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model("qwen3_next").to_dict()
+    assert architecture(config)["moe_shared_expert_intermediate_size"] == config["shared_expert_intermediate_size"]
+    with pytest.raises(ConfigError, match=f"shared_expert_intermediate_size {size}"):
+        architecture({**config, "shared_expert_intermediate_size": size})
+
+
 @pytest.mark.parametrize("config", [EXPERTS, GLM])
 def test_every_setting_that_the_router_reads_is_the_checkpoints(config: dict[str, Any]) -> None:
     """Otherwise a flag would train another model than the one that is loaded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def test_the_mask_is_the_answer_and_its_end(tmp_path: Path) -> None:
         assert sample.rollout_log_probs is None and sample.loss_mask.tolist() == [1.0, 1.0]
         assert sample.tokens[-1] == 1 and sample.reward == 0.0
     assert metrics["rollout/trained_tokens"] == 8.0
+
+
+def test_a_turn_ends_with_a_token_of_the_generation_config(tmp_path: Path) -> None:
+    """Not with the tokenizer's own where the template writes another one."""
+    args = rollout_args(tmp_path, *SFT, "--label-key", "label")
+    folder = shutil.copytree(args.hf_checkpoint, tmp_path / "other")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<eos>", "<unk>\n"))
+    generation = folder / "generation_config.json"
+    with pytest.raises(DataError, match="writes no token at which engines stop"):
+        step(args.replace(hf_checkpoint=str(folder)))
+    generation.write_text(json.dumps({"eos_token_id": [1, 3]}))
+    batch, _, _ = step(args.replace(hf_checkpoint=str(folder)))
+    assert {int(sample.tokens[-1]) for sample in batch.samples} == {3}
 
 
 def test_text_prompts_are_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -89,8 +89,13 @@ def policy_loss_of(name: str, args: Any, r: Tensor, lp: Tensor, adv: Tensor, mas
         tau = torch.where(adv > 0, 1.0, 1.05)
         return -4 / tau * torch.sigmoid(tau * (r - 1)) * adv
     if name == "gspo":
-        r = ((r.log() * mask).sum() / mask.sum().clamp(min=1)).exp().expand_as(r)
+        r = ((r.log() * mask).sum() / mask.sum().clamp(min=1)).exp().detach() * r / r.detach()
     return -torch.minimum(r * adv, r.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * adv)
+
+
+def execution_of(sample: TrainSample) -> tuple[int, int]:
+    """Samples with the same are siblings."""
+    return sample.group_index, sample.index
 
 
 def plain_step(
@@ -99,7 +104,7 @@ def plain_step(
     """(loss, gradient of the table) by the definition. `advantage(i)`: of each token of sample i."""
     logits = table()
     scored = [i for i, s in enumerate(batch.samples) if not np.isnan(s.reward)]
-    executions = {batch.samples[i].index for i in scored}
+    executions = {execution_of(batch.samples[i]) for i in scored}
     num_tokens = sum(float(batch.samples[i].loss_mask.sum()) for i in scored)
     loss = torch.zeros((), dtype=torch.float64)
     for i in scored:
@@ -117,7 +122,8 @@ def plain_step(
         token = policy_loss_of(args.policy_loss, args, (lp - old).exp(), lp, advantage(i), mask)
         token = token * (old - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
         token = token + args.kl_loss_coef * ((ref - lp).exp() - 1 - (ref - lp)) - args.entropy_coef * entropy
-        own = sum(float(batch.samples[j].loss_mask.sum()) for j in scored if batch.samples[j].index == s.index)
+        mine = [j for j in scored if execution_of(batch.samples[j]) == execution_of(s)]
+        own = sum(float(batch.samples[j].loss_mask.sum()) for j in mine)
         denominator = {
             "sequence_mean": max(own, 1.0) * len(executions),
             "token_mean": num_tokens,
@@ -178,11 +184,45 @@ def test_a_step_is_what_the_definition_says(name: str) -> None:
             check(training_args(Path("unused"), **settings, **split), batch, before, want, dp_size)
 
 
-def test_returns_with_kl_in_the_reward_and_a_teacher() -> None:
+def counted_in_groups(batch: TrainBatch) -> TrainBatch:
+    """The same executions, counted from 0 in every group, as a rollout of the user's may do."""
+    first = {
+        s.group_index: min(o.index for o in batch.samples if o.group_index == s.group_index) for s in batch.samples
+    }
+    samples = tuple(dataclasses.replace(s, index=s.index - first[s.group_index]) for s in batch.samples)
+    return TrainBatch(batch.rollout_id, samples)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_execution_is_known_by_its_group_and_index(aggregation: str) -> None:
+    batch, before = problem()
+    settings = {**SETTINGS, "loss_aggregation": aggregation}
+    args = training_args(Path("unused"), **settings)
+    want = plain_step(args, batch, before, lambda i: group_advantage(batch.samples, i))
+    again = counted_in_groups(batch)
+    assert len({s.index for s in again.samples}) < batch.num_executions == again.num_executions, "nothing is shared"
+    check(args, again, before, want, dp_size=2)
+
+
+def test_a_reducer_of_the_users_counts_executions_as_an_aggregation_does() -> None:
+    """Law: with `--drop-masked-executions` those without a trained token leave its denominator, too."""
+    batch, _ = problem()
+    bare = {execution_of(s) for s in batch.samples if s.is_scored and not s.loss_mask.any()}
+    trained = {execution_of(s) for s in batch.samples if s.is_scored and s.loss_mask.any()}
+    assert bare - trained, "every execution is trained: nothing is told apart"
+    for dropped, executions in ((True, trained), (False, trained | bare)):
+        args = training_args(Path("unused"), **SETTINGS, drop_masked_executions=dropped)
+        prepared = prepare(batch, args, Algorithm.of(args), dp_size=1)
+        assert max(prepared.units) == pytest.approx(1 / len(executions))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+def test_returns_with_kl_in_the_reward_and_a_teacher(name: str) -> None:
     """REINFORCE++: per-token returns from the last trained token on, teacher term, then whitening over the batch."""
     batch, before = problem()
     settings = {
         **SETTINGS,
+        "policy_loss": name,
         "advantage_estimator": "reinforce_plus_plus",
         "gamma": 0.9,
         "kl_coef": 0.2,

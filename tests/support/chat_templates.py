@@ -1,0 +1,168 @@
+"""Chat templates of model families over tokenizers that know their tokens, for masks of fine-tuning.
+
+A family has its own tokenizer where a package brings one (`chat_hooks`, mistral-common), else one of characters to
+which its control tokens are added. The template is the one that comes with the tokenizer, the one that TRL carries, or,
+for GLM-4, Kimi K2, Mistral and Phi-4, the published form written down here: what it puts around each message.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.data.chat import ChatRenderer
+from tests.support.chat_hooks import tokenizer_folder
+from tests.support.tiny import write_tokenizer
+
+GLM4 = (
+    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' }}"
+    "{% else %}{{ '<|' ~ m.role ~ '|>' }}{% endif %}{{ '\n' ~ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+GLM_Z1 = GLM4.replace("m.content }}", "m.content.split('</think>')[-1].strip() }}")
+KIMI_K2 = (
+    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' ~ (tools | tojson) ~ '<|im_end|>' }}{% endif %}"
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
+    "{{ '<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>' }}{% endif %}"
+    "{% set side = m.role if m.role in ('user', 'assistant') else 'system' %}"
+    "{{ '<|im_' ~ side ~ '|>' ~ m.role ~ '<|im_middle|>' ~ m.content }}CALLS{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
+)
+KIMI_CALLS = (
+    "{% if m.tool_calls %}{{ '<|tool_calls_section_begin|>' }}{% for c in m.tool_calls %}"
+    "{{ '<|tool_call_begin|>' ~ c.id ~ '<|tool_call_argument_begin|>' }}"
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
+    "{{ '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_section_end|>' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' ~ m.content ~ '[/INST]' }}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' ~ ({'content': m.content} | tojson) ~ '[/TOOL_RESULTS]' }}"
+    "{% elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}{{ '' if loop.last else ', ' }}"
+    "{% endfor %}{{ ']' ~ eos_token }}{% else %}{{ m.content ~ eos_token }}{% endif %}{% endfor %}"
+)
+PHI4 = (
+    "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '<|im_sep|>' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+GLM_TOKENS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+KIMI_TOKENS = (
+    *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", "[EOS]"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    "<|tool_call_argument_begin|>",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One template and what its checkpoint says of its tokens."""
+
+    template: str
+    """Name of the tokenizer's own package, `trl:NAME`, or the text."""
+    ends: tuple[str, ...]
+    """Tokens of `eos_token_id` in generation_config.json."""
+    tokenizer: str = "characters"
+    """Name of a package, or characters with `tokens`."""
+    tokens: tuple[str, ...] = ()
+    """Control tokens."""
+    words: tuple[str, ...] = ()
+    """Added tokens that are not control tokens."""
+    swallowing: tuple[str, ...] = ()
+    """Control tokens that take the white space behind them along."""
+
+
+GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+GEMMA_ENDS = ("<eos>", "<end_of_turn>")
+LLAMA_ENDS = ("<|end_of_text|>", "<|eot_id|>")
+PHI_ENDS = ("<|endoftext|>", "<|assistant|>", "<|end|>")
+PHI_TOKENS = ("<|system|>", "<|endoftext|>")
+PUBLISHED = {
+    "qwen2.5": Published("own", ("<|im_end|>", "<|endoftext|>"), "qwen2.5"),
+    "qwen3": Published("own", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
+    "smollm2": Published("own", ("<|im_end|>",), "smollm2"),
+    "deepseek-v3": Published("own", (DEEPSEEK_END,), "deepseek-v3"),
+    "deepseek-r1": Published("trl:deepseekv3", (DEEPSEEK_END,), "deepseek-v3"),
+    "gemma3": Published("trl:gemma3", GEMMA_ENDS, tokens=("<start_of_turn>", "<end_of_turn>", "<start_of_image>")),
+    "gemma3 of its package": Published("own", GEMMA_ENDS, "gemma3"),
+    "llama3": Published("trl:llama3", LLAMA_ENDS, "llama3"),
+    "llama3 of its package": Published("own", LLAMA_ENDS, "llama3"),
+    "llama3.1": Published("trl:llama3_1", LLAMA_ENDS, "llama3.1"),
+    "llama3.1 of its package": Published("own", LLAMA_ENDS, "llama3.1"),
+    "mistral": Published(MISTRAL, ("</s>",), "mistral"),
+    "glm4": Published(GLM4, GLM_ENDS, tokens=GLM_TOKENS),
+    "glm-z1": Published(GLM_Z1, GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
+    "glm4.6": Published("trl:glm4moe", GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
+    "glm4.6 without words": Published("trl:glm4moe", GLM_ENDS, tokens=GLM_TOKENS),
+    "kimi-k2 before calls": Published(KIMI_K2.replace("CALLS", ""), ("<|im_end|>",), tokens=KIMI_TOKENS),
+    "kimi-k2": Published(KIMI_K2.replace("CALLS", KIMI_CALLS), ("<|im_end|>",), tokens=KIMI_TOKENS),
+    "phi3": Published("trl:phi3", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
+    "phi3.5": Published("trl:phi3_5", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
+    "phi4": Published(PHI4, ("<|im_end|>",), tokens=("<|im_start|>", "<|im_sep|>", "<|im_end|>")),
+}
+
+
+@functools.cache
+def published_tokenizer(name: str) -> Any:
+    """A tokenizer with the template of a family. Skips the test if it cannot be had."""
+    from transformers import AddedToken
+
+    known = PUBLISHED[name]
+    tokenizer = copy.deepcopy(_loaded(known.tokenizer))
+    if known.tokenizer == "characters":
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in known.tokens])
+        tokenizer.add_tokens([AddedToken(t, special=True, normalized=False, rstrip=True) for t in known.swallowing])
+        tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in known.words])
+        tokenizer.eos_token = known.ends[0]
+    if known.template.startswith("trl:"):
+        trl = importlib.util.find_spec("trl")
+        assert trl is not None and trl.origin is not None, "the development dependencies bring trl"
+        file = Path(trl.origin).parent / "chat_templates" / f"{known.template.removeprefix('trl:')}.jinja"
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    elif known.template != "own":
+        tokenizer.chat_template = known.template
+    return tokenizer
+
+
+def published_chat(name: str, **kwargs: Any) -> ChatRenderer:
+    """The renderer that fine-tuning would make of the family's checkpoint."""
+    tokenizer = published_tokenizer(name)
+    return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=ids_of(tokenizer, PUBLISHED[name].ends))
+
+
+def ids_of(tokenizer: Any, tokens: Sequence[str]) -> list[int]:
+    """Ids of tokens that the tokenizer must know."""
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    assert None not in ids and tokenizer.unk_token_id not in ids, (tokens, ids)
+    return ids
+
+
+def tekken_file() -> Path:
+    """Mistral's tokenizer as its own package brings it."""
+    package = importlib.util.find_spec("mistral_common")
+    if package is None or package.origin is None:
+        pytest.skip("mistral-common, which comes with SGLang, holds Mistral's tokenizer")
+    return Path(package.origin).parent / "data" / "tekken_240718.json"
+
+
+@functools.cache
+def _loaded(package: str) -> Any:
+    """Loading one takes seconds, copying one does not."""
+    from transformers import AutoTokenizer
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    if package == "mistral":
+        return convert_tekken_tokenizer(str(tekken_file()))
+    if package != "characters":
+        return AutoTokenizer.from_pretrained(tokenizer_folder(package))
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        return AutoTokenizer.from_pretrained(folder)
