@@ -27,6 +27,7 @@ from slime.core.batch import TrainBatch
 from slime.core.hf_config import read_hf_config
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
+from slime.models.common.mtp import with_mtp
 from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
@@ -54,7 +55,8 @@ from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_stat
 from slime.training.state.sharded_model import ShardedModel
 from slime.training.state.sleeping import Held, Parts, build_sleeper
 from slime.training.step.critic import Critic
-from slime.training.step.loss import LogProbs, objective_of
+from slime.training.step.draft_loss import WithDraft
+from slime.training.step.loss import LogProbs, Objective, objective_of
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
@@ -124,6 +126,8 @@ class MegatronBackend:
         if args.model_family is not None:
             load_family(args.model_family)
         self.hf_config = read_hf_config(args.hf_checkpoint)
+        if args.enable_mtp_training:
+            self.hf_config = dict(with_mtp(self.hf_config))
         self.table = table_for(self.hf_config)
         self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
@@ -153,9 +157,7 @@ class MegatronBackend:
             metrics["train/shared_tokens"] = prepared.shared_fraction
         # The policy goes first: what its checks refuse leaves the critic alone, too.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
-            metrics |= train_on(
-                context, objective_of(self.args, self._algorithm), self._trainable, prepared, version=version
-            )
+            metrics |= train_on(context, self._objective, self._trainable, prepared, version=version)
         if first.routing is not None:
             own = first.schedule.of_rank(context.dp_rank) if context.reports else ()
             metrics |= first.routing.metrics(batch, own)
@@ -320,8 +322,8 @@ class MegatronBackend:
         Collective; nothing on a CPU. Raises `ConfigError`, with the number that fits, if it cannot.
         """
         if self.device.type == "cuda":
-            objective, later = objective_of(self.args, self._algorithm), self._parts().num_later_bytes
-            peak = training_peak(self.args, self._context, objective, self._trainable, self.parallel_info, later)
+            later = self._parts().num_later_bytes
+            peak = training_peak(self.args, self._context, self._objective, self._trainable, self.parallel_info, later)
             self._sleeper.expect_in_training(peak)
 
     def keep_weights(self) -> dict[str, float]:
@@ -349,6 +351,13 @@ class MegatronBackend:
         destroy_process_groups()
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _objective(self) -> Objective:
+        policy = objective_of(self.args, self._algorithm)
+        if not self.args.enable_mtp_training:
+            return policy
+        return WithDraft(policy, float(self.args.megatron["mtp_loss_scaling_factor"]))
 
     @property
     def _context(self) -> StepContext:

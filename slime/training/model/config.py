@@ -63,6 +63,7 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
         # denominators of the whole step, so the sum over ranks is the gradient. The user's flag of this name is ours.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
+        mtp_num_layers=None,  # multi-token prediction is slime's own
         experimental_attention_variant=None,  # layers are the families' own; Megatron's would refuse a split context
     )
     if sizes.vp > 1:
