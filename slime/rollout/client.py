@@ -324,7 +324,8 @@ class EngineClient:
             finally:
                 self._pool.release(one)
                 new = len(call.tokens) - before
-                self._traffic.end(lap, one, now(), tokens=max(0, new), read=call.read, again=again)
+                was = {"read": call.read, "drafted": call.drafted}
+                self._traffic.end(lap, one, now(), tokens=max(0, new), again=again, **was)
             if call.finish is None:
                 if job.partial or job.is_over():
                     job.hand_back()

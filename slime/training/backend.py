@@ -49,14 +49,14 @@ from slime.training.state import hf_weights
 from slime.training.state.adapter_files import peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_export import export
-from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers
+from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, HfReader, Writers, with_copies
 from slime.training.state.memory_plan import MemoryPlan
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.state.sharded_model import ShardedModel
 from slime.training.state.sleeping import Held, Parts, build_sleeper
 from slime.training.step.critic import Critic
-from slime.training.step.draft_loss import WithDraft
-from slime.training.step.loss import LogProbs, Objective, objective_of
+from slime.training.step.draft_loss import trained_objective
+from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
@@ -157,7 +157,8 @@ class MegatronBackend:
             metrics["train/shared_tokens"] = prepared.shared_fraction
         # The policy goes first: what its checks refuse leaves the critic alone, too.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
-            metrics |= train_on(context, self._objective, self._trainable, prepared, version=version)
+            objective = trained_objective(self.args, self._algorithm)
+            metrics |= train_on(context, objective, self._trainable, prepared, version=version)
         if first.routing is not None:
             own = first.schedule.of_rank(context.dp_rank) if context.reports else ()
             metrics |= first.routing.metrics(batch, own)
@@ -278,6 +279,9 @@ class MegatronBackend:
 
         writers = Writers(info.rank, info.world_size, dist.barrier)
         tensors, carried = self.iter_hf_tensors(dtype), self.table.carries
+        if self.table.copies:
+            with HfReader(source) as read:
+                tensors = iter(with_copies(tensors, self.table.copies, frozenset(read.names)))
         export(directory, tensors, source=source, carried=carried, writers=writers, rest=rest)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -322,8 +326,8 @@ class MegatronBackend:
         Collective; nothing on a CPU. Raises `ConfigError`, with the number that fits, if it cannot.
         """
         if self.device.type == "cuda":
-            later = self._parts().num_later_bytes
-            peak = training_peak(self.args, self._context, self._objective, self._trainable, self.parallel_info, later)
+            objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
+            peak = training_peak(self.args, self._context, objective, self._trainable, self.parallel_info, later)
             self._sleeper.expect_in_training(peak)
 
     def keep_weights(self) -> dict[str, float]:
@@ -351,13 +355,6 @@ class MegatronBackend:
         destroy_process_groups()
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _objective(self) -> Objective:
-        policy = objective_of(self.args, self._algorithm)
-        if not self.args.enable_mtp_training:
-            return policy
-        return WithDraft(policy, float(self.args.megatron["mtp_loss_scaling_factor"]))
 
     @property
     def _context(self) -> StepContext:

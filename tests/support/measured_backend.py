@@ -13,6 +13,7 @@ from torch import Tensor
 from slime.core.batch import TrainBatch
 from slime.training.backend import MegatronBackend
 from slime.training.state import hf_weights
+from slime.training.step.draft_loss import trained_objective
 from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable, zero_grad
@@ -49,9 +50,9 @@ class MeasuredBackend(MegatronBackend):
 
         A training step leaves each data-parallel rank with its own shard of the gradients only.
         """
-        trainable = self._trainable
+        trainable, objective = self._trainable, trained_objective(self.args, self._algorithm)
         zero_grad(trainable)
-        run_step(self._context, self._objective, trainable, prepared, prepared.schedule.steps[0], None)
+        run_step(self._context, objective, trainable, prepared, prepared.schedule.steps[0], None)
         gather_grads(trainable)
         out = {own.name: own.here.of(_main_grad(own.here.parameter)).detach().clone() for own in self.model.own}
         zero_grad(trainable)

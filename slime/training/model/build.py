@@ -116,8 +116,8 @@ def _build_chunk(
     )
     model.layer_offset = offset
     with_mtp = trains_mtp(hf_config)
-    spec_of_mtp = mtp_layer_spec(family, config, hf_config) if with_mtp and model.post_process else None
-    model.mtp = None if spec_of_mtp is None else MultiTokenHead(config, spec_of_mtp, vp_stage)
+    if with_mtp and model.post_process:
+        model.mtp = MultiTokenHead(config, mtp_layer_spec(family, config, hf_config), vp_stage)
     model.borrows_embedding = (
         with_mtp and config.pipeline_model_parallel_size > 1 and not model.share_embeddings_and_output_weights
     )

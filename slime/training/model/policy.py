@@ -41,8 +41,8 @@ class PolicyModel(GPTModel):
     """Number of the first layer of this chunk in the whole model."""
     rotary: Rotary | None = None
     """Of all layers; None where each makes its own."""
-    mtp: MultiTokenHead | None
-    """On the last chunk, where multi-token prediction is trained."""
+    mtp: MultiTokenHead
+    """On the last chunk, where multi-token prediction is trained; else there is none."""
     borrows_embedding: bool
     """Whether multi-token prediction is trained, and the last stage has no embedding."""
     lent_embedding: Tensor | None
@@ -152,7 +152,6 @@ class PolicyModel(GPTModel):
 
         states [T_local, 1, H]: the model's, detached. Without meaning where a sequence has no token before that one.
         """
-        assert self.mtp is not None, "multi-token prediction is trained where it was built"
         next_tokens = following(tokens, packed.cu_seqlens_q)
         if packed.shard is not None:
             next_tokens = next_tokens.index_select(0, packed.shard.positions)

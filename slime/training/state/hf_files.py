@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -208,6 +208,15 @@ def write_hf(
     _name_files(directory, [names for names in files if names], sum(written_bytes.values()))
     plain = Counter({dtype: num for dtype, num in written_bytes.items() if dtype not in _CODES})
     _write_config(directory / "config.json", max(plain, key=lambda d: plain[d], default=None), quantization)
+
+
+def with_copies(
+    tensors: Iterable[tuple[str, Tensor]], copies: Mapping[str, str], wanted: Container[str]
+) -> Iterable[tuple[str, Tensor]]:
+    """`tensors`, and behind each the copies of it that files hold (`FamilyTable.copies`), if they are `wanted`."""
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((copy, tensor) for copy, source in copies.items() if source == name and copy in wanted)
 
 
 def _chained(

@@ -8,17 +8,25 @@ and adds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.log_ratio import unmasked
+from slime.settings import Args
 from slime.training.model.log_probs import TokenScores
-from slime.training.step.loss import LossParts, Objective
+from slime.training.step.loss import LossParts, Objective, objective_of
 from slime.training.step.micro_batch import MicroBatch
+
+
+def trained_objective(args: Args, algorithm: Algorithm) -> Objective:
+    """What the policy minimises, with multi-token prediction where that is trained."""
+    policy = objective_of(args, algorithm)
+    if not args.enable_mtp_training:
+        return policy
+    return WithDraft(policy, float(args.megatron["mtp_loss_scaling_factor"]))
 
 
 @dataclass(frozen=True, slots=True)
