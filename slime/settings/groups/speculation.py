@@ -100,7 +100,8 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 def _keeps_draft(s: Any) -> bool | None:
     """SGLang forgets a draft whose memory is lent, and one that is not trained is not sent again."""
-    return True if s.sglang[ALGORITHM] and s.offload_rollout and not s.enable_mtp_training else None
+    serves_one = s.given(f"sglang.{ALGORITHM}") is not None
+    return True if serves_one and s.offload_rollout and not s.enable_mtp_training else None
 
 
 RULES: tuple[Rule, ...] = (one_layer_predicts, mtp_can_be_trained, drafts_are_synced)
