@@ -158,7 +158,7 @@ def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
     prompts = folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"{i * 7919 % 9973} {i * 104729 % 8191}", "label": ""}) for i in range(512)]
     prompts.write_text("\n".join(lines) + "\n")
-    words = f"--hf-checkpoint {checkpoint} --prompt-data {prompts} --device cuda --colocate --bf16"
+    words = f"--hf-checkpoint {checkpoint} --prompt-data {prompts} --input-key prompt --label-key label --device cuda --colocate --bf16"
     words += f" --custom-rm-path benchmarks.rewards:parity --advantage-estimator grpo --num-rollout {options.rollouts}"
     words += " --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
     words += f" --num-steps-per-rollout {options.updates} --max-tokens-per-gpu 16384 --lr {options.lr}"
