@@ -158,7 +158,8 @@ def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
     prompts = folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"{i * 7919 % 9973} {i * 104729 % 8191}", "label": ""}) for i in range(512)]
     prompts.write_text("\n".join(lines) + "\n")
-    words = f"--hf-checkpoint {checkpoint} --prompt-data {prompts} --input-key prompt --label-key label --device cuda --colocate --bf16"
+    words = f"--hf-checkpoint {checkpoint} --device cuda --colocate --bf16"
+    words += f" --prompt-data {prompts} --input-key prompt --label-key label"
     words += f" --custom-rm-path benchmarks.rewards:parity --advantage-estimator grpo --num-rollout {options.rollouts}"
     words += " --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
     words += f" --num-steps-per-rollout {options.updates} --max-tokens-per-gpu 16384 --lr {options.lr}"
@@ -219,7 +220,12 @@ def chi_square(seen: Mapping[int, int], told: Mapping[int, float], num: int) -> 
     if rest * num >= 5:
         cells.append((num - sum(n for n, _ in cells), rest * num))
     statistic, freedom = sum((n - e) ** 2 / e for n, e in cells), max(1, len(cells) - 1)
-    return {"samples": num, "cells": len(cells), "statistic": statistic, "sigmas": (statistic - freedom) / (2 * freedom) ** 0.5}
+    return {
+        "samples": num,
+        "cells": len(cells),
+        "statistic": statistic,
+        "sigmas": (statistic - freedom) / (2 * freedom) ** 0.5,
+    }
 
 
 def judged(record: Mapping[str, Any]) -> bool:

@@ -169,8 +169,8 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
             )
     if facts.info.get(ALGORITHM):
         yield (
-            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]}: drafts of engines that run already are not verified; leave it "
-            "out"
+            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]}: drafts of engines that run already are not verified; leave "
+            "it out"
         )
     try:
         layout = layout_of_server(facts)

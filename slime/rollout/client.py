@@ -324,8 +324,8 @@ class EngineClient:
             finally:
                 self._pool.release(one)
                 new = len(call.tokens) - before
-                was = {"read": call.read, "drafted": call.drafted}
-                self._traffic.end(lap, one, now(), tokens=max(0, new), again=again, **was)
+                read, drafted = call.read, call.drafted
+                self._traffic.end(lap, one, now(), tokens=max(0, new), read=read, again=again, drafted=drafted)
             if call.finish is None:
                 if job.partial or job.is_over():
                     job.hand_back()

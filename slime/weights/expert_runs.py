@@ -45,7 +45,11 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
 
     places: dict[str, tuple[str, int]] = {}
     for resident, held in table.resident.items():
-        if resident.startswith(DRAFT) or held[0].expert is None or not held_as_given(table, held, Share(), on_cpu=on_cpu):
+        if (
+            resident.startswith(DRAFT)
+            or held[0].expert is None
+            or not held_as_given(table, held, Share(), on_cpu=on_cpu)
+        ):
             continue
         start = 0
         for e in held:

@@ -33,7 +33,7 @@ class MultiTokenLayer(torch.nn.Module):
         self.enorm, self.hnorm = RMSNorm(config, hidden, eps=eps), RMSNorm(config, hidden, eps=eps)
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         self.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False, dtype=config.params_dtype, device=device)
-        self.eh_proj.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.eh_proj.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         extra: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
         self.transformer_layer = build_module(layer, config=config, layer_number=1, **extra)
         self.final_layernorm = RMSNorm(config, hidden, eps=eps)

@@ -14,7 +14,7 @@ from slime.models.common.hf_config import is_sparse
 from slime.models.common.mtp import CARRIED_DRAFT, as_draft, head_rows, layer_rows
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
 from slime.models.common.spread import Spread
-from slime.models.common.table import DRAFT, EXPERT, FamilyTable, ModelSizes, Row
+from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row
 from slime.models.qwen3_next.linear import is_linear
 
 CARRIED = (r"mtp\.", r"(model\.)?visual\.")

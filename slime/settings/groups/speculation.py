@@ -33,7 +33,10 @@ PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "tokens would not be sampled from the policy any more; leave it out",
     ),
     "enable_multi_layer_eagle": ((None, False), "several drafts are not synced; leave it out"),
-    "enable_return_routed_experts": ((None, False), "experts of tokens that a draft proposed are not verified; drop it"),
+    "enable_return_routed_experts": (
+        (None, False),
+        "experts under a draft are not verified; leave it out",
+    ),
 }
 """Settings of SGLang with a draft -> what they may be, and why."""
 
@@ -83,7 +86,7 @@ def drafts_are_synced(args: Args) -> str | None:
 def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, (allowed, why) in PLAIN_DRAFT.items():
         given = sglang.get(name)
-        if (given.upper() if name == ALGORITHM else given) not in allowed:
+        if (str(given).upper() if name == ALGORITHM else given) not in allowed:
             yield f"--sglang-{name.replace('_', '-')} {given}", why
     if args.device == "cpu":
         yield "--device cpu", "SGLang's drafts attend with kernels of a GPU; leave --sglang-speculative-... out"
@@ -106,5 +109,5 @@ def _keeps_draft(s: Any) -> bool | None:
 
 RULES: tuple[Rule, ...] = (one_layer_predicts, mtp_can_be_trained, drafts_are_synced)
 PASSED: tuple[Passed, ...] = (
-    Passed("sglang", "enable_draft_weights_cpu_backup", _keeps_draft, "a draft that is not trained outlives its memory"),
+    Passed("sglang", "enable_draft_weights_cpu_backup", _keeps_draft, "it is not sent again"),
 )
