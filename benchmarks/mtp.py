@@ -134,7 +134,7 @@ def tensors_of(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Any]
             tensor = torch.empty(shape).normal_(0, std, generator=generator)
         made[name] = tensor if entry.row.wide else tensor.bfloat16()
         yield name, made[name]
-    yield from ((copy, made[source].clone()) for copy, source in table.copies.items())
+    yield from ((copy, made[source].clone()) for copy, source in table.duplicates.items())
 
 
 def write(folder: Path, family: str, seed: int) -> Path:

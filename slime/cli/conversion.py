@@ -24,7 +24,7 @@ from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
 from slime.training.state.adapter_files import write_peft
-from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_copies, write_hf
+from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_duplicates, write_hf
 from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
 from slime.training.state.tensor_file import TensorFile
 from slime.weights import fp8
@@ -147,9 +147,9 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
     table.check(hf_names=read.names)
     carried = tuple(filter(table.carries, read.names))
     more = _read_all(read, carried, exact=to is not None)
-    copies = tuple(name for name in read.names if name in table.copies)
-    tensors = iter(with_copies(tensors, table.copies, frozenset(copies)))
-    return _Source(opened.assets, table, table.hf_names + copies + carried, chain(tensors, more))
+    doubled = tuple(name for name in read.names if name in table.duplicates)
+    tensors = iter(with_duplicates(tensors, table.duplicates, frozenset(doubled)))
+    return _Source(opened.assets, table, table.hf_names + doubled + carried, chain(tensors, more))
 
 
 def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:

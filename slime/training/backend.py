@@ -49,7 +49,7 @@ from slime.training.state import hf_weights
 from slime.training.state.adapter_files import peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_export import export
-from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, HfReader, Writers, with_copies
+from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, HfReader, Writers, with_duplicates
 from slime.training.state.memory_plan import MemoryPlan
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.state.sharded_model import ShardedModel
@@ -279,9 +279,9 @@ class MegatronBackend:
 
         writers = Writers(info.rank, info.world_size, dist.barrier)
         tensors, carried = self.iter_hf_tensors(dtype), self.table.carries
-        if self.table.copies:
+        if self.table.duplicates:
             with HfReader(source) as read:
-                tensors = iter(with_copies(tensors, self.table.copies, frozenset(read.names)))
+                tensors = iter(with_duplicates(tensors, self.table.duplicates, frozenset(read.names)))
         export(directory, tensors, source=source, carried=carried, writers=writers, rest=rest)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

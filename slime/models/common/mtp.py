@@ -3,7 +3,7 @@ section 2.2), which engines serve as the draft of their speculative decoding.
 
 `h' = layer(eh_proj [enorm(embedding of token t + 1) ; hnorm(h_t)])`, where `h_t` is what the model's output layer sees;
 the output layer, applied to the normed `h'`, predicts token t + 2. Embedding and output layer are the model's own;
-files of DeepSeek and GLM hold copies of both.
+files of DeepSeek and GLM hold both a second time.
 
 A family says in `Family.mtp_config` how the layer is built. Its parameters are rows of the table only where it is
 trained (`with_mtp`); else its tensors are carried along.
@@ -85,8 +85,8 @@ def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
     return (*around[:-1], *layer_rows(layer, hf, f"{DRAFT}model.decoder."), around[-1])
 
 
-def deepseek_copies(number: int) -> dict[str, str]:
-    """Copies of embedding and output layer that such files hold -> what they are copies of."""
+def deepseek_duplicates(number: int) -> dict[str, str]:
+    """What such files hold of embedding and output layer a second time -> the first."""
     hf = f"model.layers.{number}."
     return {f"{hf}embed_tokens.weight": "model.embed_tokens.weight", f"{hf}shared_head.head.weight": "lm_head.weight"}
 

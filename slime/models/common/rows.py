@@ -157,9 +157,9 @@ def decoder_table(
     carried: tuple[str, ...] = (),
     spread: Spread = PLAIN,
     mtp: Rows = (),
-    copies: Mapping[str, str] = MappingProxyType({}),
+    duplicates: Mapping[str, str] = MappingProxyType({}),
 ) -> FamilyTable:
-    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: the rows of that layer; `mtp`, `copies`:
+    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: the rows of that layer; `mtp`, `duplicates`:
     as in the table."""
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
@@ -173,7 +173,7 @@ def decoder_table(
         after=(norm("decoder.final_layernorm", f"{prefix}norm", hidden), *(() if tied else (output,))),
         tied=tied,
         mtp=mtp,
-        copies=copies,
+        duplicates=duplicates,
         carried=carried,
         spread=spread,
     )

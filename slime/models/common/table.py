@@ -209,8 +209,8 @@ class FamilyTable:
     """The output layer shares the embedding: no row of its own, neither in Megatron nor in the engine."""
     mtp: tuple[Row, ...] = ()
     """Of the layer of multi-token prediction, where it is trained; an engine holds them in its draft, if it has one."""
-    copies: Mapping[str, str] = field(default_factory=dict)
-    """HF tensors that files hold as copies of others -> of which ones. They are not read, and written from those."""
+    duplicates: Mapping[str, str] = field(default_factory=dict)
+    """HF tensors that files hold a second time -> the first, from which they are written. They are not read."""
     carried: tuple[str, ...] = ()
     """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source, and of
     an engine's resident tensors that no weight sync brings."""
@@ -336,7 +336,7 @@ class FamilyTable:
         """Whether a HF tensor of a checkpoint is none of the trainer's: carried, redundant or a rotary buffer."""
         redundant = self.tied and hf_name.endswith("lm_head.weight")
         buffer = hf_name.endswith("rotary_emb.inv_freq")
-        return redundant or buffer or hf_name in self.copies or self.carries(hf_name)
+        return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -12,7 +12,7 @@ import dataclasses
 
 from slime.core.hf_config import HfConfig
 from slime.models.common.hf_config import is_sparse
-from slime.models.common.mtp import carried_mtp, deepseek_copies, deepseek_rows
+from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows
 from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
 from slime.models.common.spread import Spread
 from slime.models.common.table import FamilyTable, ModelSizes, Unit
@@ -83,8 +83,11 @@ def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) ->
     carried = tuple(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without)
     if mtp is not None:
         sizes = ModelSizes.from_hf(hf_config)
-        rows, copies = deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, num_layers), deepseek_copies(num_layers)
-        return decoder_table(hf_config, layer, carried=carried, spread=spread, mtp=rows, copies=copies)
+        rows, duplicates = (
+            deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, num_layers),
+            deepseek_duplicates(num_layers),
+        )
+        return decoder_table(hf_config, layer, carried=carried, spread=spread, mtp=rows, duplicates=duplicates)
     return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
 
 

@@ -9,7 +9,7 @@ from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.experts import sigmoid_experts
 from slime.models.common.hf_config import is_sparse, rotary_percent
-from slime.models.common.mtp import carried_mtp, deepseek_copies, deepseek_rows, only_layer, trains_mtp
+from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows, only_layer, trains_mtp
 from slime.models.common.rows import Rows, attention, decoder_table, experts, mlp, pre_norm
 from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable, ModelSizes
@@ -44,8 +44,8 @@ class Glm4Moe(Family):
         if mtp is None:
             return decoder_table(hf_config, layer, carried=carried_mtp(hf_config), spread=self.spread(hf_config))
         sizes, number = ModelSizes.from_hf(hf_config), int(hf_config["num_hidden_layers"])
-        rows, copies = deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, number), deepseek_copies(number)
-        return decoder_table(hf_config, layer, spread=self.spread(hf_config), mtp=rows, copies=copies)
+        rows, duplicates = deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, number), deepseek_duplicates(number)
+        return decoder_table(hf_config, layer, spread=self.spread(hf_config), mtp=rows, duplicates=duplicates)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
         """As DeepSeek-V3's."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ALGORITHM = "speculative_algorithm"
 """SGLang's switch; these algorithms serve a layer of multi-token prediction."""
 PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    ALGORITHM: ((None, "EAGLE", "NEXTN"), "its draft is no layer of multi-token prediction; use NEXTN"),
+    ALGORITHM: ((None, "EAGLE", "NEXTN"), "drafts are layers of multi-token prediction; use NEXTN"),
     "speculative_draft_model_path": ((None,), "the draft is the checkpoint's own layer, which is synced; leave it out"),
     "speculative_draft_model_quantization": ((None, "unquant"), "a draft is verified unquantised; leave it out"),
     "speculative_token_map": ((None,), "the draft would hold a part of the output layer; leave it out"),
@@ -95,7 +95,7 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     if args.pause_generation_mode != "abort":
         yield (
             f"--pause-generation-mode {args.pause_generation_mode}",
-            "the version of each token is not told where one pass samples several; use abort",
+            "no engine labels each of several tokens that one pass samples; use abort",
         )
     if (problem := mtp_problem_of(args.hf_checkpoint)) is not None:
         yield "a checkpoint", f"{problem}; leave --sglang-speculative-... out"

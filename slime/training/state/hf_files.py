@@ -210,13 +210,13 @@ def write_hf(
     _write_config(directory / "config.json", max(plain, key=lambda d: plain[d], default=None), quantization)
 
 
-def with_copies(
-    tensors: Iterable[tuple[str, Tensor]], copies: Mapping[str, str], wanted: Container[str]
+def with_duplicates(
+    tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], wanted: Container[str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """`tensors`, and behind each the copies of it that files hold (`FamilyTable.copies`), if they are `wanted`."""
+    """`tensors`, and behind each the duplicates of it that files hold (`FamilyTable.duplicates`), if they are `wanted`."""
     for name, tensor in tensors:
         yield name, tensor
-        yield from ((copy, tensor) for copy, source in copies.items() if source == name and copy in wanted)
+        yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
 
 
 def _chained(

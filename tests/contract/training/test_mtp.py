@@ -121,5 +121,14 @@ def test_an_export_has_the_trained_layer_and_true_copies(runs: Runs, family: str
     assert any(not torch.equal(outcome.weights[n], source[n]) for n in runs.reference(family)[1]), "a round trains it"
 
 
+def test_a_resumed_run_is_one_that_did_not_stop(runs: Runs) -> None:
+    whole = runs.outcome("deepseek_v3", "one", rounds=2, save_after=1)
+    saved = runs.folder / "runs" / "deepseek_v3-one-rounds-save_after" / "after_1"
+    resumed = runs.outcome("deepseek_v3", "one", load=str(saved), rounds=1)
+    assert resumed.result["metrics"][-1]["train/mtp_loss"] == whole.result["metrics"][-1]["train/mtp_loss"]
+    for name, tensor in whole.weights.items():
+        assert torch.equal(resumed.weights[name], tensor), name
+
+
 def _files(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}

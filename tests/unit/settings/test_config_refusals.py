@@ -171,8 +171,6 @@ def test_engines_are_not_started_on_quantised_weights(base: list[str]) -> None:
     assert parse_args([*base, "--debug-train-only", "--load-debug-rollout-data", "x_{rollout_id}"]).debug_train_only
 
 
-@pytest.mark.parametrize(
-    "flag", ["quantization fp8", "enable-eplb", "speculative-algorithm EAGLE", "ep-num-redundant-experts 2"]
-)
+@pytest.mark.parametrize("flag", ["quantization fp8", "enable-eplb", "ep-num-redundant-experts 2"])
 def test_engines_that_would_hold_other_tensors_are_refused(base: list[str], flag: str) -> None:
     assert "verifies after each sync" in refused([*base, *f"--sglang-{flag}".split()])
