@@ -159,7 +159,7 @@ def decoder_table(
     mtp: Rows = (),
     duplicates: Mapping[str, str] = MappingProxyType({}),
 ) -> FamilyTable:
-    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: the rows of that layer; `mtp`, `duplicates`:
+    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: rows of that layer; `mtp`, `duplicates`:
     as in the table."""
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]

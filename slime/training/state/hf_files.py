@@ -213,7 +213,7 @@ def write_hf(
 def with_duplicates(
     tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], wanted: Container[str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """`tensors`, and behind each the duplicates of it that files hold (`FamilyTable.duplicates`), if they are `wanted`."""
+    """`tensors`, each with its duplicates in files (`FamilyTable.duplicates`) behind it, if they are `wanted`."""
     for name, tensor in tensors:
         yield name, tensor
         yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
