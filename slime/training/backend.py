@@ -24,15 +24,13 @@ from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
-from slime.core.hf_config import read_hf_config
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
-from slime.models.common.mtp import with_mtp
 from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
-from slime.training.model.config import training_dtype
+from slime.training.model.config import trained_config, training_dtype
 from slime.training.model.frozen import freeze_others, trained_names
 from slime.training.model.lora import Adapters
 from slime.training.model.policy import PolicyModel
@@ -49,7 +47,7 @@ from slime.training.state import hf_weights
 from slime.training.state.adapter_files import peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_export import export
-from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, HfReader, Writers, with_duplicates
+from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers, with_duplicates_of
 from slime.training.state.memory_plan import MemoryPlan
 from slime.training.state.outgoing import TrainerWeights
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
@@ -126,9 +124,7 @@ class MegatronBackend:
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
         if args.model_family is not None:
             load_family(args.model_family)
-        self.hf_config = read_hf_config(args.hf_checkpoint)
-        if args.enable_mtp_training:
-            self.hf_config = dict(with_mtp(self.hf_config))
+        self.hf_config = trained_config(args)
         self.table = table_for(self.hf_config)
         self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
@@ -290,11 +286,8 @@ class MegatronBackend:
                 pass
 
         writers = Writers(info.rank, info.world_size, dist.barrier)
-        tensors, carried = self.iter_hf_tensors(dtype), self.table.carries
-        if self.table.duplicates:
-            with HfReader(source) as read:
-                tensors = iter(with_duplicates(tensors, self.table.duplicates, frozenset(read.names)))
-        export(directory, tensors, source=source, carried=carried, writers=writers, rest=rest)
+        tensors = with_duplicates_of(source, self.iter_hf_tensors(dtype), self.table.duplicates)
+        export(directory, tensors, source=source, carried=self.table.carries, writers=writers, rest=rest)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -219,6 +219,16 @@ def with_duplicates(
         yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
 
 
+def with_duplicates_of(
+    source: Path, tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str]
+) -> Iterable[tuple[str, Tensor]]:
+    """The same with those duplicates that the checkpoint `source` has."""
+    if not duplicates:
+        return tensors
+    with HfReader(source) as read:
+        return with_duplicates(tensors, duplicates, frozenset(read.names))
+
+
 def _chained(
     tensors: Iterable[tuple[str, Tensor]], source: Path, carried: Callable[[str], bool] | None
 ) -> Iterable[tuple[str, Tensor]]:
