@@ -121,6 +121,18 @@ def test_an_export_has_the_trained_layer_and_true_copies(runs: Runs, family: str
     assert any(not torch.equal(outcome.weights[n], source[n]) for n in runs.reference(family)[1]), "a round trains it"
 
 
+def test_the_layer_can_be_trained_alone(runs: Runs) -> None:
+    args = {
+        "loss_type": "sft_loss",
+        "calculate_per_token_loss": True,
+        "micro_batch_size": 3,
+        "enable_mtp_training": True,
+        "only_train_params_name_list": ["mtp\\."],
+    }
+    outcome = runs.outcome("qwen3_next", "one", args=args)
+    assert outcome.gradients["loss"].keys() == runs.reference("qwen3_next")[1].keys()
+
+
 def test_a_resumed_run_is_one_that_did_not_stop(runs: Runs) -> None:
     whole = runs.outcome("deepseek_v3", "one", rounds=2, save_after=1)
     saved = runs.folder / "runs" / "deepseek_v3-one-rounds-save_after" / "after_1"
