@@ -24,7 +24,7 @@ from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
 from slime.training.state.adapter_files import write_peft
-from slime.training.state.hf_files import HfReader, begin_export, commit_export, write_hf
+from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_duplicates, write_hf
 from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
 from slime.training.state.tensor_file import TensorFile
 from slime.weights import fp8
@@ -133,7 +133,7 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
                 f"got --hf-checkpoint {hf_checkpoint}, which is of another model than {opened.assets / 'config.json'}; "
                 "name the folder that the model was loaded from"
             )
-        opened.table = table_for(config)
+        opened.table = opened.table_of(config)
     table = opened.table
     # The masters are what training has; a model in fewer bits is what they were rounded to, and what was served.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
@@ -148,7 +148,9 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
     table.check(hf_names=read.names)
     carried = tuple(filter(table.carries, read.names))
     more = _read_all(read, carried, exact=to is not None)
-    return _Source(opened.assets, table, table.hf_names + carried, chain(tensors, more))
+    doubled = tuple(name for name in read.names if name in table.duplicates)
+    tensors = iter(with_duplicates(tensors, table.duplicates, frozenset(doubled)))
+    return _Source(opened.assets, table, table.hf_names + doubled + carried, chain(tensors, more))
 
 
 def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:

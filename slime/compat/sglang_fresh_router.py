@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.compat.sglang_draft import models
 from slime.compat.sglang_token_versions import UPDATES
 
 
@@ -23,6 +24,7 @@ def register() -> None:
 
 def _renew(_answer: Any, manager: Any, *_: Any, **__: Any) -> None:
     """Behind a weight update."""
-    for module in manager.tp_worker.model_runner.model.modules():
-        if getattr(module, "_weight_fp32", None) is not None:
-            module._weight_fp32.copy_(module.weight.data)
+    for model in models(manager):
+        for module in model.modules():
+            if getattr(module, "_weight_fp32", None) is not None:
+                module._weight_fp32.copy_(module.weight.data)

@@ -6,7 +6,6 @@ What the keys mean for a model is said in `slime.models`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,24 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
         raise ConfigError(f"got {path}, which does not hold a JSON object; fetch the checkpoint again")
     config = text_config(config)
     if "wrapper_type" in config and num_experts_of(config):
-        config["_stacked_experts"] = _stacks_experts(path.parent, config)
+        config["_stacked_experts"], config["_stacked_mtp_experts"] = _stacks_experts(path.parent, config)
     return config
 
 
-def _stacks_experts(directory: Path, config: HfConfig) -> bool:
-    """Whether files hold the experts of a layer in one tensor, which config.json does not say.
+def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
+    """Whether files hold the experts of a layer in one tensor, which config.json does not say; of the model's layers,
+    and of that of multi-token prediction.
 
     Released multimodal models do, but for quantised ones; transformers writes them one by one. Without weights, or
     with damaged ones, which their reader refuses: as released.
     """
     names = tensor_names(directory)
     if not names:
-        return quantisation_of(config) is None
-    return any(re.match(r"(?!mtp\.).*\.experts\.gate_up_proj$", name) for name in names)
+        as_released = quantisation_of(config) is None
+        return as_released, as_released
+    stacked = [name for name in names if name.endswith(".experts.gate_up_proj")]
+    of_mtp = [name for name in stacked if name.startswith("mtp.")]
+    return len(stacked) > len(of_mtp), bool(of_mtp)
 
 
 def tensor_names(directory: Path) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ class EngineLayout:
     """The MLP of a dense layer of a model with experts is whole on each rank."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage; empty: as even as it gets, the last stages with one more."""
+    draft: bool = False
+    """Beside the model a layer of multi-token prediction proposes tokens, which its ranks divide in the same way."""
 
     def __post_init__(self) -> None:
         sizes = (self.tp_size, self.pp_size, self.dp_size, self.ep_size)

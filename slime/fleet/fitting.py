@@ -24,6 +24,7 @@ from slime.settings import Args
 from slime.settings.engine_layout import layout_of
 from slime.settings.groups.engine_rules import UNVERIFIED
 from slime.settings.groups.prefix_cache_rules import kept_prefixes
+from slime.settings.groups.speculation import ALGORITHM
 
 SAME_IN_CONFIG = (
     "hidden_size",
@@ -166,6 +167,11 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
                 f"{_flag(name)} {facts.info[name]}: it holds other tensors than the trainer verifies after each weight "
                 "sync; leave that out"
             )
+    if facts.info.get(ALGORITHM):
+        yield (
+            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]}: drafts of engines that run already are not verified; leave "
+            "it out"
+        )
     try:
         layout = layout_of_server(facts)
     except ConfigError as error:

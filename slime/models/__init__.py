@@ -30,6 +30,7 @@ __all__ = [
     "family_of",
     "layout_problem",
     "load_family",
+    "mtp_problem",
     "prefix_problem",
     "table_for",
 ]
@@ -82,6 +83,18 @@ def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
     """
     spread, tied = family_of(hf_config).spread(hf_config), bool(hf_config.get("tie_word_embeddings", False))
     return problem(spread, layout, tied=tied, num_experts=num_experts_of(hf_config))
+
+
+def mtp_problem(hf_config: HfConfig) -> str | None:
+    """Why this model has no layer of multi-token prediction that is trained, in a half sentence; None if it has one.
+
+    Raises `ConfigError` for an unknown family.
+    """
+    try:
+        found = family_of(hf_config).mtp_config(hf_config)
+    except ConfigError as error:
+        return str(error)
+    return None if found is not None else f"of a {hf_config.get('model_type')} without such a layer that is trained"
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:

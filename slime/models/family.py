@@ -68,6 +68,11 @@ class Family(ABC):
         """Why samples cannot share tokens with which they begin alike, in a half sentence; None if they can."""
         return None if self.shares_prefixes else f"{hf_config.get('model_type')} does not say that its layers can"
 
+    def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
+        """The config under which layer 0 is built as the checkpoint's layer of multi-token prediction; None without
+        one that is trained. Raises `ConfigError` for what is not trained."""
+        return None
+
     # --- its tensors --------------------------------------------------------------------------------------------------
 
     @abstractmethod

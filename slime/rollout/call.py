@@ -26,7 +26,7 @@ from slime.core.errors import EngineError
 from slime.core.ports import ROUTED_EXPERTS_MARK
 from slime.core.routed_experts import ExpertFormat, RoutedExperts
 from slime.core.sample import NOT_SAMPLED
-from slime.rollout.generation import NEVER_SENT, Generation, parse_experts, parse_part
+from slime.rollout.generation import NEVER_SENT, NO_DRAFTS, Generation, parse_drafts, parse_experts, parse_part
 
 ENGINE_MAX_NEW_TOKENS = 128
 """What SGLang takes where none is asked for."""
@@ -85,6 +85,8 @@ class Call:
         self._experts: RoutedExperts | None = None
         self._version, self._prompt_tokens, self._cached_tokens = NOT_SAMPLED, 0, 0
         self._read = (0, 0)
+        self.drafted = NO_DRAFTS
+        """Of the latest request."""
         self._joint = 0
         """Tokens that earlier requests sampled."""
         self._received, self._start = 0, 0
@@ -95,6 +97,7 @@ class Call:
         """The next request: goes on behind the tokens that there are. `stream_interval`: tokens of an event."""
         self.num_requests += 1
         self._joint, self._received, self._read = len(self.tokens), 0, (0, 0)
+        self.drafted = NO_DRAFTS
         params = {**self._params, "no_stop_trim": False, "stream_interval": stream_interval}
         if self._joint and params["max_new_tokens"] is not None:
             params["max_new_tokens"] -= self._joint
@@ -122,6 +125,7 @@ class Call:
         Raises `Refused` for a request that the engine turned down, `EngineError` for what cannot be trained on.
         """
         refuse(event)
+        self.drafted = parse_drafts(event) or self.drafted
         part, ended = parse_part(self._new_of(event), self._token_versions)
         self._received += len(part.tokens)
         experts = self._new_experts(event) if ended and self._format is not None and self._received else None

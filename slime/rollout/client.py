@@ -325,7 +325,8 @@ class EngineClient:
             finally:
                 self._pool.release(one)
                 new = len(call.tokens) - before
-                self._traffic.end(lap, one, now(), tokens=max(0, new), read=call.read, again=again)
+                read, drafted = call.read, call.drafted
+                self._traffic.end(lap, one, now(), tokens=max(0, new), read=read, again=again, drafted=drafted)
             if call.finish is None:
                 if job.partial or job.is_over():
                     job.hand_back()

@@ -68,6 +68,18 @@ class Generation:
     """Of prompt and sampled tokens but the last; None if they were not asked for, or nothing was sampled."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What an engine's draft proposed for one request."""
+
+    verified: int
+    """Passes of the model that looked at proposed tokens; each samples one token more than it accepts."""
+    accepted: int
+    proposed: int
+    """Tokens."""
+
+
+NO_DRAFTS = Drafts(0, 0, 0)
 NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
 """The answer to a request whose scope was aborted before it was sent."""
 
@@ -169,6 +181,15 @@ def _parse(
         prompt_tokens=int(meta.get("prompt_tokens") or 0),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )
+
+
+def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
+    """What an event tells of its request so far; None if nothing."""
+    meta = event.get("meta_info") or {}
+    if not meta.get("spec_verify_ct"):
+        return None
+    counts = (meta["spec_verify_ct"], meta["spec_num_correct_drafts"], meta["spec_num_proposed_drafts"])
+    return Drafts(*map(int, counts))
 
 
 def parse_experts(

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from slime.observability.spans import note_span
+from slime.rollout.generation import NO_DRAFTS, Drafts
 from slime.rollout.upstream import Try, Upstream
 
 ROWS, MOST_TRACED = 8, 64
@@ -53,6 +54,10 @@ class Sums:
     """Tokens that the engines held, times how long they did."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+    proposed: int = 0
+    """Of drafts; see `slime.rollout.generation.Drafts`."""
     idle: float = 1.0
     """Share of the time of the engines in which none of these tries was there."""
 
@@ -83,7 +88,17 @@ class Traffic:
         self._num_traced += traced
         return Lap(now, self._rows.pop() if traced else None)
 
-    def end(self, lap: Lap, one: Try | None, now: float, *, tokens: int, read: tuple[int, int], again: bool) -> None:
+    def end(
+        self,
+        lap: Lap,
+        one: Try | None,
+        now: float,
+        *,
+        tokens: int,
+        read: tuple[int, int],
+        again: bool,
+        drafted: Drafts = NO_DRAFTS,
+    ) -> None:
         """A try has ended, or got no place (None). `tokens`: what it brought; `read`: tokens of its prompt, and how
         many of these its engine had in its cache; `again`: the request had a try before.
         """
@@ -103,6 +118,9 @@ class Traffic:
             sums.prompt_tokens += read[0]
             sums.cached_tokens += read[1]
         sums.tokens += tokens
+        sums.verified += drafted.verified
+        sums.accepted += drafted.accepted
+        sums.proposed += drafted.proposed
         if lap.row is not None:
             self._trace(lap, one, now, tokens=tokens, read=read, again=again)
             self._rows.append(lap.row)
@@ -136,7 +154,7 @@ class Traffic:
 
 
 def traffic_metrics(taken: Iterable[Sums | None]) -> dict[str, float]:
-    """`perf/request_*` and `perf/engine_*` of the requests of some processes; nothing without any."""
+    """`perf/request_*`, `perf/engine_*` and `rollout/spec_*` of the requests of some processes; nothing without any."""
     of_each = [sums for sums in taken if sums is not None]
     if not of_each:
         return {}
@@ -161,4 +179,7 @@ def traffic_metrics(taken: Iterable[Sums | None]) -> dict[str, float]:
         metrics["perf/request_decode_tokens_per_sec"] = decoded / max(total("decode_s"), 1e-9)
     if read := total("prompt_tokens"):
         metrics["perf/prefix_cache_hit_rate"] = total("cached_tokens") / read
+    if verified := total("verified"):
+        metrics["rollout/spec_accept_length"] = 1.0 + total("accepted") / verified
+        metrics["rollout/spec_accept_rate"] = total("accepted") / max(total("proposed"), 1.0)
     return metrics

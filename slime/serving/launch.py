@@ -48,6 +48,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
     from slime.compat import (
+        sglang_draft,
         sglang_flush_all,
         sglang_fresh_router,
         sglang_memory_gate,
@@ -70,6 +71,8 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_version_prefixes.register()
     if sglang_routed_experts.FLAG in arguments:
         sglang_routed_experts.register()
+    if value_of(arguments, sglang_draft.FLAG, ""):
+        sglang_draft.register()
     if int(value_of(arguments, sglang_stages.FLAG, "1")) > 1:
         sglang_stages.register()
     if sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, "")):

@@ -34,6 +34,7 @@ from slime.settings.groups.reward import RewardSettings
 from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.groups.routing import RoutingSettings
 from slime.settings.groups.serving import ServingSettings
+from slime.settings.groups.speculation import SpeculationSettings
 from slime.settings.groups.teacher import TeacherSettings
 from slime.settings.groups.topology import TopologySettings
 from slime.settings.groups.training import TrainingSettings
@@ -59,6 +60,7 @@ class Args(
     AlgorithmSettings,
     OffPolicySettings,
     RoutingSettings,
+    SpeculationSettings,
     TeacherSettings,
     CriticSettings,
     ParameterSettings,

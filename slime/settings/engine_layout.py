@@ -48,6 +48,7 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True)
         dp_lm_head=dp_size > 1 and bool(sglang.get("enable_dp_lm_head")),
         whole_dense_mlp=dense == 1 and tp_size > 1,
         stage_layers=_stages(os.environ.get(STAGES_ENV)) if pp_size > 1 and trained else (),
+        draft=bool(sglang.get("speculative_algorithm")),
     )
 
 

@@ -39,6 +39,13 @@ def layout_problem_of(hf_checkpoint: str, layout: EngineLayout) -> str | None:
     return problem
 
 
+def mtp_problem_of(hf_checkpoint: str) -> str | None:
+    """Why a checkpoint has no layer of multi-token prediction that is trained, in a half sentence; None if it has."""
+    models: Any = importlib.import_module(MODELS)
+    problem: str | None = models.mtp_problem(read_hf_config(hf_checkpoint))
+    return problem
+
+
 def prefix_problem_of(hf_checkpoint: str) -> str | None:
     """Why samples of a checkpoint cannot share a prefix, in a half sentence; None if they can."""
     models: Any = importlib.import_module(MODELS)

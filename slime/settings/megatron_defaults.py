@@ -89,7 +89,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "main_grads_dtype": ("float32", "sums of many micro-batches lose bits in bf16"),
-    **dict.fromkeys(("fp8", "fp4", "mtp_num_layers"), (None, "this release does not train it")),
+    **dict.fromkeys(("fp8", "fp4"), (None, "this release does not train it")),
     "cpu_offloading": (False, "needs Transformer Engine"),
 }
 """As `FIXED`, of settings that the trainer leaves to Megatron's default."""
@@ -101,6 +101,7 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "moe_token_dispatcher_type": ("alltoall", "it sends each token only to its experts"),
     "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
     "optimizer_offload_fraction": (1.0, "Megatron's launch default"),
+    "mtp_loss_scaling_factor": (0.2, "what scripts of RL expect that leave it out"),
     "gradient_accumulation_fusion": (True, "a GPU adds weight gradients in float32 inside the product; no Apex"),
     **FIXED,
 }

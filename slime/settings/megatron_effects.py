@@ -98,7 +98,7 @@ _ABSENT: Mapping[str, tuple[str, ...]] = {
         "use_mamba_mem_eff_path",
         "is_hybrid_model",
     ),
-    "heads for several tokens, which this release does not train": ("mtp_loss_scaling_factor", "mtp_standalone"),
+    "Megatron's own multi-token prediction; slime's stands with the output layer": ("mtp_standalone",),
     "weights that are drawn; here they come from the checkpoint": (
         "init_method_std",
         "embedding_init_method_std",
@@ -201,6 +201,7 @@ def _draws_graphs(s: Any) -> bool:
 
 
 _CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
+    (Need(lambda s: s.enable_mtp_training, "--enable-mtp-training"), ("mtp_num_layers", "mtp_loss_scaling_factor")),
     (Need(_balances, "--moe-aux-loss-coeff above 0"), ("moe_router_load_balancing_type",)),
     (
         Need(_is_on("num_moe_experts"), "a checkpoint with experts"),

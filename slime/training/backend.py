@@ -24,14 +24,13 @@ from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
-from slime.core.hf_config import read_hf_config
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
 from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
-from slime.training.model.config import training_dtype
+from slime.training.model.config import trained_config, training_dtype
 from slime.training.model.frozen import freeze_others, trained_names
 from slime.training.model.lora import Adapters
 from slime.training.model.policy import PolicyModel
@@ -48,14 +47,15 @@ from slime.training.state import hf_weights
 from slime.training.state.adapter_files import peft_knows, write_peft
 from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_export import export
-from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers
+from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers, with_duplicates_of
 from slime.training.state.memory_plan import MemoryPlan
 from slime.training.state.outgoing import TrainerWeights
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.state.sharded_model import ShardedModel
 from slime.training.state.sleeping import Held, Parts, build_sleeper
 from slime.training.step.critic import Critic
-from slime.training.step.loss import LogProbs, objective_of
+from slime.training.step.draft_loss import trained_objective
+from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
@@ -124,7 +124,7 @@ class MegatronBackend:
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
         if args.model_family is not None:
             load_family(args.model_family)
-        self.hf_config = read_hf_config(args.hf_checkpoint)
+        self.hf_config = trained_config(args)
         self.table = table_for(self.hf_config)
         self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
@@ -154,9 +154,8 @@ class MegatronBackend:
             metrics["train/shared_tokens"] = prepared.shared_fraction
         # The policy goes first: what its checks refuse leaves the critic alone, too.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
-            metrics |= train_on(
-                context, objective_of(self.args, self._algorithm), self._trainable, prepared, version=version
-            )
+            objective = trained_objective(self.args, self._algorithm)
+            metrics |= train_on(context, objective, self._trainable, prepared, version=version)
         if first.routing is not None:
             own = first.schedule.of_rank(context.dp_rank) if context.reports else ()
             metrics |= first.routing.metrics(batch, own)
@@ -287,8 +286,8 @@ class MegatronBackend:
                 pass
 
         writers = Writers(info.rank, info.world_size, dist.barrier)
-        tensors, carried = self.iter_hf_tensors(dtype), self.table.carries
-        export(directory, tensors, source=source, carried=carried, writers=writers, rest=rest)
+        tensors = with_duplicates_of(source, self.iter_hf_tensors(dtype), self.table.duplicates)
+        export(directory, tensors, source=source, carried=self.table.carries, writers=writers, rest=rest)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -332,7 +331,7 @@ class MegatronBackend:
         Collective; nothing on a CPU. Raises `ConfigError`, with the number that fits, if it cannot.
         """
         if self.device.type == "cuda":
-            objective, later = objective_of(self.args, self._algorithm), self._parts().num_later_bytes
+            objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
             peak = training_peak(self.args, self._context, objective, self._trainable, self.parallel_info, later)
             self._sleeper.expect_in_training(peak)
 

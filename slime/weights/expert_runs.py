@@ -39,12 +39,17 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
     """Where an engine of one rank holds each expert but the first; none of those that it would pad, or that the files
     hold stacked.
     """
+    from slime.models.common.table import DRAFT
     from slime.weights.engine_layout import held_as_given
     from slime.weights.holding import Share
 
     places: dict[str, tuple[str, int]] = {}
     for resident, held in table.resident.items():
-        if held[0].expert is None or not held_as_given(table, held, Share(), on_cpu=on_cpu):
+        if (
+            resident.startswith(DRAFT)
+            or held[0].expert is None
+            or not held_as_given(table, held, Share(), on_cpu=on_cpu)
+        ):
             continue
         start = 0
         for e in held:

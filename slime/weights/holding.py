@@ -7,7 +7,8 @@ Rules, of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_
 - attention is shared by the ranks of a DP group, and so is the embedding, unless it is whole (`Spread`); with
   `dp_lm_head` the output layer, too;
 - a rank holds the experts of its EP group, which lie next to each other, and of each what its place in the group says;
-- everything else is shared by all ranks of a stage, shared experts and dense MLPs among it.
+- everything else is shared by all ranks of a stage, shared experts and dense MLPs among it;
+- a draft, where there is one, is divided in the same way, and has embedding and output layer from the model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from slime.core.layout import EngineLayout, EngineRank
 from slime.models.common.spread import Head
-from slime.models.common.table import ATTENTION, EMBEDDING, HEAD, Entry, FamilyTable
+from slime.models.common.table import ATTENTION, DRAFT, EMBEDDING, HEAD, Entry, FamilyTable
 
 TIED_HEAD = "lm_head.weight"
 """How SGLang calls the output layer, where it is one beside the embedding that it is tied to."""
@@ -52,10 +53,15 @@ def holdings(
     """Every rank that holds a resident tensor of these entries, under which name, and what of it."""
     entry = held[0]
     name = entry.row.megatron
+    if entry.engine.startswith(DRAFT) and not layout.draft:
+        return
     stages = _stages(table, entry, layout)
     for rank in layout.ranks():
         if rank.pp_rank in stages:
-            yield rank, entry.engine, _holding(table, entry, layout, rank.tp_rank)
+            holding = _holding(table, entry, layout, rank.tp_rank)
+            yield rank, entry.engine, holding
+            if layout.draft and name in (EMBEDDING, HEAD):
+                yield rank, DRAFT + entry.engine, holding
         if name == EMBEDDING and table.tied and rank.pp_rank and rank.pp_rank == layout.pp_size - 1:
             yield rank, TIED_HEAD, Holding(_head(layout, rank.tp_rank))
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from slime.core.batch import TrainBatch
 from slime.training.backend import MegatronBackend
 from slime.training.state import hf_weights
-from slime.training.step.loss import LogProbs, objective_of
+from slime.training.step.draft_loss import trained_objective
+from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch
 from slime.training.step.optimizer import Trainable, zero_grad
 from slime.training.step.train import forward_batch, run_step
@@ -49,7 +50,7 @@ class MeasuredBackend(MegatronBackend):
 
         A training step leaves each data-parallel rank with its own shard of the gradients only.
         """
-        trainable, objective = self._trainable, objective_of(self.args, self._algorithm)
+        trainable, objective = self._trainable, trained_objective(self.args, self._algorithm)
         zero_grad(trainable)
         run_step(self._context, objective, trainable, prepared, prepared.schedule.steps[0], None)
         gather_grads(trainable)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from slime.core.hf_config import HfConfig
@@ -155,8 +156,11 @@ def decoder_table(
     prefix: str = "model.",
     carried: tuple[str, ...] = (),
     spread: Spread = PLAIN,
+    mtp: Rows = (),
+    duplicates: Mapping[str, str] = MappingProxyType({}),
 ) -> FamilyTable:
-    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: the rows of that layer."""
+    """Embedding, layers, final norm and output layer. `layer(sizes, number)`: rows of that layer; `mtp`, `duplicates`:
+    as in the table."""
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
     tied = bool(hf_config.get("tie_word_embeddings", False))
@@ -168,6 +172,8 @@ def decoder_table(
         layers=tuple(at_layer(layer(sizes, number), prefix) for number in range(sizes.num_layers)),
         after=(norm("decoder.final_layernorm", f"{prefix}norm", hidden), *(() if tied else (output,))),
         tied=tied,
+        mtp=mtp,
+        duplicates=duplicates,
         carried=carried,
         spread=spread,
     )

@@ -34,6 +34,9 @@ HEAD = "output_layer.weight"
 """Megatron's name of the output layer."""
 ATTENTION = ".self_attention."
 """In Megatron's names of what attention, or what stands in its place, consists of."""
+DRAFT = "draft."
+"""Before the name of a resident tensor of the draft, a model that an engine may serve beside the one that is trained:
+SGLang reports it so."""
 
 
 class Unit(str, Enum):
@@ -206,8 +209,13 @@ class FamilyTable:
     """Behind the layers: final norm, output layer."""
     tied: bool
     """The output layer shares the embedding: no row of its own, neither in Megatron nor in the engine."""
+    mtp: tuple[Row, ...] = ()
+    """Of the layer of multi-token prediction, where it is trained; an engine holds them in its draft, if it has one."""
+    duplicates: Mapping[str, str] = field(default_factory=dict)
+    """HF tensors that files hold a second time -> the first, from which they are written. They are not read."""
     carried: tuple[str, ...] = ()
-    """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source."""
+    """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source, and of
+    an engine's resident tensors that no weight sync brings."""
     spread: Spread = PLAIN
     """How an engine may spread it over ranks."""
     entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
@@ -224,7 +232,7 @@ class FamilyTable:
 
     def _expand(self) -> Iterable[Entry]:
         yield from (Entry.of(row, None) for row in self.before)
-        for layer, rows in enumerate(self.layers):
+        for layer, rows in (*enumerate(self.layers), (None, self.mtp)):
             for row in rows:
                 experts = range(self.sizes.num_experts) if EXPERT in row.megatron else (None,)
                 yield from (Entry.of(row, layer, expert) for expert in experts)
@@ -329,7 +337,8 @@ class FamilyTable:
     def ignores(self, hf_name: str) -> bool:
         """Whether a HF tensor of a checkpoint is none of the trainer's: carried, redundant or a rotary buffer."""
         redundant = self.tied and hf_name.endswith("lm_head.weight")
-        return redundant or hf_name.endswith("rotary_emb.inv_freq") or self.carries(hf_name)
+        buffer = hf_name.endswith("rotary_emb.inv_freq")
+        return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -9,6 +9,7 @@ from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.experts import sigmoid_experts
 from slime.models.common.flops import AttentionCost
+from slime.models.common.mtp import only_layer, trains_mtp
 from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable
 from slime.models.deepseek.flops import latent_cost
@@ -58,7 +59,12 @@ class DeepSeek(Family):
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """See `weights`."""
-        return deepseek_table(hf_config, self.spread(hf_config))
+        mtp = self.mtp_config(hf_config) if trains_mtp(hf_config) else None
+        return deepseek_table(hf_config, self.spread(hf_config), mtp)
+
+    def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
+        """Not in GLM-5, whose layer chooses keys with an indexer."""
+        return None if indexer_kinds(hf_config) else only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
         """In stages, the last one has the output layer; each one in GLM-4.7-Flash."""

@@ -12,6 +12,7 @@ import dataclasses
 
 from slime.core.hf_config import HfConfig
 from slime.models.common.hf_config import is_sparse
+from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows
 from slime.models.common.rows import Rows, column, copy, decoder_table, experts, mlp, norm, pre_norm, row
 from slime.models.common.spread import Spread
 from slime.models.common.table import FamilyTable, ModelSizes, Unit
@@ -66,30 +67,35 @@ def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
     return tuple(dataclasses.replace(row, trained=False) for row in rows)
 
 
-def deepseek_table(hf_config: HfConfig, spread: Spread) -> FamilyTable:
-    """Rows of a model with latent attention, whose first layers are dense and whose others have experts."""
+def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
+    """Rows of a model with latent attention, whose first layers are dense and whose others have experts. `mtp`: the
+    config of its layer of multi-token prediction, if that is trained.
+    """
     kinds = indexer_kinds(hf_config)
 
     def layer(s: ModelSizes, number: int) -> Rows:
-        if is_sparse(hf_config, number):
-            size = int(hf_config.get("n_shared_experts") or 0) * s.moe_intermediate_size
-            shared = ("mlp.shared_experts", size) if size else None
-            mlp_rows = experts(s, bias="mlp.gate.e_score_correction_bias", shared=shared)
-        else:
-            mlp_rows = mlp(s.hidden_size, s.intermediate_size)
         full = bool(kinds) and kinds[number] == "full"
-        return pre_norm(s.hidden_size, latent_attention(s, hf_config, indexer=full), mlp_rows)
+        return _layer(s, hf_config, number, indexer=full)
 
     num_layers = int(hf_config["num_hidden_layers"])
-    mtp = range(num_layers, num_layers + int(hf_config.get("num_nextn_predict_layers") or 0))
     without = [number for number, kind in enumerate(kinds) if kind == "shared"]
-    return decoder_table(
-        hf_config,
-        layer,
-        carried=(
-            *(rf"model\.layers\.{number}\." for number in mtp),
-            # Engines make an indexer for these layers, too, and do not use it.
-            *(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without),
-        ),
-        spread=spread,
-    )
+    # Engines make an indexer for these layers, too, and do not use it.
+    carried = tuple(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without)
+    if mtp is not None:
+        sizes = ModelSizes.from_hf(hf_config)
+        rows, duplicates = (
+            deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, num_layers),
+            deepseek_duplicates(num_layers),
+        )
+        return decoder_table(hf_config, layer, carried=carried, spread=spread, mtp=rows, duplicates=duplicates)
+    return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
+
+
+def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = False) -> Rows:
+    if is_sparse(config, number):
+        size = int(config.get("n_shared_experts") or 0) * s.moe_intermediate_size
+        shared = ("mlp.shared_experts", size) if size else None
+        mlp_rows = experts(s, bias="mlp.gate.e_score_correction_bias", shared=shared)
+    else:
+        mlp_rows = mlp(s.hidden_size, s.intermediate_size)
+    return pre_norm(s.hidden_size, latent_attention(s, config, indexer=indexer), mlp_rows)

@@ -9,6 +9,7 @@ from slime.core.hf_config import HfConfig
 from slime.models import FAMILIES
 from slime.models.common.experts import sigmoid_experts
 from slime.models.common.hf_config import is_sparse, rotary_percent
+from slime.models.common.mtp import carried_mtp, deepseek_duplicates, deepseek_rows, only_layer, trains_mtp
 from slime.models.common.rows import Rows, attention, decoder_table, experts, mlp, pre_norm
 from slime.models.common.spread import Head, Spread
 from slime.models.common.table import FamilyTable, ModelSizes
@@ -34,25 +35,35 @@ class Glm4Moe(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """The layers of multi-token prediction, after the last, are carried along."""
-        bias, qk_norm = bool(hf_config.get("attention_bias", False)), bool(hf_config.get("use_qk_norm", False))
-        shared = int(hf_config.get("n_shared_experts") or 0)
+        """The layer of multi-token prediction, after the last, is carried along where it is not trained."""
+        mtp = self.mtp_config(hf_config) if trains_mtp(hf_config) else None
 
         def layer(s: ModelSizes, number: int) -> Rows:
-            features = ("mlp.shared_experts", shared * s.moe_intermediate_size) if shared else None
-            sparse = is_sparse(hf_config, number)
-            return pre_norm(
-                s.hidden_size,
-                attention(s, qkv_bias=bias, qk_norm=qk_norm),
-                experts(s, bias="mlp.gate.e_score_correction_bias", shared=features)
-                if sparse
-                else mlp(s.hidden_size, s.intermediate_size),
-            )
+            return _layer(s, hf_config, number)
 
-        num_layers, predicted = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
-        carried = tuple(rf"model\.layers\.{num_layers + i}\." for i in range(predicted))
-        return decoder_table(hf_config, layer, carried=carried, spread=self.spread(hf_config))
+        if mtp is None:
+            return decoder_table(hf_config, layer, carried=carried_mtp(hf_config), spread=self.spread(hf_config))
+        sizes, number = ModelSizes.from_hf(hf_config), int(hf_config["num_hidden_layers"])
+        rows, duplicates = deepseek_rows(_layer(sizes, mtp, 0), sizes.hidden_size, number), deepseek_duplicates(number)
+        return decoder_table(hf_config, layer, spread=self.spread(hf_config), mtp=rows, duplicates=duplicates)
+
+    def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
+        """As DeepSeek-V3's."""
+        return only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
         """In stages, each one has an output layer."""
         return Spread(dp_attention=True, stages=Head.EVERY, whole_dense_mlp=True)
+
+
+def _layer(s: ModelSizes, config: HfConfig, number: int) -> Rows:
+    bias, qk_norm = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
+    shared = int(config.get("n_shared_experts") or 0)
+    features = ("mlp.shared_experts", shared * s.moe_intermediate_size) if shared else None
+    return pre_norm(
+        s.hidden_size,
+        attention(s, qkv_bias=bias, qk_norm=qk_norm),
+        experts(s, bias="mlp.gate.e_score_correction_bias", shared=features)
+        if is_sparse(config, number)
+        else mlp(s.hidden_size, s.intermediate_size),
+    )

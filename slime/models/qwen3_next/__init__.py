@@ -11,6 +11,7 @@ from slime.core.hf_config import HfConfig, num_experts_of
 from slime.models import FAMILIES
 from slime.models.common.experts import softmax_experts
 from slime.models.common.flops import AttentionCost
+from slime.models.common.mtp import trains_mtp
 from slime.models.common.spread import Spread
 from slime.models.common.table import FamilyTable
 from slime.models.family import Family
@@ -95,7 +96,14 @@ class Qwen3Next(Family):
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         """See `weights`."""
-        return qwen_next_table(hf_config, self.spread(hf_config))
+        mtp = self.mtp_config(hf_config) if trains_mtp(hf_config) else None
+        return qwen_next_table(hf_config, self.spread(hf_config), mtp)
+
+    def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
+        """One layer with full attention. Files of Qwen3-Next have it, though its config does not say so."""
+        if int(hf_config.get("mtp_num_hidden_layers", 1)) != 1:
+            return None
+        return {**hf_config, "layer_types": ["full_attention"], "full_attention_interval": 1}
 
     def spread(self, hf_config: HfConfig) -> Spread:
         """Qwen3.5 and 3.6 come inside multimodal models, whose embedding spreads in a way of its own.

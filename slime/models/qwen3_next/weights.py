@@ -11,6 +11,7 @@ import dataclasses
 
 from slime.core.hf_config import HfConfig
 from slime.models.common.hf_config import is_sparse
+from slime.models.common.mtp import CARRIED_DRAFT, as_draft, head_rows, layer_rows
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, experts, mlp, pre_norm, row
 from slime.models.common.spread import Spread
 from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row
@@ -20,27 +21,45 @@ CARRIED = (r"mtp\.", r"(model\.)?visual\.")
 """HF tensors for multi-token prediction and of the vision tower."""
 
 
-def qwen_next_table(hf_config: HfConfig, spread: Spread) -> FamilyTable:
-    """Rows of a Qwen3-Next or of the language model of a Qwen3.5 or 3.6."""
-    wrapped = bool(hf_config.get("wrapper_type"))
+def qwen_next_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
+    """Rows of a Qwen3-Next or of the language model of a Qwen3.5 or 3.6. `mtp`: the config of its layer of multi-token
+    prediction, if that is trained.
+    """
 
     def layer(s: ModelSizes, number: int) -> Rows:
-        linear = is_linear(hf_config, number)
-        mixer = delta_net(hf_config, s.hidden_size) if linear else attention(s, qk_norm=True, gated=True)
-        if not is_sparse(hf_config, number):
-            return pre_norm(s.hidden_size, mixer, mlp(s.hidden_size, s.intermediate_size))
-        size = int(hf_config["shared_expert_intermediate_size"])
-        rows = experts(s, shared=("mlp.shared_expert", size), shared_gate="mlp.shared_expert_gate.weight")
-        return pre_norm(s.hidden_size, mixer, tuple(map(_stacked, rows)) if hf_config.get("_stacked_experts") else rows)
+        return _layer(s, hf_config, number, stacked=bool(hf_config.get("_stacked_experts")))
 
-    prefix = "model.language_model." if wrapped else "model."
-    table = decoder_table(hf_config, layer, prefix=prefix, carried=CARRIED, spread=spread)
+    prefix = "model.language_model." if hf_config.get("wrapper_type") else "model."
+    carried = (*CARRIED, CARRIED_DRAFT) if mtp is None else CARRIED[1:]
+    table = decoder_table(hf_config, layer, prefix=prefix, carried=carried, spread=spread)
     return dataclasses.replace(
         table,
         before=tuple(map(_as_served, table.before)),
         layers=tuple(tuple(map(_as_served, rows)) for rows in table.layers),
         after=tuple(map(_as_served, table.after)),
+        mtp=() if mtp is None else _mtp_rows(mtp),
     )
+
+
+def _layer(s: ModelSizes, config: HfConfig, number: int, *, stacked: bool) -> Rows:
+    linear = is_linear(config, number)
+    mixer = delta_net(config, s.hidden_size) if linear else attention(s, qk_norm=True, gated=True)
+    if not is_sparse(config, number):
+        return pre_norm(s.hidden_size, mixer, mlp(s.hidden_size, s.intermediate_size))
+    size = int(config["shared_expert_intermediate_size"])
+    rows = experts(s, shared=("mlp.shared_expert", size), shared_gate="mlp.shared_expert_gate.weight")
+    return pre_norm(s.hidden_size, mixer, tuple(map(_stacked, rows)) if stacked else rows)
+
+
+def _mtp_rows(config: HfConfig) -> Rows:
+    """The draft is a model of one layer, with the norms and the projection ahead of it beside that model."""
+    s = ModelSizes.from_hf(config)
+    names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+    around = map(_as_served, head_rows(s.hidden_size, names))
+    *before, last = as_draft(around, lambda name: name.replace("mtp.norm", "model.norm").removeprefix("mtp."))
+    rows = _layer(s, config, 0, stacked=bool(config.get("_stacked_mtp_experts")))
+    layer = as_draft(map(_as_served, layer_rows(rows, "mtp.layers.0.", "model.layers.0.")))
+    return (*before, *layer, last)
 
 
 def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
@@ -95,5 +114,6 @@ def _as_served(row: Row) -> Row:
 
     engine = resident(row.engine)
     # Its zero-centred norms keep what they multiply with, weight plus one, beside the weight.
-    plus_one = engine.replace("norm.weight", "norm.gemma_weight") if row.megatron.endswith("layernorm.weight") else ""
+    zero_centred = row.megatron.endswith("norm.weight") and not row.megatron.endswith("out_norm.weight")
+    plus_one = f"{engine.removesuffix('weight')}gemma_weight" if zero_centred else ""
     return dataclasses.replace(row, engine=engine, engines=tuple(map(resident, row.engines)), plus_one=plus_one)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "quantization": (None,),
-    "speculative_algorithm": (None,),
     "enable_eplb": (None, False),
     "init_expert_location": (None, "trivial"),
     "ep_num_redundant_experts": (None, 0),
@@ -63,7 +62,7 @@ def _engines(args: Args) -> Iterator[_Engines]:
 
 
 def synced_engines(args: Args) -> Iterator[_Engines]:
-    """Those that the trainer sends weights to."""
+    """Those that the trainer sends weights to. Of their drafts `slime.settings.groups.speculation` speaks."""
     return (engines for engines in _engines(args) if engines.model.trained and not args.debug_rollout_only)
 
 

@@ -22,11 +22,13 @@ from slime.core.hf_config import HfConfig
 from slime.models import Family, family_of, table_for
 from slime.models.common.hf_config import rope_of
 from slime.models.common.layers import rotates_by_megatron
+from slime.models.common.mtp import trains_mtp
+from slime.models.common.mtp_layer import MultiTokenHead
 from slime.models.common.rotary import Rotary, attention_factor, inverse_frequencies
 from slime.settings.args import Args
 from slime.training.model.config import transformer_config
 from slime.training.model.fake_quantised import fake_quantise
-from slime.training.model.layers import decoder_spec
+from slime.training.model.layers import decoder_spec, mtp_layer_spec
 from slime.training.model.log_probs import VocabShard
 from slime.training.model.policy import PolicyModel
 
@@ -117,6 +119,13 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.layer_offset = offset
+    with_mtp = trains_mtp(hf_config)
+    if with_mtp and model.post_process:
+        model.mtp = MultiTokenHead(config, mtp_layer_spec(family, config, hf_config), vp_stage)
+    model.borrows_embedding = (
+        with_mtp and config.pipeline_model_parallel_size > 1 and not model.share_embeddings_and_output_weights
+    )
+    model.lent_embedding = None
     local = padded // tp_size
     start = tp_rank * local
     group = mpu.get_tensor_model_parallel_group() if tp_size > 1 else None

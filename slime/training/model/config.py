@@ -18,6 +18,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.core.hf_config import read_hf_config
+from slime.models.common.mtp import with_mtp
+from slime.settings.args import Args
 from slime.settings.megatron_defaults import FIXED
 from slime.settings.schema import flags_of_owner
 from slime.training.parallel import ParallelSizes
@@ -33,6 +36,12 @@ def fixed(config: type) -> dict[str, Any]:
     """What the trainer fixes of a Megatron config class; `slime.settings` refuses flags that say otherwise."""
     names = {field.name for field in dataclasses.fields(config)}
     return {name: value for name, (value, _) in FIXED.items() if name in names}
+
+
+def trained_config(args: Args) -> dict[str, Any]:
+    """The checkpoint's `config.json`, for a model with multi-token prediction if that is trained."""
+    hf_config = read_hf_config(args.hf_checkpoint)
+    return dict(with_mtp(hf_config)) if args.enable_mtp_training else hf_config
 
 
 def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
@@ -63,6 +72,7 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
         # denominators of the whole step, so the sum over ranks is the gradient. The user's flag of this name is ours.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
+        mtp_num_layers=None,  # multi-token prediction is slime's own
         experimental_attention_variant=None,  # layers are the families' own; Megatron's would refuse a split context
     )
     if sizes.vp > 1:

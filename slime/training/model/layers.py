@@ -9,6 +9,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import Family
 from slime.models.common.norm import RMSNorm
@@ -17,18 +18,37 @@ from slime.models.common.routing_replay import RoutedLayer
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:
     """One specification per layer: pre-norm, with the attention and the MLP or experts that the family names."""
-    base = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
 
     def layer(number: int) -> ModuleSpec:
-        parts = dataclasses.replace(
-            base.submodules,
-            input_layernorm=RMSNorm,
-            pre_mlp_layernorm=RMSNorm,
-            self_attention=family.attention(config, hf_config, number, base.submodules.self_attention),
-            mlp=family.mlp(config, hf_config, number, base.submodules.mlp),
-        )
-        return ModuleSpec(module=RoutedLayer if config.num_moe_experts else base.module, submodules=parts)
+        spec = _layer(family, config, hf_config, number)
+        return dataclasses.replace(spec, module=RoutedLayer) if config.num_moe_experts else spec
 
     return TransformerBlockSubmodules(
         layer_specs=[layer(number) for number in range(config.num_layers)], layer_norm=RMSNorm
     )
+
+
+def mtp_layer_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> ModuleSpec:
+    """The layer of multi-token prediction, whose router chooses by itself: engines record no choice of their draft.
+
+    Raises `ConfigError` where the checkpoint has none that is trained.
+    """
+    mtp = family.mtp_config(hf_config)
+    if mtp is None:
+        raise ConfigError(
+            f"got --enable-mtp-training for a {hf_config.get('model_type')} without a layer of multi-token prediction "
+            "that is trained; leave the flag out"
+        )
+    return _layer(family, config, mtp, 0)
+
+
+def _layer(family: Family, config: TransformerConfig, hf_config: HfConfig, number: int) -> ModuleSpec:
+    base = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = dataclasses.replace(
+        base.submodules,
+        input_layernorm=RMSNorm,
+        pre_mlp_layernorm=RMSNorm,
+        self_attention=family.attention(config, hf_config, number, base.submodules.self_attention),
+        mlp=family.mlp(config, hf_config, number, base.submodules.mlp),
+    )
+    return ModuleSpec(module=base.module, submodules=parts)

@@ -67,14 +67,17 @@ class TokenScores:
     """[T] nats, of the whole distribution, no gradient; equals `log_probs` without top-p and top-k."""
     outside: Tensor
     """[T] bool: the target lay outside the kept set and was added to it."""
+    draft_log_probs: Tensor | None = None
+    """[T] nats, by multi-token prediction, which sees one token less; None if not asked for."""
 
     def at(self, answers: Tensor | None) -> TokenScores:
         """The scores that `answers` [R] int64 name, each perhaps several times; None: all, in order."""
         if answers is None:
             return self
         entropy = None if self.entropy is None else self.entropy.index_select(0, answers)
-        others = (x.index_select(0, answers) for x in (self.full_log_probs, self.outside))
-        return TokenScores(self.log_probs.index_select(0, answers), entropy, *others)
+        ahead = None if self.draft_log_probs is None else self.draft_log_probs.index_select(0, answers)
+        full, outside = (x.index_select(0, answers) for x in (self.full_log_probs, self.outside))
+        return TokenScores(self.log_probs.index_select(0, answers), entropy, full, outside, ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ token.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Unpack
 
 import torch
@@ -18,9 +19,18 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from slime.models.common.attention import PackedSequences
+from slime.models.common.mtp_layer import MultiTokenHead, following
 from slime.models.common.rotary import Rotary
 from slime.ops.repeats import repeat_rows
-from slime.training.model.log_probs import ScoreOptions, TokenScores, VocabShard, score_tokens, token_values
+from slime.training.model.draft import embedded_tokens
+from slime.training.model.log_probs import (
+    DEFAULT_CHUNK_TOKENS,
+    ScoreOptions,
+    TokenScores,
+    VocabShard,
+    score_tokens,
+    token_values,
+)
 
 
 class PolicyModel(GPTModel):
@@ -31,6 +41,12 @@ class PolicyModel(GPTModel):
     """Number of the first layer of this chunk in the whole model."""
     rotary: Rotary | None = None
     """Of all layers; None where each makes its own."""
+    mtp: MultiTokenHead
+    """On the last chunk, where multi-token prediction is trained; else there is none."""
+    borrows_embedding: bool
+    """Whether multi-token prediction is trained, and the last stage has no embedding."""
+    lent_embedding: Tensor | None
+    """[V_local, H] on that stage, during a step; see `draft`."""
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks parameters for Megatron as its own method does, without the exchange of weights, which come later.
@@ -61,31 +77,40 @@ class PolicyModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
-        """tokens, position_ids [T] -> last hidden states [T, H] (whole row, also under sequence parallelism).
-
-        Under context parallelism the states are those of this rank's part, [T / cp, H]; `packed.shard` knows which.
-        The backward pass of the returned tensor sums what the tensor-parallel ranks add to it. Of a chunk that is not
-        the last: what goes to the next, [T_local, 1, H].
-        """
+    def states(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
+        """tokens, position_ids [T] -> what the chunk's last layer gives, [T_local, 1, H], of this rank's part."""
         if self.rotary is not None and packed.rotary is None:
             assert packed.positions is not None, "a packed row knows the positions of its tokens"
             packed.rotary = self.rotary.of(packed.positions)
         if packed.shard is not None:
             tokens, position_ids = (x.index_select(0, packed.shard.positions) for x in (tokens, position_ids))
-        out = super().forward(
+        out: Tensor = super().forward(
             input_ids=tokens.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             attention_mask=None,
             packed_seq_params=packed,
         )
-        if not self.post_process:
-            return out
+        return out
+
+    def gathered(self, states: Tensor) -> Tensor:
+        """states [T_local, 1, H] of the last chunk -> [T, H], the whole row also under sequence parallelism.
+
+        The backward pass of the returned tensor sums what the tensor-parallel ranks add to it.
+        """
         if self.config.sequence_parallel:
-            out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=True)
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True)
         else:
-            out = copy_to_tensor_model_parallel_region(out)
-        return out.squeeze(1)
+            states = copy_to_tensor_model_parallel_region(states)
+        return states.squeeze(1)
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
+        """tokens, position_ids [T] -> last hidden states [T, H] (whole row, also under sequence parallelism).
+
+        Under context parallelism the states are those of this rank's part, [T / cp, H]; `packed.shard` knows which.
+        Of a chunk that is not the last: what goes to the next, [T_local, 1, H].
+        """
+        out = self.states(tokens, position_ids, packed)
+        return self.gathered(out) if self.post_process else out
 
     def forward(
         self,
@@ -95,28 +120,63 @@ class PolicyModel(GPTModel):
         positions: Tensor,
         target_tokens: Tensor,
         answers: Tensor | None = None,
+        draft: bool = False,
         **options: Unpack[ScoreOptions],
     ) -> Tensor | TokenScores:
         """Scores float32 [U] of `target_tokens` [U] predicted at `positions` [U] of a row; see `score_tokens`. With
-        `answers` those of them that it names, [R].
+        `answers` those of them that it names, [R]. `draft`: with `draft_log_probs`.
 
         Each context-parallel rank evaluates the positions that it holds, and all of them get all results. A chunk that
         is not the last returns the hidden states for the next.
         """
-        hidden = self.hidden(tokens, position_ids, packed)
+        states = self.states(tokens, position_ids, packed)
         if not self.post_process:
-            return hidden
-        return self._scores(hidden, packed, positions, target_tokens, options).at(answers)
+            return states
+        scores = self._scores(self.gathered(states), self.output_weight(), packed, positions, target_tokens, options)
+        if draft:
+            ahead = self._ahead(states.detach(), tokens, position_ids, packed, positions, target_tokens, options)
+            scores = dataclasses.replace(scores, draft_log_probs=ahead)
+        return scores.at(answers)
+
+    def _ahead(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        position_ids: Tensor,
+        packed: PackedSequences,
+        positions: Tensor,
+        target_tokens: Tensor,
+        options: ScoreOptions,
+    ) -> Tensor:
+        """Log-probs [U] of `target_tokens` [U] by multi-token prediction, one token before `positions` [U].
+
+        states [T_local, 1, H]: the model's, detached. Without meaning where a sequence has no token before that one.
+        """
+        next_tokens = following(tokens, packed.cu_seqlens_q)
+        if packed.shard is not None:
+            next_tokens = next_tokens.index_select(0, packed.shard.positions)
+        embedded = embedded_tokens(self, next_tokens)
+        hidden = self.gathered(self.mtp(states, embedded, packed))
+        before = positions - (position_ids.index_select(0, positions) > 0).long()
+        plain: ScoreOptions = {"chunk_tokens": options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)}
+        return self._scores(hidden, self.output_weight().detach(), packed, before, target_tokens, plain).log_probs
 
     def _scores(
-        self, hidden: Tensor, packed: PackedSequences, positions: Tensor, target_tokens: Tensor, options: ScoreOptions
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        packed: PackedSequences,
+        positions: Tensor,
+        target_tokens: Tensor,
+        options: ScoreOptions,
     ) -> TokenScores:
-        """hidden [T, H], of this rank's part under context parallelism -> scores [U] of the whole row."""
+        """hidden [T, H], of this rank's part under context parallelism; weight [V_local, H] -> scores [U] of the whole
+        row."""
         shard, size = packed.shard, positions.size(0)
         if shard is None:
             return score_tokens(
                 _picked(hidden, packed, positions),
-                self.output_weight(),
+                weight,
                 target_tokens,
                 self.shard,
                 into_main_grad=self.config.gradient_accumulation_fusion,
@@ -125,7 +185,7 @@ class PolicyModel(GPTModel):
         which, positions = shard.owned(positions)
         scores = score_tokens(
             _picked(hidden, packed, positions),
-            self.output_weight(),
+            weight,
             target_tokens.index_select(0, which),
             self.shard,
             into_main_grad=self.config.gradient_accumulation_fusion,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -210,6 +210,25 @@ def write_hf(
     _name_files(directory, [names for names in files if names], sum(written_bytes.values()))
     plain = Counter({dtype: num for dtype, num in written_bytes.items() if dtype not in _CODES})
     _write_config(directory / "config.json", max(plain, key=lambda d: plain[d], default=None), quantization)
+
+
+def with_duplicates(
+    tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], wanted: Container[str]
+) -> Iterable[tuple[str, Tensor]]:
+    """`tensors`, each with its duplicates in files (`FamilyTable.duplicates`) behind it, if they are `wanted`."""
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
+
+
+def with_duplicates_of(
+    source: Path, tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str]
+) -> Iterable[tuple[str, Tensor]]:
+    """The same with those duplicates that the checkpoint `source` has."""
+    if not duplicates:
+        return tensors
+    with HfReader(source) as read:
+        return with_duplicates(tensors, duplicates, frozenset(read.names))
 
 
 def _chained(

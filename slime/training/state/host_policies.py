@@ -20,6 +20,7 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
+from slime.models.common.mtp import PREFIX
 from slime.training.state.hf_weights import load_weights
 from slime.training.state.host_arena import HostArena, pin_for, room_of
 from slime.training.state.sharded_model import ShardedModel
@@ -58,8 +59,9 @@ class HostPolicies:
                 f"got {flag} {directory} of another family or architecture than the policy; use a model of the same "
                 "size"
             )
-        policy = self._rooms(self._parameters)
-        load_weights(self._model.base.at(policy), directory)
+        # Without multi-token prediction, of which nobody asks another policy.
+        policy = self._rooms(name for name in self._parameters if not name.startswith(PREFIX))
+        load_weights(self._model.base.within(other).at(policy), directory)
         self._policies[name] = policy
 
     def shift(self, newer: str, older: str) -> None:

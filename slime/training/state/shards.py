@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError
-from slime.core.hf_config import read_hf_config
+from slime.core.hf_config import HfConfig, read_hf_config
 from slime.models import table_for
+from slime.models.common.mtp import PREFIX, with_mtp
 from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.adapter_files import A, adapters_alone, merge, with_adapters
 from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
@@ -254,7 +255,12 @@ class OpenCheckpoint:
         self.reader = ShardReader(folder)
         self.assets = folder / HF
         self.hf_config = read_hf_config(str(self.assets))
-        self.table = table_for(self.hf_config)
+        self.table = self.table_of(self.hf_config)
+
+    def table_of(self, hf_config: HfConfig) -> FamilyTable:
+        """The table of a config, with the layer of multi-token prediction if that was trained."""
+        trained = any(name.startswith(PREFIX) for name in self.reader.names(MODEL))
+        return table_for(with_mtp(hf_config) if trained else hf_config)
 
     def iter_hf(self, role: str = MODEL) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) in table order, one at a time, adapters merged.

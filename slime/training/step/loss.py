@@ -66,6 +66,12 @@ class Objective(Evaluation, Protocol):
         """Of the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
 
 
+def nothing_of(objective: Objective, output: Any) -> Tensor:
+    """A loss of zero, whatever a model answered, that goes backward through all of its answers."""
+    answers = [*objective.results(output), getattr(output, "draft_log_probs", None)]
+    return torch.stack([answer.sum() for answer in answers if answer is not None]).sum() * 0.0
+
+
 def objective_of(args: Args, algorithm: Algorithm) -> Objective:
     """What the policy minimises, by `--loss-type`."""
     match args.loss_type:
@@ -108,6 +114,7 @@ class LogProbs:
             batch.asked_positions,
             batch.asked_tokens,
             batch.answers,
+            draft=trains and args.enable_mtp_training,
             temperature=float(args.rollout_temperature) if samples else 1.0,
             with_entropy=with_entropy,
             entropy_grad=with_entropy and bool(args.entropy_coef),

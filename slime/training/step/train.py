@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +34,9 @@ from slime.core.errors import HookError
 from slime.data.schedule import StepSchedule
 from slime.settings import Args
 from slime.training.model.config import training_dtype
+from slime.training.model.draft import lent_embedding
 from slime.training.parallel import ParallelInfo
-from slime.training.step.loss import Evaluation, LossParts, Objective, Sums
+from slime.training.step.loss import Evaluation, LossParts, Objective, Sums, nothing_of
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
@@ -196,7 +197,8 @@ def rehearse_step(context: StepContext, objective: Objective, trainable: Trainab
         _batches(context, prepared, step),
         step.num_micro_batches,
         evaluate=lambda chunk, batch: objective.evaluate(chunk, batch, trains=True),
-        finish=lambda _, output: torch.stack([result.sum() for result in objective.results(output)]).sum() * 0.0,
+        finish=lambda _, output: nothing_of(objective, output),
+        lends=True,
     )
     reduce_grads(trainable)
     zero_grad(trainable)
@@ -233,7 +235,7 @@ def run_step(
             parts = objective.loss(batch, output)
         except Exception as error:
             seen.failure = seen.failure or error
-            return objective.results(output)[0].sum() * 0.0
+            return nothing_of(objective, output)
         if context.reports:
             scores = [x.detach() for x in objective.results(output)]
             seen.add(batch, scores[0], parts)
@@ -247,6 +249,7 @@ def run_step(
         step.num_micro_batches,
         evaluate=lambda chunk, batch: objective.evaluate(chunk, batch, trains=True),
         finish=finish,
+        lends=True,
     )
     reduce_grads(trainable)  # before an error, too: reductions that overlap the backward pass are under way
     return _share(context, prepared, seen)
@@ -260,8 +263,10 @@ def _run_micro_batches(
     evaluate: Callable[[Any, MicroBatch], Any],
     finish: Finish,
     forward_only: bool = False,
+    lends: bool = False,
 ) -> None:
     """Forward passes, and backward passes unless `forward_only`, of `num_micro_batches` micro-batches. Collective.
+    `lends`: the last stage gets what multi-token prediction, if it is trained, needs of the first.
 
     `chunks`: this rank's model chunks in Megatron's data-parallel wrapper. `evaluate(chunk, micro_batch)`: the output
     of one chunk. Gradients are summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
@@ -276,7 +281,8 @@ def _run_micro_batches(
 
         return evaluate(chunk, batch), loss_of
 
-    with closing(batches), torch.set_grad_enabled(not forward_only):
+    embedding = lent_embedding(chunks) if lends else nullcontext()
+    with closing(batches), embedding, torch.set_grad_enabled(not forward_only):
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(itertools.tee(batches, len(chunks))),

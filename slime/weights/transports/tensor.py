@@ -96,10 +96,13 @@ class TensorChannel(Channel):
         return LOADER if runs else LOAD_FORMAT, gathered, owner
 
     def _runs(self, bucket: Bucket, receivers: Sequence[Receiver]) -> list[tuple[str, int]] | None:
-        """What the bucket travels as, if it has experts and every engine is of one rank."""
+        """What the bucket travels as, if it has experts and every engine is of one rank and without a draft: both of
+        its models are given all tensors, and a run names a tensor of one.
+        """
         if not any(name in self._places for name, _ in bucket.tensors):
             return None
-        if any(receiver.control.layout.num_ranks > 1 for receiver in receivers):
+        layouts = [receiver.control.layout for receiver in receivers]
+        if any(layout.num_ranks > 1 or layout.draft for layout in layouts):
             return None
         return named_runs(bucket.tensors, self._places)
 

@@ -12,11 +12,23 @@ import pytest
 
 from slime.observability.spans import read_trace, start_recording
 from slime.rollout.client import EngineClient
+from slime.rollout.generation import parse_drafts
 from slime.rollout.traffic import MOST_TRACED, ROWS, Sums, Traffic, traffic_metrics
 from slime.rollout.upstream import Try, Upstream
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
+
+
+def test_drafts_are_counted_by_passes_of_the_model() -> None:
+    traffic, one = Traffic(), Upstream("http://a", "a.", 0.0)
+    event = {"meta_info": {"spec_verify_ct": 4, "spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 12}}
+    for drafted in (parse_drafts(event), parse_drafts(event)):
+        assert drafted is not None
+        traffic.end(traffic.begin(1.0), Try(one, None, 1.0), 2.0, tokens=11, read=(3, 0), again=False, drafted=drafted)
+    found = traffic_metrics([traffic.take([one], 3.0)])
+    assert found["rollout/spec_accept_length"] == 2.5 and found["rollout/spec_accept_rate"] == 0.5
+    assert parse_drafts({"meta_info": {"completion_tokens": 3}}) is None, "an engine without a draft says nothing"
 
 
 def test_each_wait_is_between_two_moments_of_its_try() -> None:

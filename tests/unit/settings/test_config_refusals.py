@@ -200,8 +200,6 @@ def test_fake_quantised_weights_need_a_quantised_checkpoint(base: list[str]) -> 
     assert "trainer_weights" in parse_args([*base, "--trainer-weights", "fake-quantised"]).idle
 
 
-@pytest.mark.parametrize(
-    "flag", ["quantization fp8", "enable-eplb", "speculative-algorithm EAGLE", "ep-num-redundant-experts 2"]
-)
+@pytest.mark.parametrize("flag", ["quantization fp8", "enable-eplb", "ep-num-redundant-experts 2"])
 def test_engines_that_would_hold_other_tensors_are_refused(base: list[str], flag: str) -> None:
     assert "verifies after each sync" in refused([*base, *f"--sglang-{flag}".split()])

@@ -32,7 +32,6 @@ def test_a_layout_that_divides_is_taken(base: list[str], flags: str) -> None:
         (f"--actor-num-gpus-per-node 2 {PP2} --virtual-pipeline-model-parallel-size 2", "2 layers"),
         ("--actor-num-gpus-per-node 2 --expert-model-parallel-size 2", "0 experts"),
         ("--variable-seq-lengths", "drop the flag"),
-        ("--mtp-num-layers 1", "does not train"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(base: list[str], flags: str, said: str) -> None:

@@ -1,0 +1,277 @@
+"""Multi-token prediction trained by reinforcement learning and served as the draft: the real loop on one GPU.
+
+python -m benchmarks.mtp --out mtp.json --folder /tmp/mtp
+
+For a tiny DeepSeek-V3 and a tiny Qwen3-Next with random weights, side by side on one GPU: `train.py`, colocated, with
+SGLang's speculative decoding and --enable-mtp-training. The vocabulary is small and the output layer wide, so a token
+nearly says which one follows it, and the layer, which starts from noise, can learn to foresee it. Per step: its loss,
+tokens per pass of the model (`rollout/spec_accept_length`), the log-prob difference of trainer and engine; every
+weight sync compared the digests of model and draft.
+
+Behind it an engine of the exported checkpoint samples a prompt's continuation many times, with the trained draft: how
+often each second token followed the most frequent first one is compared with the probabilities that the engine
+itself told (chi-square). The exit status is 1 unless the acceptance length rose, the loss fell, and the statistic is
+within ten standard deviations of its mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ENGINE = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "mem_fraction_static": 0.45,
+    "max_total_tokens": 65536,
+    "max_running_requests": 128,
+    "cuda_graph_max_bs": 128,
+}
+SPECULATION = {
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 3,
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "moe_intermediate_size": 128,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "rope_theta": 10000.0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **COMMON,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_nextn_predict_layers": 1,
+    },
+    "qwen3_next": {
+        **COMMON,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "shared_expert_intermediate_size": 128,
+    },
+}
+WIDTHS = {"embed_tokens": 1.0, "lm_head": 0.18}
+"""What is wider than 0.02: a token's embedding outweighs what layers add, and its successors are few."""
+NARROW, NARROW_HEAD = 0.005, 0.002
+"""Of the layer of multi-token prediction, and of its projection: noise that learning soon outgrows."""
+
+
+def tensors_of(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Any]]:
+    """(HF name, bfloat16 tensor) of everything, multi-token prediction included."""
+    import torch
+
+    from slime.models import table_for
+    from slime.models.common.mtp import PREFIX, with_mtp
+
+    table, generator = table_for(with_mtp(config)), torch.Generator().manual_seed(seed)
+    zero_centred = config["model_type"] == "qwen3_next"
+    made: dict[str, Any] = {}
+    for name in table.hf_names:
+        shape, entry = table.shape_of(name), table.entry_of_hf(name)
+        if len(shape) == 1:
+            plain = 0.0 if name.endswith("bias") or (zero_centred and "linear_attn.norm" not in name) else 1.0
+            tensor = torch.full(shape, plain)
+        else:
+            std = next((width for part, width in WIDTHS.items() if part in name), 0.02)
+            if entry.megatron.startswith(PREFIX):
+                std = NARROW_HEAD if "eh_proj" in entry.megatron else NARROW
+            tensor = torch.empty(shape).normal_(0, std, generator=generator)
+        made[name] = tensor if entry.row.wide else tensor.bfloat16()
+        yield name, made[name]
+    yield from ((copy, made[source].clone()) for copy, source in table.duplicates.items())
+
+
+def write(folder: Path, family: str, seed: int) -> Path:
+    """A checkpoint with a tokenizer."""
+    from safetensors.torch import save_file
+
+    from tests.support.tiny import write_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(SHAPES[family], indent=2))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors_of(SHAPES[family], seed)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the loop; its metrics by step, and the end of its output where it failed."""
+    folder = options.folder / family
+    checkpoint = write(folder / "model", family, options.seed)
+    prompts = folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"{i * 7919 % 9973} {i * 104729 % 8191}", "label": ""}) for i in range(512)]
+    prompts.write_text("\n".join(lines) + "\n")
+    words = f"--hf-checkpoint {checkpoint} --device cuda --colocate --bf16"
+    words += f" --prompt-data {prompts} --input-key prompt --label-key label"
+    words += f" --custom-rm-path benchmarks.rewards:parity --advantage-estimator grpo --num-rollout {options.rollouts}"
+    words += " --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
+    words += f" --num-steps-per-rollout {options.updates} --max-tokens-per-gpu 16384 --lr {options.lr}"
+    words += f" --enable-mtp-training --run-dir {folder / 'run'} --save-hf {folder / 'hf'} --save-interval 1000"
+    for name, value in (ENGINE | SPECULATION | options.more.get(family, {})).items():
+        words += f" --sglang-{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+    log = options.folder / f"{family}.log"
+    with log.open("w") as output:
+        command = [sys.executable, "train.py", *words.split()]
+        code = subprocess.run(command, stdout=output, stderr=output, timeout=options.limit, env=os.environ).returncode
+    metrics = folder / "run" / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return {"exit_status": code, "steps": steps, "end_of_log": log.read_text()[-4000:] if code else ""}
+
+
+def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dict[str, Any]:
+    """Second tokens behind the most frequent first one, against the probabilities that the engine tells of them."""
+    from slime.rollout.client import EngineClient
+    from slime.serving.plain_http import request
+    from slime.serving.server import ServerSpec, SGLangServer
+
+    extra = ENGINE | SPECULATION | options.more.get(family, {})
+    server = SGLangServer(
+        ServerSpec(str(checkpoint), dtype="bfloat16", device="cuda", extra=extra),
+        log_path=options.folder / f"{family}-engine.log",
+    )
+    params = {"temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}
+
+    async def ask() -> list[Any]:
+        client = EngineClient(server.url, request_timeout_s=300)
+        try:
+            return await asyncio.gather(*(client.generate([2, 40, 41, 42], params) for _ in range(options.samples)))
+        finally:
+            await client.close()
+
+    try:
+        server.start()
+        server.wait_ready(timeout_s=300)
+        version = {"new_version": "1", "abort_all_requests": False}
+        request("POST", f"{server.url}/update_weight_version", version, timeout_s=30)
+        answers = asyncio.run(ask())
+    finally:
+        server.stop()
+    first = Counter(a.tokens[0] for a in answers).most_common(1)[0][0]
+    own = [a for a in answers if a.tokens[0] == first]
+    seen = Counter(a.tokens[1] for a in own)
+    told: dict[int, list[float]] = {}
+    for answer in own:
+        told.setdefault(answer.tokens[1], []).append(math.exp(answer.log_probs[1]))
+    return chi_square(seen, {token: sum(said) / len(said) for token, said in told.items()}, len(own))
+
+
+def chi_square(seen: Mapping[int, int], told: Mapping[int, float], num: int) -> dict[str, Any]:
+    """The statistic of tokens that are expected at least 20 times; all others are one."""
+    often = {token: p for token, p in told.items() if p * num >= 20}
+    cells = [(seen[token], p * num) for token, p in often.items()]
+    rest = 1.0 - sum(often.values())
+    if rest * num >= 5:
+        cells.append((num - sum(n for n, _ in cells), rest * num))
+    statistic, freedom = sum((n - e) ** 2 / e for n, e in cells), max(1, len(cells) - 1)
+    return {
+        "samples": num,
+        "cells": len(cells),
+        "statistic": statistic,
+        "sigmas": (statistic - freedom) / (2 * freedom) ** 0.5,
+    }
+
+
+def judged(record: Mapping[str, Any]) -> bool:
+    """Whether a family's draft learned, and leaves the distribution alone."""
+    lengths = [s["rollout/spec_accept_length"] for s in record["steps"] if "rollout/spec_accept_length" in s]
+    losses = [s["train/mtp_loss"] for s in record["steps"] if "train/mtp_loss" in s]
+    if record["exit_status"] or len(lengths) < 4 or len(losses) < 4:
+        return False
+    learned = lengths[-1] > lengths[0] + 0.2 and losses[-1] < losses[0] - 0.5
+    return learned and abs(record.get("followers", {}).get("sigmas", math.inf)) < 10
+
+
+def main() -> int:
+    """Prints the record, and writes it to `--out`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="for models, logs and runs")
+    parser.add_argument("--families", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rollouts", type=int, default=20)
+    parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout")
+    parser.add_argument("--samples", type=int, default=8192)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=400, help="seconds of one run")
+    parser.add_argument("--more", type=json.loads, default={}, help="family -> ServerArgs besides, as JSON")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+
+    def of_family(family: str) -> dict[str, Any]:
+        record = trained(family, options)
+        exported = sorted((options.folder / family / "hf").glob("**/config.json"))
+        if not record["exit_status"] and exported:
+            record["followers"] = followers(exported[-1].parent, options, family)
+        return record
+
+    with ThreadPoolExecutor(len(options.families)) as pool:
+        records = dict(zip(options.families, pool.map(of_family, options.families), strict=True))
+    good = {family: judged(record) for family, record in records.items()}
+    options.out.write_text(json.dumps({"good": good, "families": records}, indent=1))
+    for family, record in records.items():
+        told = ("train/mtp_loss", "rollout/spec_accept_length", "train/train_rollout_logprob_abs_diff")
+        print(family, "exit status", record["exit_status"], record.get("followers"), record["end_of_log"])
+        for step in record["steps"]:
+            print("  ", {name: round(step[name], 4) for name in told if name in step})
+    return 0 if all(good.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

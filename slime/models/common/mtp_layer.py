@@ -1,0 +1,73 @@
+"""The module of `slime.models.common.mtp`: norms, projection and one layer of the family, behind the model's last one.
+
+Nothing of the model itself gets a gradient from it: hidden states, embedding and output layer are taken as they are. So
+reinforcement learning moves the model as it would without the layer, which only learns to foresee it.
+
+Invariants
+1. The token that follows a sequence's last one in a packed row is never looked at.
+2. Under sequence parallelism each rank works on its part of the row, and gradients of what is whole on every rank are
+   summed over the ranks by Megatron, as those of norms are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.models.common.attention import PackedSequences
+from slime.models.common.norm import RMSNorm, current_device
+
+
+class MultiTokenLayer(torch.nn.Module):
+    """One layer of multi-token prediction."""
+
+    def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None) -> None:
+        """`layer`: the specification of the family's layer."""
+        super().__init__()
+        hidden, eps = config.hidden_size, config.layernorm_epsilon
+        self.enorm, self.hnorm = RMSNorm(config, hidden, eps=eps), RMSNorm(config, hidden, eps=eps)
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        self.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False, dtype=config.params_dtype, device=device)
+        self.eh_proj.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        extra: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
+        self.transformer_layer = build_module(layer, config=config, layer_number=1, **extra)
+        self.final_layernorm = RMSNorm(config, hidden, eps=eps)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+        """hidden, embedded [T_local, 1, H], of a token and of the one behind it -> normed states [T_local, 1, H]."""
+        both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
+        out, _ = self.transformer_layer(self.eh_proj(both), attention_mask=None, packed_seq_params=packed)
+        return self.final_layernorm(out)
+
+
+class MultiTokenHead(torch.nn.Module):
+    """The layers of multi-token prediction: one. Its names are Megatron's."""
+
+    def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None) -> None:
+        super().__init__()
+        self.sequence_parallel = bool(config.sequence_parallel)
+        self.layers = torch.nn.ModuleList([MultiTokenLayer(config, layer, vp_stage)])
+
+    def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
+        """hidden [T_local, 1, H]: of this rank, without a gradient; embedded [T, H]: of the tokens behind these, T all
+        that share the row by tokens, before sequence parallelism. Returns states [T_local, 1, H].
+        """
+        embedded = embedded.unsqueeze(1)
+        if self.sequence_parallel:
+            embedded = scatter_to_sequence_parallel_region(embedded)
+        states: Tensor = self.layers[0](hidden, embedded, packed)
+        return states
+
+
+def following(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """tokens [T] of a packed row -> [T] the token behind each; of a sequence's last one, itself.
+
+    `cu_seqlens` [N + 1]: where sequences begin, then T.
+    """
+    ends = cu_seqlens[1:].to(tokens.device, torch.int64) - 1
+    return tokens.roll(-1).index_copy(0, ends, tokens.index_select(0, ends))

@@ -1,0 +1,68 @@
+"""The embedding for multi-token prediction, on the pipeline stage that has the output layer.
+
+With several stages the first one has the embedding, and training changes it: `lent_embedding` brings the last stage a
+copy for a step. A tied embedding is there already.
+
+Invariants
+1. The copy lives as long as the step: nothing of it is kept, saved or synced.
+2. No gradient flows into the embedding from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slime.training.model.policy import PolicyModel
+
+
+@torch.no_grad()
+def embedded_tokens(chunk: PolicyModel, tokens: Tensor) -> Tensor:
+    """tokens [T], the same on all tensor-parallel ranks -> their embeddings [T, H], whole on each."""
+    weight, shard = _weight(chunk), chunk.shard
+    local, held = shard.local(tokens)
+    rows = weight.index_select(0, local).masked_fill_(~held.unsqueeze(1), 0)
+    return shard.all_reduce(rows)
+
+
+def _weight(chunk: PolicyModel) -> Tensor:
+    """[V_local, H]: this rank's rows of the embedding."""
+    if chunk.pre_process:
+        weight: Tensor = chunk.embedding.word_embeddings.weight
+    elif chunk.share_embeddings_and_output_weights:
+        weight = chunk.output_weight()
+    else:
+        assert chunk.lent_embedding is not None, "the embedding of another stage is lent for a step"
+        weight = chunk.lent_embedding
+    return weight.detach()
+
+
+@contextmanager
+def lent_embedding(chunks: Sequence[Any]) -> Iterator[None]:
+    """Gives the last stage the embedding of the first for a block, where it has none. Collective over a pipeline.
+
+    `chunks`: of this rank, in Megatron's data-parallel wrapper. Nothing where no stage trains multi-token prediction.
+    """
+    models: list[PolicyModel] = [chunk.module for chunk in chunks]
+    if not models[-1].borrows_embedding:
+        yield
+        return
+    group = mpu.get_pipeline_model_parallel_group()
+    first, last = dist.get_global_rank(group, 0), dist.get_global_rank(group, group.size() - 1)
+    if dist.get_rank() == first:
+        dist.send(models[0].embedding.word_embeddings.weight.detach(), dst=last, group=group)
+    elif dist.get_rank() == last:
+        weight = models[-1].output_layer.weight
+        models[-1].lent_embedding = torch.empty_like(weight, requires_grad=False)
+        dist.recv(models[-1].lent_embedding, src=first, group=group)
+    try:
+        yield
+    finally:
+        models[-1].lent_embedding = None
