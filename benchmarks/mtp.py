@@ -36,8 +36,9 @@ ENGINE = {
     "mem_fraction_static": 0.45,
     "max_total_tokens": 65536,
     "max_running_requests": 128,
-    "cuda_graph_max_bs": 128,
+    "disable_cuda_graph": True,
 }
+"""Without CUDA graphs: capturing takes a minute, and with a draft it imports DeepGEMM (SGLang 0.5.16)."""
 SPECULATION = {
     "speculative_algorithm": "NEXTN",
     "speculative_num_steps": 2,
@@ -154,8 +155,7 @@ def write(folder: Path, family: str, seed: int) -> Path:
 def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs the loop; its metrics by step, and the end of its output where it failed."""
     folder = options.folder / family
-    checkpoint = write(folder / "model", family, options.seed)
-    prompts = folder / "prompts.jsonl"
+    checkpoint, prompts = folder / "model", folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"{i * 7919 % 9973} {i * 104729 % 8191}", "label": ""}) for i in range(512)]
     prompts.write_text("\n".join(lines) + "\n")
     words = f"--hf-checkpoint {checkpoint} --device cuda --colocate --bf16"
@@ -261,6 +261,8 @@ def main() -> int:
             record["followers"] = followers(exported[-1].parent, options, family)
         return record
 
+    for family in options.families:  # here, because two threads that import transformers break each other's imports
+        write(options.folder / family / "model", family, options.seed)
     with ThreadPoolExecutor(len(options.families)) as pool:
         records = dict(zip(options.families, pool.map(of_family, options.families), strict=True))
     good = {family: judged(record) for family, record in records.items()}
