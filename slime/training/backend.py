@@ -128,7 +128,7 @@ class MegatronBackend:
         self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
         self.model = self._choose_trained(chunks)
-        hf_weights.load_weights(self.model.base, Path(args.hf_checkpoint))
+        hf_weights.load_weights(self.model.base, Path(args.initial_weights))
         self._trainable = build_trainable(chunks, self.model, megatron)
         self._others = OtherPolicies(args, self._trainable)
         self._critic = Critic.of(args, self._algorithm, self.device)

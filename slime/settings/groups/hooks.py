@@ -14,6 +14,12 @@ SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
 """Rollout function of supervised fine-tuning: rows become samples, no engine."""
 FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
 """The public name of `--fully-async`; its worker outlives a call, so that no function of one step could be it."""
+_PUBLIC_PATHS = {
+    "slime.rollout.sglang_rollout.generate_rollout": DEFAULT_ROLLOUT,
+    "slime.rollout.sft_rollout.generate_rollout": SFT_ROLLOUT,
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async": FULLY_ASYNC,
+}
+"""Names that the public slime has for the built-in functions."""
 TEACHER_HOOK = "slime.rollout.workflows.teacher.judge"
 """Sample hook that asks the server of `--opd-teacher-url`."""
 
@@ -26,7 +32,8 @@ _WEIGHTS = Need(lambda s: s.use_tis, "--use-tis")
 def _one_spelling(path: Any) -> Any:
     """Rules know the built-in functions by one spelling."""
     dotted = str(path).replace(":", ".")
-    return dotted if dotted in (SFT_ROLLOUT, FULLY_ASYNC, DEFAULT_ROLLOUT) else path
+    dotted = _PUBLIC_PATHS.get(dotted, dotted)
+    return dotted if dotted in _PUBLIC_PATHS.values() else path
 
 
 def _own_worker(path: Any, s: Any) -> Adjusted | None:

@@ -45,7 +45,7 @@ class OtherPolicies:
             needed[TEACHER] = (args.opd_teacher_load, "--opd-teacher-load")
         if args.keep_old_actor:
             needed |= dict.fromkeys((SYNCED, BEFORE), (None, ""))
-        initial = Path(args.hf_checkpoint).resolve()
+        initial = Path(args.initial_weights).resolve()
         for name, (directory, flag) in needed.items():
             if directory is None or Path(directory).resolve() == initial:
                 self._host.take(name)
