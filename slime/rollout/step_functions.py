@@ -28,7 +28,7 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
     if not hasattr(output, "samples"):
         raise HookError(f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput")
     groups = [flatten(group) for group in output.samples]
-    metrics = sample_metrics(context.args.reward_key, groups)
+    metrics = sample_metrics(context.args, groups)
     return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
 
 

@@ -20,7 +20,13 @@ ROWS = 256
 """Of each data file: as many as the largest batch of a script."""
 COLUMNS = ("prompt", "label", "input", "problem", "answer", "messages")
 _EVALUATION = "eval: {datasets: [{name: aime, path: aime-2024.jsonl, rm_type: math}]}"
-_CORRECTION = {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, "tis_mode": "truncate"}
+_CORRECTION = {
+    "use_rs": True,
+    "rs_level": "token",
+    "rs_lower_bound": 0.5,
+    "rs_upper_bound": 2.0,
+    "tis_mode": "truncate",
+}
 
 
 @dataclass(frozen=True, slots=True)
