@@ -46,7 +46,7 @@ def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_s
 
 def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """What `--log-passrate` and `--log-reward-category` add."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     if args.log_passrate:
         rates = pass_rates(groups, args.reward_key, args.n_samples_per_prompt)
         metrics |= {f"passrate/pass@{k}": rate for k, rate in rates.items()}

@@ -27,8 +27,8 @@ NEEDS: Mapping[str, Need] = {
 """Settings of Megatron that the checkpoint says -> when they act, by its other ones."""
 
 CHOICES: Mapping[str, tuple[Any, ...]] = {"moe_router_dtype": ("fp32",)}
-"""Settings of Megatron for which a checkpoint has a default -> what a flag may say in its place: how exactly something is
-computed, not what."""
+"""Settings of Megatron for which a checkpoint has a default -> what a flag may say in its place: how exactly something
+is computed, not what."""
 
 _PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda frequency, layer: layer % frequency == 0,

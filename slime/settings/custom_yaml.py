@@ -1,8 +1,8 @@
 """`--custom-config-path`: settings from YAML, as strict as the command line, and the user's own.
 
-Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. What stands
-below `custom` is the user's. So is a key that names no setting, if the run has a function of the user's that may read
-it (`free_keys_have_a_reader`); it is listed when the run starts, because it may be a misspelt setting.
+Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. What
+stands below `custom` is the user's. So is a key that names no setting, if the run has a function of the user's that may
+read it (`free_keys_have_a_reader`); it is listed when the run starts, because it may be a misspelt setting.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ from slime.training.step.loss import LogProbs, objective_of
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
+from slime.training.step.own_code import after_init
 from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Staging
@@ -121,6 +122,7 @@ class MegatronBackend:
             listener=listener,
         )
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
+        after_init(args)
         if args.model_family is not None:
             load_family(args.model_family)
         self.hf_config = read_hf_config(args.hf_checkpoint)

@@ -1,4 +1,4 @@
-"""Published launch scripts as command lines on files of a test: MODEL is the folder of the model, other names are files.
+"""Public launch scripts as command lines on files of a test: MODEL is the model's folder, other names are files.
 
 `MODEL_torch_dist`, which scripts give as --ref-load, is the folder that the public slime converts a model to; here it
 is left as it is, or is the model itself, as docs/migration.md says.

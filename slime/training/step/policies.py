@@ -25,6 +25,8 @@ from slime.training.step.train import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
 """What the policy is held to; what distils; what engines serve; what they served before that. Names in checkpoints."""
+_PREFIX = {REFERENCE: "ref_", TEACHER: "teacher_"}
+"""What users' functions know these as."""
 
 
 class OtherPolicies:
@@ -57,7 +59,8 @@ class OtherPolicies:
         if name not in self._host:
             return None
         with self._host.lent(name):
-            return forward_batch(context, LogProbs(self._args, whole=True), self._chunks, prepared)[0]
+            evaluation = LogProbs(self._args, whole=True)
+            return forward_batch(context, evaluation, self._chunks, prepared, whose=_PREFIX[name])[0]
 
     def old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
         """Log-probs (see `LogProbs`) of each token under the weights that it was sampled with: the old policy.

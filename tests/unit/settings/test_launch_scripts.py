@@ -1,4 +1,4 @@
-"""Law: a published launch script parses and has a plan, or is refused for a reason that the docs name."""
+"""Law: a public launch script parses and has a plan, or is refused for a reason that the docs name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", launch_scripts())
-def test_a_published_launch_script_parses_and_has_places_or_is_refused_for_its_reasons(
+def test_a_public_launch_script_parses_and_has_places_or_is_refused_for_its_reasons(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
