@@ -116,6 +116,7 @@ def _read(args: Args, under_way: bool) -> dict[str, Path]:
     given = {
         "--hf-checkpoint": args.hf_checkpoint,
         "--load": args.load,
+        "--load or --ref-load": args.initial_weights,
         "--ref-load": args.ref_load,
         "--critic-load": args.critic_load,
         "--opd-teacher-load": args.opd_teacher_load,

@@ -22,13 +22,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 
 from slime.core.columns import Column, Numbers, UnpackedList
 from slime.core.errors import DataError
+from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.routed_experts import RoutedExperts, join
 
 NOT_SAMPLED = -1
@@ -111,24 +112,61 @@ class Sample:
     """Overrides `--custom-generate-function-path` for this sample (evaluation datasets set it)."""
     custom_rm_path: str | None = None
     """Overrides `--custom-rm-path` for this sample."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """What your code sets under any other name (`sample.name = value`); JSON-serialisable."""
+
+    if not TYPE_CHECKING:  # strict typing sees the fields only; other names are for users' functions
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in _OWN_NAMES:
+                object.__setattr__(self, name, value)
+            else:
+                self.attributes[name] = value
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached only for what is not a field. Dunder lookups (pickle, copy) come before there are any.
+            if not name.startswith("__"):
+                with contextlib.suppress(KeyError):
+                    return object.__getattribute__(self, "attributes")[name]
+            raise AttributeError(f"a sample has no attribute {name!r}")
+
+        def __delattr__(self, name: str) -> None:
+            if name in _OWN_NAMES or self.attributes.pop(name, self) is self:
+                object.__delattr__(self, name)
 
     def append_response_tokens(
         self,
-        tokens: Sequence[int],
-        *,
+        first: Any,
+        tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
-        weight_version: int | Sequence[int] = NOT_SAMPLED,
+        trainable: bool | None = None,
+        meta_info: Mapping[str, Any] | None = None,
         text: str = "",
+        update_terminal_info: bool = True,
+        *,
+        weight_version: int | Sequence[int] = NOT_SAMPLED,
         finish_reason: str | None = None,
         routed_experts: RoutedExperts | None = None,
     ) -> None:
         """Appends what an engine sampled (`log_probs` given, one per token) or what a tool returned (None: masked).
 
-        `weight_version`: of all tokens, or of each. `routed_experts`: as the engine's answer has them; tokens that
-        have a row keep it.
+        `first`: the tokens, or the settings, behind which `tokens` stand, as in the public slime. `weight_version`: of
+        all tokens, or of each; `meta_info`: the engine's own words for it, for the finish reason and for routed
+        experts. `trainable`: repeats whether log-probs are given. `update_terminal_info` off: this was not the last
+        part of an answer. `routed_experts`: as the engine's answer has them; tokens that have a row keep it.
 
         Raises `DataError` if the lengths differ, a sampled token has no weight version, or experts do not fit.
         """
+        tokens = first if tokens is None else tokens
+        if trainable is not None and trainable != (log_probs is not None):
+            said = "without log-probs" if trainable else "with log-probs"
+            raise DataError(f"got trainable={trainable} {said}; tokens are trained that an engine sampled, with theirs")
+        if meta_info is not None:
+            weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or int(meta_info.get("weight_version", NOT_SAMPLED))
+            ended = (meta_info.get("finish_reason") or {}).get("type") if update_terminal_info else None
+            finish_reason = ended if finish_reason is None else finish_reason
+            recorded = meta_info.get("routed_experts")
+            routed_experts = recorded if isinstance(recorded, RoutedExperts) else routed_experts
         sampled = log_probs is not None
         if log_probs is not None and len(log_probs) != len(tokens):
             raise DataError(
@@ -187,10 +225,13 @@ class Sample:
         value = self.held(name)
         return value.array if isinstance(value, Column) else None if value is None else np.asarray(value)
 
-    def get_reward_value(self, reward_key: str | None = None) -> float | None:
-        """The reward as a number; `reward_key` picks from a dict. None while unscored. `DataError` without the key."""
+    def get_reward_value(self, reward_key: Any = None) -> float | None:
+        """The reward as a number; `reward_key`, or that of the settings in its place, picks from a dict. None while
+        unscored. `DataError` without the key.
+        """
         if self.reward is None:
             return None
+        reward_key = getattr(reward_key, "reward_key", reward_key)
         if isinstance(self.reward, dict):
             if reward_key is None or reward_key not in self.reward:
                 raise DataError(
@@ -270,6 +311,8 @@ def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> byte
 
 
 FIELDS = dataclasses.fields(Sample)
+_OWN_NAMES = frozenset(dir(Sample)) | {f.name for f in FIELDS}
+setattr(Sample, "Status", Status)  # noqa: B010 - the public name of it; in the class it would be a type of its own
 _FIELDS = {name: UnpackedList(Sample.__dict__[name]) for name in PER_TOKEN}
 """Of the fields that may be held as arrays, who reads and writes them."""
 for _name, _field in _FIELDS.items():

@@ -40,6 +40,8 @@ class Family(ABC):
     """Keys of the config that hold one entry per layer."""
     rotates_itself: ClassVar[bool] = False
     """Its attention makes its rotary embedding by itself; else the model makes cos and sin once for a packed row."""
+    output_norms: ClassVar[bool] = False
+    """Attention and MLP end with a norm before they are added."""
     shares_prefixes: ClassVar[bool] = False
     """Its layers read other tokens through `PackedAttention` alone, without masks, and places from `PackedSequences`.
     Then samples may share the tokens with which they begin (`--use-prefix-sharing`)."""

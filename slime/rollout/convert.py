@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError
 from slime.core.sample import Sample, Status
+from slime.rollout.converted import from_columns
 from slime.rollout.hooks import load
 from slime.settings import Args
 
@@ -68,14 +69,26 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
     convert = load(args.custom_convert_samples_to_train_data_path, "convert_samples")
     if convert is not None:
         converted = convert(args, samples)
+        if isinstance(converted, dict):
+            _require_final_rewards(args)
+            converted = from_columns(samples, converted)
         converted = converted.samples if isinstance(converted, TrainBatch) else tuple(converted)
         if not converted or not all(isinstance(s, TrainSample) for s in converted):
             raise HookError(
                 "got something other than TrainSample records from --custom-convert-samples-to-train-data-path; it "
-                "returns a list of slime.core.batch.TrainSample (see TrainSample.from_sample)"
+                "returns a dict of columns, or a list of slime.core.batch.TrainSample (see TrainSample.from_sample)"
             )
         return TrainBatch(rollout_id, converted)
     rewards = sample_rewards(args, samples)
     return TrainBatch(
         rollout_id, tuple(TrainSample.from_sample(s, reward=r) for s, r in zip(samples, rewards, strict=True))
     )
+
+
+def _require_final_rewards(args: Args) -> None:
+    """Columns hold the rewards to train on. Raises `HookError` if they would be normalised once more."""
+    if args.components.get("rewards_normalization"):
+        raise HookError(
+            "got a dict from --custom-convert-samples-to-train-data-path with --rewards-normalization, which would "
+            "normalise its rewards once more; drop the switch"
+        )

@@ -29,7 +29,7 @@ from slime.rollout.episodes.here import Episodes, Here
 from slime.rollout.execute import FINISHED, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
-from slime.rollout.metrics import spread
+from slime.rollout.metrics import pass_rates, spread
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.turns import turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput
@@ -142,13 +142,6 @@ async def _evaluate_one(
     return [failed]
 
 
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that one of `k` samples is correct (Chen et al., 2021, arXiv:2107.03374, eq. 1)."""
-    if num_samples - num_correct < k:
-        return 1.0
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
     """`eval/<name>...` metrics, without a score where all samples failed. Raises `DataError` if no grader had one."""
     name = f"eval/{dataset.config.name}"
@@ -173,14 +166,8 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
     by_prompt: dict[int | None, list[Sample]] = {}
     for sample in finished:
         by_prompt.setdefault(sample.group_index, []).append(sample)
-    hits_of = [[r == 1.0 for r in rewards_by_execution(group, reward_key)] for group in by_prompt.values()]
-    k, num_samples = 1, dataset.config.n_samples_per_eval_prompt
-    while num_samples > 1 and k <= num_samples:
-        tried = [hits for hits in hits_of if len(hits) >= k]
-        if tried:
-            metrics[f"{name}-pass@{k}"] = statistics.fmean(pass_at_k(len(h), sum(h), k) for h in tried)
-        k *= 2
-    return metrics
+    rates = pass_rates(list(by_prompt.values()), reward_key, dataset.config.n_samples_per_eval_prompt)
+    return metrics | {f"{name}-pass@{k}": rate for k, rate in rates.items()}
 
 
 async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:

@@ -43,6 +43,7 @@ from slime.core.errors import (
 )
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.types import Score, Unscored, reason_kind
+from slime.rollout.answers import ANSWERS
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load, name_of
@@ -173,6 +174,7 @@ async def _run_execution(
     sample.session_id = sample.session_id or uuid.uuid4().hex
     before, handback = sample.copy(), Handback()
     HANDBACK.set(handback)  # of this execution's task, or until the next one in it
+    ANSWERS.set([])
     try:
         if sample.status not in FINISHED:
             if sample.generate_function_path:

@@ -176,7 +176,7 @@ class GroupLoop:
             await in_time(limit_s, self.hooks.all_samples, self.args, groups + dropped, self.source)
         left_behind = await self.episodes.num_left_behind()
         counts = {**self.counts.metrics(), "rollout/num_left_behind": float(left_behind)}
-        return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args.reward_key, groups)})
+        return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})
 
     def time_left_s(self, began: float) -> float | None:
         """Seconds until the limit of a step that began at `began`; None without one. Raises `DeadlineExceeded`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.core.errors import HookError
 from slime.rollout.context import RolloutContext, current, use
@@ -21,31 +21,48 @@ from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 LOOK_S = 5.0
 """How often a thread that waits for a step looks whether its event loop lives."""
 Output = RolloutFnTrainOutput | RolloutFnEvalOutput
+T = TypeVar("T")
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
     """Generates, or evaluates, one step. Raises `HookError` on the manager's own event loop."""
+    context = current()
+    if evaluation:
+        return run_on_loop(evaluate(context, rollout_id), what="generate_rollout")
+    return run_on_loop(generate_step(context, rollout_id, data_source), what="generate_rollout")
+
+
+def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
+    """The result of a coroutine that a synchronous function of a step has the rollout's event loop run.
+
+    Raises `HookError` on that event loop itself, outside a rollout, or when the loop has ended.
+    """
     context = current()
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:
         running = None
     if running is context.loop:
-        raise HookError(
-            "got generate_rollout called on the rollout's event loop; make the calling function synchronous"
-        )
+        work.close()
+        raise HookError(f"got {what} called on the rollout's event loop; make the calling function synchronous")
 
-    async def in_context() -> Output:
+    async def in_context() -> T:
         with use(context):
-            if evaluation:
-                return await evaluate(context, rollout_id)
-            return await generate_step(context, rollout_id, data_source)
+            return await work
 
-    work: Coroutine[Any, Any, Output] = in_context()
-    return _result(asyncio.run_coroutine_threadsafe(work, context.loop), context)
+    return _result(asyncio.run_coroutine_threadsafe(in_context(), context.loop), context, what)
 
 
-def _result(step: concurrent.futures.Future[Output], context: RolloutContext) -> Output:
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`run_on_loop`; outside a rollout, the result of `asyncio.run`."""
+    try:
+        current()
+    except HookError:
+        return asyncio.run(work)
+    return run_on_loop(work, what="run")
+
+
+def _result(step: concurrent.futures.Future[T], context: RolloutContext, what: str) -> T:
     """Waits as long as the event loop lives, which has the limits of the step. Raises `HookError` if it does not."""
     while True:
         try:
@@ -55,5 +72,5 @@ def _result(step: concurrent.futures.Future[Output], context: RolloutContext) ->
                 raise  # its own
             if not context.loop.is_running():
                 raise HookError(
-                    "got generate_rollout without its event loop, which has ended; call it while the step runs"
+                    f"got {what} without its event loop, which has ended; call it while the step runs"
                 ) from None

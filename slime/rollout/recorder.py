@@ -28,7 +28,7 @@ class Recorder:
         assert self._args.load_debug_rollout_data is not None, "a replay without --load-debug-rollout-data"
         _, groups = debug_data.load_rollout(debug_data.path_of(self._args.load_debug_rollout_data, rollout_id))
         groups = debug_data.head_and_tail(groups, self._args.load_debug_rollout_data_subsample)
-        return RolloutFnTrainOutput(groups, sample_metrics(self._args.reward_key, groups))
+        return RolloutFnTrainOutput(groups, sample_metrics(self._args, groups))
 
     async def save_rollout(self, rollout_id: int, groups: list[SampleGroup]) -> None:
         """`--save-debug-rollout-data` of one step."""

@@ -6,6 +6,7 @@ starts, makes progress (`--execution-timeout-s`).
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
     if not hasattr(output, "samples"):
         raise HookError(f"got {type(output).__name__} from {path}; a rollout function returns a RolloutFnTrainOutput")
     groups = [flatten(group) for group in output.samples]
-    metrics = sample_metrics(context.args.reward_key, groups)
+    metrics = sample_metrics(context.args, groups)
     return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
 
 
@@ -37,11 +38,15 @@ async def evaluate_by_function(context: RolloutContext, rollout_id: int, source:
     path = context.args.eval_function_path
     assert path is not None, "an evaluation without --eval-function-path"
     output = await _call(path, "eval", context, rollout_id, source, evaluation=True)
-    if not isinstance(output, RolloutFnEvalOutput):
+    data = output if isinstance(output, dict) else getattr(output, "data", None)
+    if not isinstance(data, dict) or not all(isinstance(one, dict) and "rewards" in one for one in data.values()):
         raise HookError(
-            f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput"
+            f"got {type(output).__name__} from {path}; an evaluation function returns a RolloutFnEvalOutput, or its "
+            'data: {dataset: {"rewards": [...], "truncated": [...], "samples": [...]}}'
         )
-    return output
+    metrics = {f"eval/{name}": statistics.fmean(one["rewards"]) for name, one in data.items() if one["rewards"]}
+    own = None if isinstance(output, dict) else output.metrics
+    return RolloutFnEvalOutput(data, {**metrics, **(own or {})})
 
 
 async def _call(

@@ -26,6 +26,10 @@ NEEDS: Mapping[str, Need] = {
 }
 """Settings of Megatron that the checkpoint says -> when they act, by its other ones."""
 
+CHOICES: Mapping[str, tuple[Any, ...]] = {"moe_router_dtype": ("fp32",)}
+"""Settings of Megatron for which a checkpoint has a default -> what a flag may say in its place: how exactly something
+is computed, not what."""
+
 _PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda frequency, layer: layer % frequency == 0,
     "linear_attention_freq": lambda frequency, layer: (layer + 1) % frequency != 0,
@@ -40,17 +44,20 @@ def take_architecture(resolver: Resolver) -> tuple[list[str], dict[str, str]]:
     """
     architecture = architecture_of(resolver.hf_checkpoint, resolver.model_family)
     explicit, idle = {}, {}
-    for name, value in architecture.items():
+    for name, stored in architecture.items():
+        value = stored
         if resolver.was_given(f"megatron.{name}"):
             given = resolver.given(f"megatron.{name}")
             need = NEEDS.get(name)
-            if _says(name, given, architecture) == _says(name, value, architecture):
+            if _says(name, given, architecture) == _says(name, stored, architecture):
                 pass
+            elif given in CHOICES.get(name, ()):
+                value = given
             elif need is not None and not need.acts(architecture):
                 idle[f"megatron.{name}"] = f"{given}, which needs {need.text}"
             else:
                 explicit[name] = given
-        resolver.fix("megatron", name, value, "HF config")
+        resolver.fix("megatron", name, value, "HF config" if value is stored else "command line")
     return contradictions(architecture, explicit), idle
 
 

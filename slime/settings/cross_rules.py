@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.core.errors import ConfigError
-from slime.core.hub_names import download_hint
-from slime.settings import length_rules
+from slime.settings import free_keys, length_rules, model_folders
 from slime.settings.conditions import (
     estimator_of,
     fine_tunes,
@@ -140,7 +138,7 @@ def prompts_exist(args: Args) -> str | None:
 
 
 def files_exist(args: Args) -> str | None:
-    """Files are there, and what a scheme is asked for exists."""
+    """Files of data are there, and what a scheme is asked for exists."""
     data = [] if args.prompt_data is None else [("prompt_data", args.prompt_data, False)]
     data += [(f"evaluation data {d.name}", d.path, True) for d in eval_datasets(args)]
     for name, spec, held_out in data:
@@ -149,15 +147,6 @@ def files_exist(args: Args) -> str | None:
         except ConfigError as error:
             said = str(error)
             return said if said.startswith("got --") else said.replace("got ", f"got {name} ", 1)
-    for name, folder in (
-        ("load", args.load),
-        ("ref_load", args.ref_load),
-        ("critic_load", args.critic_load),
-        ("opd_teacher_load", args.opd_teacher_load),
-    ):
-        if folder is not None and not Path(folder).is_dir():
-            what_to_do = download_hint(folder) or "give an existing one"
-            return f"got {name} {folder}, which is not a folder; {what_to_do}"
     return None
 
 
@@ -232,7 +221,9 @@ RULES: tuple[Rule, ...] = (
     rewards_are_defined,
     prompts_exist,
     files_exist,
+    *model_folders.RULES,
     one_first_step,
     export_replaces_nothing_else,
     *length_rules.RULES,
+    free_keys.free_keys_have_a_reader,
 )

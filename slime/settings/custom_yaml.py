@@ -1,6 +1,8 @@
-"""`--custom-config-path`: settings from YAML, as strict as the command line, and the user's own under `custom`.
+"""`--custom-config-path`: settings from YAML, as strict as the command line, and the user's own.
 
-Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`.
+Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. What
+stands below `custom` is the user's. So is a key that names no setting, if the run has a function of the user's that may
+read it (`free_keys_have_a_reader`); it is listed when the run starts, because it may be a misspelt setting.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from slime.settings.problems import refuse
 from slime.settings.schema import owned_spellings
 
 _FLAG = "--custom-config-path"
+
+FREE = "custom."
+"""Before the user's own settings, where they are listed."""
 
 Given = dict[tuple[str, str], Any]
 """(owner, dest) -> value, as the user gave it."""
@@ -35,16 +40,20 @@ def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
 def merge_config(
     given: Given, origins: dict[tuple[str, str], str], table: FlagTable, path: str, content: Mapping[str, Any]
 ) -> tuple[Given, dict[str, Any]]:
-    """(`given` with the file's settings, the file's `custom` mapping). Notes origins. Raises `ConfigError`.
+    """(`given` with the file's settings, the user's own). Notes origins. Raises `ConfigError`.
 
     A setting that is on the command line too must have the same value there: one of the two would be ignored silently.
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
         raise ConfigError(f"{path}: got custom: {custom!r}, which is not a mapping; write names and values below it")
-    merged, problems = dict(given), []
+    merged, own, problems = dict(given), dict(custom), []
     for key, value in content.items():
         if key == "custom":
+            continue
+        if is_free(table, str(key)):
+            own[str(key)] = value
+            origins["custom", str(key)] = f"{value}, which needs your own function to read it{_near(table, str(key))}"
             continue
         try:
             (owner, dest), typed = _setting(table, str(key), value, given, where=f"{path}: {key}")
@@ -54,7 +63,18 @@ def merge_config(
         merged[owner, dest] = typed
         origins[owner, dest] = f"{path}"
     refuse(problems)
-    return merged, custom
+    return merged, own
+
+
+def is_free(table: FlagTable, key: str) -> bool:
+    """Whether a key is neither a setting nor another program's name of one."""
+    name = "--" + key.replace("_", "-")
+    return name not in table.by_name and name not in owned_spellings() and name[2:] not in FOREIGN_NAMES
+
+
+def _near(table: FlagTable, key: str) -> str:
+    near = table.nearest("--" + key.replace("_", "-"))
+    return f"; the setting {near[2:].replace('-', '_')} has a similar name" if near else ""
 
 
 def _setting(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
@@ -63,9 +83,7 @@ def _setting(table: FlagTable, key: str, value: Any, given: Given, *, where: str
     if name in owned:
         raise ConfigError(f"{where}: slime sets this itself; {owned[name]}")
     if name not in table.by_name:
-        near = table.nearest(name)
-        hint = f"did you mean {near[2:].replace('-', '_')}?" if near else "your own settings go below `custom`."
-        raise ConfigError(f"{where}: got an unknown setting; {FOREIGN_NAMES.get(name[2:], hint)}")
+        raise ConfigError(f"{where}: got an unknown setting; {FOREIGN_NAMES[name[2:]]}")
     flag, on = table.by_name[name]
     if not on and isinstance(value, bool):
         value = not value

@@ -15,7 +15,7 @@ from slime.core.hidden import HIDDEN
 from slime.settings.components import Components
 from slime.settings.fields import Need, declared
 from slime.settings.flags import Flag
-from slime.settings.megatron_defaults import SLIME_DEFAULTS
+from slime.settings.megatron_defaults import FIXED, SLIME_DEFAULTS
 from slime.settings.megatron_effects import NEEDS
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[st
         need, value = NEEDS.get(flag.dest), args.megatron.get(flag.dest)
         if need is None or not args.was_given(f"megatron.{flag.dest}") or need.acts(args):
             continue
-        if value != flag.default and value != SLIME_DEFAULTS.get(flag.dest, (flag.default,))[0]:
+        usual = FIXED[flag.dest][:1] if flag.dest in FIXED else (flag.default, *SLIME_DEFAULTS.get(flag.dest, ())[:1])
+        if value not in usual:
             out[f"megatron.{flag.dest}"] = f"{HIDDEN if flag.secret else value}, which needs {need.text}"
     return out

@@ -134,7 +134,7 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = yaml.safe_load(Path(file).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"got --eval-config {file}, which cannot be read as YAML: {error}") from error
-    top = _typed(content, {"eval"}, file)["eval"] if isinstance(content, dict) else None
+    top = _typed(content, {"eval"}, file).get("eval") if isinstance(content, dict) else None
     top = _typed(top, {"defaults", "datasets"}, f"{file}: eval")
     known = {field.name for field in dataclasses.fields(EvalDatasetConfig)}
     datasets = top.get("datasets") or []

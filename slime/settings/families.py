@@ -46,6 +46,12 @@ def mtp_problem_of(hf_checkpoint: str) -> str | None:
     return problem
 
 
+def has_output_norms(hf_checkpoint: str) -> bool:
+    """Whether attention and MLP of a checkpoint end with a norm. Raises `ConfigError` for an unknown family."""
+    models: Any = importlib.import_module(MODELS)
+    return bool(models.family_of(read_hf_config(hf_checkpoint)).output_norms)
+
+
 def prefix_problem_of(hf_checkpoint: str) -> str | None:
     """Why samples of a checkpoint cannot share a prefix, in a half sentence; None if they can."""
     models: Any = importlib.import_module(MODELS)

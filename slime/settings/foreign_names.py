@@ -58,7 +58,7 @@ _TRAIN_RANKS = "use --actor-num-gpus-per-node (on a CPU: the number of ranks)"
 _ESTIMATOR = "use --advantage-estimator"
 
 _GENERAL: Mapping[str, str] = {
-    **dict.fromkeys(("model", "model-path", "model-name", "base-model", "checkpoint"), _MODEL),
+    **dict.fromkeys(("model", "model-path", "base-model", "checkpoint"), _MODEL),
     **dict.fromkeys(("data", "dataset", "data-path", "train-data", "train-file", "train-files"), _DATA),
     **dict.fromkeys(("eval-data", "eval-dataset", "val-data", "test-data", "val-files", "val-file"), _EVAL_DATA),
     **dict.fromkeys(("batch-size", "train-batch-size", "mini-batch-size"), f"{_PROMPTS}; {_OPTIMIZER_BATCH}"),
@@ -184,10 +184,7 @@ _MEGATRON: Mapping[str, str] = {
     **dict.fromkeys(("lr-warmup-samples", "lr-decay-samples"), "use --lr-warmup-iters and --lr-decay-iters"),
     **dict.fromkeys(("train-data-path", "valid-data-path", "split", "num-workers"), _DATA),
     **dict.fromkeys(("tokenizer-type", "tokenizer-model", "tokenizer-name-or-path"), _TOKENIZER),
-    **dict.fromkeys(
-        ("make-vocab-size-divisible-by", "use-checkpoint-args", "megatron-to-hf-mode"),
-        _FROM_CHECKPOINT,
-    ),
+    **dict.fromkeys(("use-checkpoint-args", "megatron-to-hf-mode"), _FROM_CHECKPOINT),
     **dict.fromkeys(("use-flash-attn", "use-mcore-models"), _OWN_LAYERS),
     **dict.fromkeys(("ckpt-format", "dist-ckpt-format", "use-dist-ckpt"), "drop it: checkpoints have one format"),
     **dict.fromkeys(("log-interval", "timing-log-level", "log-throughput"), _ALWAYS_LOGGED),
@@ -197,8 +194,55 @@ _MEGATRON: Mapping[str, str] = {
     "tensorboard-dir": "use --use-tensorboard; the folder is set by TENSORBOARD_DIR",
     "wandb-exp-name": _RUN_NAME,
     "wandb-save-dir": "use --wandb-dir",
-    "distributed-backend": "drop it: NCCL on GPUs, gloo on a CPU",
     **dict.fromkeys(("nnodes", "num-nodes", "n-gpus-per-node", "nproc-per-node"), _NODES),
+}
+
+_PUBLIC: Mapping[str, str] = {
+    "custom-model-provider-path": "use --model-family, a family of your own: weights have to reach engines as well",
+    "multimodal-keys": "drop it: this release trains on text alone",
+    "disable-rollout-global-dataset": "leave --prompt-data out, with your own --data-source or --rollout-function-path",
+    "load-forge-rollout-data": "use --load-debug-rollout-data, which replays rollouts without engines",
+    "release-train": "use --offload-train, which leaves the GPU to the engines",
+    "reset-optimizer-states": "drop it: moments live as long as the run; --no-load-optim starts with fresh ones",
+    "use-stateless-adam": "drop it: the optimizer is Adam; --use-precision-aware-optimizer makes its state small",
+    "use-distributed-post": "use --rollout-num-workers, whose processes send requests from all hosts",
+    "log-correct-samples": "drop it: the samples of a step are in samples.jsonl, see --log-samples",
+    "sglang-router-request-timeout-secs": "use --router-request-timeout-secs",
+    **dict.fromkeys(
+        ("ref-ckpt-step", "opd-teacher-ckpt-step"), "drop it: a folder in Hugging Face format holds one set of weights"
+    ),
+    **dict.fromkeys(
+        (
+            "ci-test",
+            "ci-disable-kl-checker",
+            "ci-load-grad-norm",
+            "ci-save-grad-norm",
+            "ci-train-rollout-logprob-abs-diff-threshold",
+        ),
+        "drop it: a run checks itself, see --mismatch-limit",
+    ),
+    **dict.fromkeys(
+        (
+            "megatron-deepgemm-forward-layers",
+            "megatron-deepgemm-forward-modules",
+            "megatron-deepgemm-moe-forward-layers",
+            "megatron-deepgemm-moe-forward-modules",
+        ),
+        "drop it: the trainer has no kernels of DeepGEMM; the mismatch to the engine is measured in every step",
+    ),
+    **dict.fromkeys(
+        (
+            "teacher-port",
+            "teacher-warmup-port",
+            "teacher-warmup-timeout-s",
+            "teacher-label-reduction-chunk-size",
+            "teacher-sample-reduction-chunk-size",
+            "megatron-server-max-length",
+            "megatron-server-update-timeout-s",
+            "megatron-server-warmup",
+        ),
+        "use --opd-teacher-url of an SGLang server with the teacher, or --opd-type megatron",
+    ),
 }
 
 _VERL: Mapping[str, str] = {
@@ -252,5 +296,5 @@ _VERL: Mapping[str, str] = {
     "trainer.val_before_train": "drop it: a first evaluation precedes training, without --skip-eval-before-train",
 }
 
-FOREIGN_NAMES: Mapping[str, str] = {**_GENERAL, **_OPENRLHF, **_MEGATRON, **_TRL, **_VERL}
+FOREIGN_NAMES: Mapping[str, str] = {**_GENERAL, **_OPENRLHF, **_MEGATRON, **_TRL, **_PUBLIC, **_VERL}
 """A flag without its dashes at the front, or a dotted name -> what to do, said after the name."""

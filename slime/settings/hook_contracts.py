@@ -86,6 +86,12 @@ CONTRACTS: dict[str, HookContract] = {
         "custom_pg_loss_reducer_function_path",
         ("total_lengths", "response_lengths", "masks", "calculate_per_token_loss"),
     ),
+    "megatron_init": HookContract("custom_megatron_init_path", ("args",)),
+    "before_log_prob": HookContract("custom_megatron_before_log_prob_hook_path", ("args", "model", "store_prefix")),
+    "before_train_step": HookContract(
+        "custom_megatron_before_train_step_hook_path",
+        ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+    ),
     "rollout_log": HookContract(
         "custom_rollout_log_function_path", ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
     ),

@@ -33,6 +33,7 @@ _ABSENT: Mapping[str, tuple[str, ...]] = {
         "cross_entropy_fusion_impl",
         "attention_backend",
         "batch_invariant_mode",
+        "transformer_impl",
     ),
     "fp8 or fp4 training, which this release does not do": (
         "fp8_recipe",
@@ -122,7 +123,8 @@ _ABSENT: Mapping[str, tuple[str, ...]] = {
         "use_torch_optimizer_for_cpu_offload",
     ),
     "master weights that Transformer Engine keeps as remainders": ("store_param_remainders",),
-    "DeepEP, which the trainer runs without": (
+    "DeepEP, which the trainer runs without; tokens go to their experts by all-to-all": (
+        "moe_enable_deepep",
         "moe_deepep_num_sms",
         "moe_hybridep_num_sms",
         "moe_flex_dispatcher_backend",
@@ -219,8 +221,14 @@ _CONDITIONAL: tuple[tuple[Need, tuple[str, ...]], ...] = (
             "moe_router_topk_scaling_factor",
             "moe_shared_expert_gate",
             "moe_shared_expert_intermediate_size",
-            "moe_token_dispatcher_type",
         ),
+    ),
+    (
+        Need(
+            lambda s: bool(s.megatron["num_moe_experts"]) and s.megatron["moe_token_dispatcher_type"] != "flex",
+            "a checkpoint with experts and, as flex, DeepEP, which the trainer runs without: tokens go by all-to-all",
+        ),
+        ("moe_token_dispatcher_type",),
     ),
     (
         Need(_is_on("multi_latent_attention"), "a checkpoint with latent attention"),

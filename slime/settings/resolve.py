@@ -8,7 +8,7 @@ from typing import Any
 from slime.settings.architecture import take_architecture
 from slime.settings.args import Args
 from slime.settings.components import Components, entries_named_in
-from slime.settings.custom_yaml import Given
+from slime.settings.custom_yaml import FREE, Given
 from slime.settings.effects import engine_settings_without_effect, own_settings_without_effect
 from slime.settings.group import Passed
 from slime.settings.groups import GROUPS
@@ -43,7 +43,7 @@ def resolve(
     args = args.replace(
         router=Passthrough("router", router),
         custom=Passthrough("custom", custom),
-        idle=Passthrough("idle", idle),
+        idle=Passthrough("idle", {**idle, **{n: text for n, text in where.items() if n.startswith(FREE)}}),
         origins=Passthrough("origins", {**args.origins, **{f"router.{n}": where[f"router.{n}"] for n in router}}),
     )
     validate(args, components, synchronous=synchronous, problems=problems)

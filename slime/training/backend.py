@@ -59,6 +59,7 @@ from slime.training.step.loss import LogProbs
 from slime.training.step.micro_batch import PreparedBatch, prepare, with_advantages
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
+from slime.training.step.own_code import after_init
 from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Staging
@@ -122,6 +123,7 @@ class MegatronBackend:
             listener=listener,
         )
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
+        after_init(args)
         if args.model_family is not None:
             load_family(args.model_family)
         self.hf_config = trained_config(args)
@@ -129,7 +131,7 @@ class MegatronBackend:
         self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
         self.model = self._choose_trained(chunks)
-        hf_weights.load_weights(self.model.base, Path(args.hf_checkpoint))
+        hf_weights.load_weights(self.model.base, Path(args.initial_weights))
         self._trainable = build_trainable(chunks, self.model, megatron)
         self._others = OtherPolicies(args, self._trainable)
         self._critic = Critic.of(args, self._algorithm, self.device)

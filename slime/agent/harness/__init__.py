@@ -12,9 +12,24 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slime.core.errors import SlimeError
+
+if TYPE_CHECKING:
+    from slime.agent.harness.claude_code import ClaudeCodeHarness
+    from slime.agent.harness.codex import CodexHarness
+
+__all__ = [
+    "MODEL",
+    "ClaudeCodeHarness",
+    "CodexHarness",
+    "Harness",
+    "HarnessFailed",
+    "HarnessResult",
+    "Place",
+    "Shell",
+]
 
 MODEL = "slime"
 """The name of the model that a program asks for."""
@@ -106,3 +121,16 @@ class Harness(ABC):
         command = f"cd {shlex.quote(folder)} && {shlex.join(self.command(prompt, place))} </dev/null"
         done = await sandbox.exec(command, env=env, timeout_s=timeout_s)
         return HarnessResult(done.code, done.stdout + done.stderr, done.timed_out)
+
+
+def __getattr__(name: str) -> Any:
+    """The harnesses are public names of this package; their modules import this one."""
+    if name == "ClaudeCodeHarness":
+        from slime.agent.harness.claude_code import ClaudeCodeHarness
+
+        return ClaudeCodeHarness
+    if name == "CodexHarness":
+        from slime.agent.harness.codex import CodexHarness
+
+        return CodexHarness
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,12 @@ EQUAL_TOLERANCE = 1e-12
 """Rewards this close, relative to the largest, are equal: the mean of siblings rounds, and 1e-17 / 1e-6 is noise."""
 
 
+def _hook_of_rewards(s: Any) -> str | None:
+    """The hook whose rewards are trained as they are."""
+    names = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(s, name) is not None), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupEstimator(AdvantageEstimator):
     """One advantage per sample, from the rewards of its group; the KL to the reference is subtracted at each token."""
@@ -36,18 +42,18 @@ class GroupEstimator(AdvantageEstimator):
     compares_within_group: ClassVar[bool] = True
 
     rewards_normalization: bool = derived(
-        lambda s: s.custom_reward_post_process_path is None,
+        lambda s: _hook_of_rewards(s) is None,
         lambda s: (
-            "--custom-reward-post-process-path returns the rewards to train on"
-            if s.custom_reward_post_process_path
+            f"{hook} returns the rewards to train on"
+            if (hook := _hook_of_rewards(s))
             else "rewards are compared within a group"
         ),
         off_names=("--disable-rewards-normalization",),
         needs=OWN_ADVANTAGES,
         asks=always,
     )
-    """Subtract the group's mean reward. Off with --custom-reward-post-process-path, whose rewards are trained as they
-    are."""
+    """Subtract the group's mean reward. Off with --custom-reward-post-process-path and
+    --custom-convert-samples-to-train-data-path, whose rewards are trained as they are."""
 
     @abstractmethod
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:

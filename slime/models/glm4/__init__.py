@@ -22,6 +22,7 @@ class Glm4(Family):
     """Biases on q, k and v; gate and up are one HF tensor."""
 
     refused_biases = ()
+    output_norms = True
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:

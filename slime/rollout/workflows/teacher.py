@@ -29,3 +29,19 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
     graded = args.rm_type or args.custom_rm_path or sample.custom_rm_path or sample.metadata.get("rm_type")
     if sample.reward is None and not graded:
         sample.reward = 0.0
+
+
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """The name that means `--opd-teacher-url`. Raises `HookError`: nothing asks the teacher for a reward."""
+    raise HookError(_INSTEAD.format("reward_func"))
+
+
+def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> Any:
+    """As `reward_func`."""
+    raise HookError(_INSTEAD.format("post_process_rewards"))
+
+
+_INSTEAD = (
+    "got a call of {} by your own function, because the teacher is asked by a sample hook; give --opd-teacher-url, "
+    "behind which your functions see sample.teacher_log_probs"
+)

@@ -17,6 +17,7 @@ from slime.settings.groups import (
     evaluation,
     fleet,
     hooks,
+    launch_scripts,
     logging,
     off_policy,
     pair_rules,
@@ -64,6 +65,7 @@ GROUPS: tuple[Group, ...] = (
     Group(logging.LoggingSettings, "Logging"),
     Group(debug.DebugSettings, "Debug", debug.RULES),
     Group(hooks.HookSettings, "Hooks"),
+    Group(launch_scripts.LaunchScriptSettings, "Launch scripts", launch_scripts.RULES),
     Group(configuration.ConfigurationSettings, "Configuration"),
 )
 """In the order of --help."""

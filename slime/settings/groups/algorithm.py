@@ -13,11 +13,11 @@ from slime.settings.conditions import (
     KL_LOSS,
     POLICY_LOSS,
     POLICY_TERM,
-    REFERENCE,
     SAMPLED_LOSS,
     computes_advantages,
     estimator_of,
     fine_tunes,
+    has_reference,
     minimises_policy_loss,
 )
 from slime.settings.fields import Need, derived, is_not_zero, opt
@@ -36,7 +36,13 @@ _RATIOS = Need(
 
 
 def _reference(s: Any) -> str | None:
-    return s.hf_checkpoint if s.use_kl_loss or s.kl_coef else None
+    return s.initial_weights if s.use_kl_loss or s.kl_coef else None
+
+
+_READS_IT = Need(
+    lambda s: has_reference(s) or s.initial_weights == s.given("ref_load"),
+    "--use-kl-loss or --kl-coef beside a --load in Hugging Face format, from which the trainer starts",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,5 +102,6 @@ class AlgorithmSettings:
         needs=ADVANTAGES,
     )
     """Whiten advantages over all trained tokens of the rollout. Default: on for the two reinforce_plus_plus."""
-    ref_load: str | None = derived(_reference, "a KL needs a reference: the initial weights", needs=REFERENCE)
-    """HF folder of the reference model. Default with a KL: the initial weights."""
+    ref_load: str | None = derived(_reference, "a KL needs a reference: the initial weights", needs=_READS_IT)
+    """Hugging Face folder of the reference model, from which the trainer starts, too, unless --load says something
+    else. Default with a KL: the initial weights."""

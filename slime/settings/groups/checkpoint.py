@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.settings.fields import Adjusted, Need, opt
+from slime.settings.fields import Adjusted, Need, internal, opt
 from slime.settings.group import Rule
+from slime.settings.model_folders import has_hf_model, has_megatron_checkpoint, what_to_give
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -22,10 +23,20 @@ def has_checkpoint(folder: str) -> bool:
 
 
 def _fresh_start(load: Any, s: Any) -> Adjusted | None:
+    if load and has_hf_model(load) and not has_checkpoint(load):
+        return Adjusted(None, "--load is a folder in Hugging Face format: the run starts from its weights")
     same = load and s.save and Path(load).resolve() == Path(s.save).resolve()
     if not same or has_checkpoint(load):
         return None
-    return Adjusted(None, "--load is --save and holds no checkpoint yet; starting from --hf-checkpoint")
+    return Adjusted(None, "--load is --save and holds no checkpoint yet; the run starts without it")
+
+
+def _start(s: Any) -> str:
+    """Folder of the weights that a run without a checkpoint starts from."""
+    load = s.given("load")
+    if load and has_hf_model(load) and not has_checkpoint(load):
+        return str(load)
+    return str(s.given("ref_load") or s.hf_checkpoint)
 
 
 _SAVES = Need(lambda s: s.save is not None, "--save")
@@ -39,7 +50,10 @@ class CheckpointSettings:
     """Checkpoints hold everything needed to resume: weights, optimizer, RNG, data cursor, buffer, version."""
 
     load: str | None = opt(None, adjust=_fresh_start)
-    """Checkpoint folder to resume from. If it is also --save and still empty, the run starts from --hf-checkpoint."""
+    """Checkpoint folder to resume from; if it is also --save and still empty, the run starts as without it. Or a folder
+    in Hugging Face format, from whose weights the trainer starts in place of those of --ref-load or --hf-checkpoint."""
+    initial_weights: str = internal(_start, "--load in Hugging Face format, else --ref-load, else --hf-checkpoint")
+    """Where the policy's weights come from, unless a checkpoint is resumed."""
     ckpt_step: int | None = opt(None, needs=_RESUMES)
     """The step to load of --load. Default: the latest."""
     save: str | None = None
@@ -81,9 +95,11 @@ def load_holds_a_checkpoint(args: Args) -> str | None:
             return None
         there = sorted(path.parent.name for path in Path(args.load).glob("step_*/manifest.json"))
         return f"got ckpt_step {args.ckpt_step}, which {args.load} does not hold; it has {', '.join(there)}"
+    if has_megatron_checkpoint(args.load):
+        return f"got load {args.load}, a checkpoint of Megatron, made of pickles; {what_to_give(args.load)}"
     return (
-        f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*); give the --save folder of "
-        "the run to continue; Hugging Face weights go into --hf-checkpoint"
+        f"got load {args.load}, which holds no checkpoint (no manifest.json, no step_*) and no model in Hugging Face "
+        "format (no config.json); give the --save folder of the run to continue"
     )
 
 

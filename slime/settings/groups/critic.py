@@ -12,7 +12,7 @@ _NEEDS = (ADVANTAGES, CRITIC)
 
 
 def _initial(s: Any) -> str | None:
-    return s.hf_checkpoint if estimator_of(s).needs_critic else None
+    return s.initial_weights if estimator_of(s).needs_critic else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class CriticSettings:
     """A second model of the policy's architecture with a scalar head; it has the same parallel layout."""
 
     critic_load: str | None = derived(_initial, "the critic starts from the policy's weights", needs=_NEEDS)
-    """HF folder that the critic starts from. Default: --hf-checkpoint. Its value head starts at zero."""
+    """HF folder that the critic starts from. Default: that of the policy. Its value head starts at zero."""
     critic_lr: float = derived(lambda s: s.megatron["lr"], "lr", gt=0, needs=_NEEDS)
     """Learning rate of the critic. Default: --lr."""
     num_critic_only_steps: int = opt(0, ge=0, needs=_NEEDS, asks=is_not_zero)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.loading import load_object
 from slime.settings.conditions import fine_tunes
-from slime.settings.fields import Need, derived, opt
+from slime.settings.fields import UNSET, Need, derived, opt
 from slime.settings.group import Passed, Rule
 from slime.settings.groups.hooks import SFT_ROLLOUT
 
@@ -20,6 +20,8 @@ _RENDERS = Need(
     "--apply-chat-template",
 )
 
+_BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+"""The public name of the source `prompt_data`."""
 SOURCES = "slime.buffer.sources:SOURCES"
 """The registry of data sources, which stands above the settings."""
 
@@ -60,7 +62,9 @@ class DataSettings:
     """Where prompts come from: a registered source, or the import path of your own. Default: user_class with
     data_source_path, otherwise prompt_data."""
     data_source_path: str | None = opt(
-        None, needs=Need(lambda s: s.data_source == "user_class", "--data-source user_class")
+        None,
+        canonical=lambda path: UNSET if path == _BUILT_IN_SOURCE else path,
+        needs=Need(lambda s: s.data_source == "user_class", "--data-source user_class"),
     )
     """Class to use in place of the Data Buffer's prompt source (its methods: --help hooks)."""
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
 from slime.settings.conditions import fine_tunes
-from slime.settings.fields import derived
+from slime.settings.fields import Adjusted, derived, opt
 from slime.settings.group import Rule
 from slime.settings.groups.hooks import SFT_ROLLOUT
 from slime.settings.held_out import loss_datasets, samples_evaluations
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
+
+_PICKLE = ".pt"
+"""Ending of the public slime's records."""
 
 
 def _trains_only(s: Any) -> bool | None:
@@ -39,6 +43,17 @@ def _below_details(s: Any, kind: str, ending: str) -> str | None:
     return str(Path(s.dump_details) / f"{kind}_data" / f"{{rollout_id}}.{ending}")
 
 
+def _as(ending: str) -> Callable[[Any, Any], Adjusted | None]:
+    """Files of pickles are neither written nor read: the same path, with the ending of what is."""
+
+    def adjust(path: Any, s: Any) -> Adjusted | None:
+        if not str(path).endswith(_PICKLE) or Path(path).is_file():
+            return None
+        return Adjusted(str(path).removesuffix(_PICKLE) + ending, f"{_PICKLE} would be a pickle; records are {ending}")
+
+    return adjust
+
+
 @dataclass(frozen=True, kw_only=True)
 class DebugSettings:
     """Debugging aids."""
@@ -48,14 +63,21 @@ class DebugSettings:
     until Ctrl-C."""
     debug_train_only: bool = derived(_trains_only, _why_trains_only, default=False)
     """Train; no engine is started. Needs --load-debug-rollout-data, or an SFT rollout function."""
-    save_debug_rollout_data: str | None = derived(lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details")
-    """Write every rollout here; {rollout_id} in the path is replaced, by eval_STEP_NAME for an evaluation."""
-    save_debug_train_data: str | None = derived(lambda s: _below_details(s, "train", "npz"), "--dump-details")
-    """Write every batch for the trainer here, as numpy's .npz; {rollout_id} in the path is replaced."""
+    save_debug_rollout_data: str | None = derived(
+        lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details", adjust=_as(".jsonl.zst")
+    )
+    """Write every rollout here; {rollout_id} in the path is replaced, by eval_STEP_NAME for an evaluation. Files are
+    compressed JSON lines: a path that ends in .pt gets the ending .jsonl.zst."""
+    save_debug_train_data: str | None = derived(
+        lambda s: _below_details(s, "train", "npz"), "--dump-details", adjust=_as(".npz")
+    )
+    """Write every batch for the trainer here, as numpy's .npz, which a path that ends in .pt gets as its ending;
+    {rollout_id} in the path is replaced."""
     dump_details: str | None = None
     """Folder for all of this: sets both --save-debug-... paths and gets the tokenizer."""
-    load_debug_rollout_data: str | None = None
-    """Replay rollouts written by --save-debug-rollout-data instead of generating; implies --debug-train-only."""
+    load_debug_rollout_data: str | None = opt(None, adjust=_as(".jsonl.zst"))
+    """Replay rollouts written by --save-debug-rollout-data, with the same path, instead of generating; implies
+    --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = None
     """Replay only this part of each rollout's groups, half from its head and half from its tail."""
 
@@ -80,4 +102,15 @@ def losses_have_a_trainer(args: Args) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (halves_are_compatible, losses_have_a_trainer)
+def records_are_no_pickles(args: Args) -> str | None:
+    """A record of the public slime runs code when it is read."""
+    path = args.load_debug_rollout_data
+    if path is None or not path.endswith(_PICKLE) or not Path(path).is_file():
+        return None
+    return (
+        f"got load_debug_rollout_data {path}, a pickle, which could run code; give what --save-debug-rollout-data of "
+        "this slime wrote"
+    )
+
+
+RULES: tuple[Rule, ...] = (records_are_no_pickles, halves_are_compatible, losses_have_a_trainer)

@@ -25,6 +25,11 @@ _EVALUATES_LATER = Need(
 )
 
 
+def _pairs(data: Any) -> Any:
+    """A single data set without a name has the one that it always had."""
+    return data if data is None or len(data) != 1 else ("aime", *data)
+
+
 def _samples(s: Any) -> bool:
     try:
         return samples_evaluations(s)
@@ -51,9 +56,9 @@ class EvalSettings:
     """Steps between evaluations. Default: no evaluation."""
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
-    eval_prompt_data: tuple[str, ...] | None = None
-    """Data sets as pairs: NAME DATA [NAME DATA ...], each named as in --prompt-data."""
-    eval_config: str | None = None
+    eval_prompt_data: tuple[str, ...] | None = opt(None, canonical=_pairs, needs=_EVALUATES)
+    """Data sets as pairs: NAME DATA [NAME DATA ...], each named as in --prompt-data. DATA alone is called aime."""
+    eval_config: str | None = opt(None, needs=_EVALUATES)
     """YAML file with datasets that have settings of their own, in place of --eval-prompt-data."""
     eval_input_key: str = _same_as("input_key", needs=_EVALUATES)
     """Column with the prompt. Default: input_key."""
@@ -73,8 +78,16 @@ class EvalSettings:
     """Top-k sampling. Default: rollout_top_k."""
     eval_max_response_len: int = _same_as("rollout_max_response_len", ge=1)
     """Most tokens of a response. Default: rollout_max_response_len."""
-    eval_max_prompt_len: int | None = _same_as("rollout_max_prompt_len", needs=_EVALUATES)
-    """Longer prompts are filtered out. Default: rollout_max_prompt_len."""
+    eval_max_prompt_len: int | None = derived(
+        lambda s: s.rollout_max_prompt_len if s.eval_max_context_len is None else s.eval_max_context_len - 1,
+        lambda s: "same as rollout_max_prompt_len" if s.eval_max_context_len is None else "eval_max_context_len - 1",
+        needs=_EVALUATES,
+    )
+    """Longer prompts are filtered out. Default: eval_max_context_len - 1 if that is given, else
+    rollout_max_prompt_len."""
+    eval_max_context_len: int | None = opt(None, ge=2, needs=_EVALUATES)
+    """Prompts have at most one token less, unless eval_max_prompt_len says how long they are. Responses are bounded by
+    eval_max_response_len and rollout_max_context_len."""
     eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES)
     """Fewest tokens of a response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
@@ -99,7 +112,7 @@ def evaluation_can_be_sampled(args: Args) -> str | None:
 def evaluation_has_data(args: Args) -> str | None:
     """Evaluation needs data, and data an interval."""
     data = args.eval_prompt_data
-    if data is not None and (len(data) < 2 or len(data) % 2):
+    if data is not None and len(data) % 2:
         return f"got eval_prompt_data {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
     if data is not None and args.eval_config is not None:
         return "got --eval-prompt-data with --eval-config, which names the datasets; give one of them"
@@ -108,8 +121,6 @@ def evaluation_has_data(args: Args) -> str | None:
         return f"got eval_interval {args.eval_interval} without --eval-prompt-data; give NAME FILE pairs"
     if args.num_rollout == 0 and not named and args.eval_function_path is None and not args.debug_rollout_only:
         return "got num_rollout 0, which only evaluates, without --eval-prompt-data; give NAME FILE pairs"
-    if named and args.eval_interval is None and args.num_rollout != 0:
-        return "got evaluation data without --eval-interval, so it would never be evaluated; give an interval"
     return None
 
 

@@ -43,8 +43,7 @@ def restarts_have_a_checkpoint(args: Args) -> str | None:
     said = f"got max_restarts {args.max_restarts}"
     if args.save is None:
         return f"{said} without --save, so there would be nothing to go on from; give --save FOLDER --load FOLDER"
-    given_at_all = not args.origins.get("load", "default").startswith("default")
-    dropped = args.load is None and given_at_all  # it is --save, and still empty
+    dropped = args.load is None and "--load is --save" in args.origins.get("load", "")
     if not dropped and (args.load is None or Path(args.load).resolve() != Path(args.save).resolve()):
         given = f"--load {args.load}" if args.load else "no --load"
         return (

@@ -14,6 +14,15 @@ SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
 """Rollout function of supervised fine-tuning: rows become samples, no engine."""
 FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
 """The public name of `--fully-async`; its worker outlives a call, so that no function of one step could be it."""
+_PUBLIC_PATHS = {
+    "slime.rollout.sglang_rollout.generate_rollout": DEFAULT_ROLLOUT,
+    "slime.rollout.sft_rollout.generate_rollout": SFT_ROLLOUT,
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async": FULLY_ASYNC,
+}
+"""Names that the public slime has for the built-in functions."""
+_DISTILS = "slime.rollout.on_policy_distillation.reward_func"
+_AFTER_DISTILS = "slime.rollout.on_policy_distillation.post_process_rewards"
+"""The public names of distillation from a served teacher."""
 TEACHER_HOOK = "slime.rollout.workflows.teacher.judge"
 """Sample hook that asks the server of `--opd-teacher-url`."""
 
@@ -26,7 +35,8 @@ _WEIGHTS = Need(lambda s: s.use_tis, "--use-tis")
 def _one_spelling(path: Any) -> Any:
     """Rules know the built-in functions by one spelling."""
     dotted = str(path).replace(":", ".")
-    return dotted if dotted in (SFT_ROLLOUT, FULLY_ASYNC, DEFAULT_ROLLOUT) else path
+    dotted = _PUBLIC_PATHS.get(dotted, dotted)
+    return dotted if dotted in _PUBLIC_PATHS.values() else path
 
 
 def _own_worker(path: Any, s: Any) -> Adjusted | None:
@@ -41,6 +51,18 @@ def _with_teacher(paths: Any, s: Any) -> Adjusted | None:
         return None
     others = tuple(path for path in paths if path != TEACHER_HOOK)
     return Adjusted((*others, TEACHER_HOOK), "--opd-teacher-url asks the teacher about each sample")
+
+
+def teacher_of_reward(s: Any) -> str | None:
+    """The teacher's address, where the public reward function of distillation asks it."""
+    url = s.given("rm_url")
+    return None if url is None or s.given("custom_rm_path") != _DISTILS else str(url).removesuffix("/generate")
+
+
+def _no_reward(path: Any, s: Any) -> Adjusted | None:
+    if path not in (_DISTILS, _AFTER_DISTILS):
+        return None
+    return Adjusted(None, "the teacher at --rm-url is asked by a sample hook, see --opd-teacher-url")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +84,7 @@ class HookSettings:
     rollout_sample_hook_path: tuple[str, ...] = opt((), append=True, adjust=_with_teacher)
     """Sees or replaces each finished sample before its reward: [async] fn(args, sample[, rollout_id, evaluation]) ->
     Sample or None (keeps it). Repeatable: called in the order of the flags."""
-    custom_rm_path: str | None = None
+    custom_rm_path: str | None = opt(None, adjust=_no_reward)
     """Grader: fn(args, sample, **kw), sync or async; with --group-rm it gets and returns a list."""
     dynamic_sampling_filter_path: str | None = opt(None, needs=_SAMPLES)
     """Keep a finished group? fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
@@ -72,7 +94,7 @@ class HookSettings:
     """Marks samples not to train on: fn(args, groups), sets sample.remove_sample."""
     rollout_all_samples_process_path: str | None = opt(None, needs=_SAMPLES)
     """Sees everything generated in a step, dropped groups too: fn(args, all_groups, data_source)."""
-    custom_reward_post_process_path: str | None = None
+    custom_reward_post_process_path: str | None = opt(None, adjust=_no_reward)
     """Rewards to train on, in place of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
     """Replaces the conversion of samples to training data: fn(args, samples)."""
@@ -89,6 +111,14 @@ class HookSettings:
     custom_pg_loss_reducer_function_path: str | None = opt(None, needs=POLICY_TERM)
     """Replaces the aggregation of the policy loss: fn(total_lengths, response_lengths, masks,
     calculate_per_token_loss) -> fn(token loss) -> scalar; the scalars of micro-batches are added up."""
+    custom_megatron_init_path: str | None = None
+    """On each training rank when it has joined its process groups, before there is a model: fn(args)."""
+    custom_megatron_before_log_prob_hook_path: str | None = None
+    """On each training rank before a forward pass without gradients: fn(args, model, store_prefix); the prefix is empty
+    for the policy and the critic, else ref_ or teacher_."""
+    custom_megatron_before_train_step_hook_path: str | None = None
+    """On each training rank before an optimizer step: fn(args, rollout_id, step_id, model, optimizer,
+    opt_param_scheduler)."""
     custom_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
     custom_eval_rollout_log_function_path: str | None = None

@@ -25,6 +25,11 @@ class LoggingSettings:
     """Steps between those whose best and worst sample the console shows; 0: never. Default: after steps 1, 2, 4, 8 and
     so on."""
 
+    log_passrate: bool = False
+    """Log pass@k of each step's prompts, for the powers of two up to n_samples_per_prompt; a reward of 1 passes."""
+    log_reward_category: str | None = None
+    """Entry of a dict reward that says what kind of answer, or error, it was; the share of each is logged."""
+
     use_tensorboard: bool = False
     """Write TensorBoard events."""
     tb_project_name: str | None = opt(None, needs=_TENSORBOARD)

@@ -14,6 +14,7 @@ from slime.settings.data_files import first_row_names, grader_of_data
 from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
+from slime.settings.groups.hooks import teacher_of_reward
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -28,6 +29,8 @@ def _may_ask_a_service(s: Any) -> bool:
 
     Functions may ask it too.
     """
+    if teacher_of_reward(s) is not None:
+        return True
     return _may_be_graded_by(s, lambda kind: "rm_url" in getattr(kind, "__dataclass_fields__", {}))
 
 

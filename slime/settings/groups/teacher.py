@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slime.settings.conditions import ADVANTAGES
-from slime.settings.fields import Need, opt
+from slime.settings.fields import Need, derived, opt
 from slime.settings.group import Rule
+from slime.settings.groups.hooks import teacher_of_reward
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -25,7 +26,9 @@ class TeacherSettings:
     opd_type: Literal["sglang", "megatron"] | None = opt(None, needs=(ADVANTAGES, _TEACHER))
     """Where the teacher's log-probs come from: sglang, the server --opd-teacher-url (or the generate function or sample
     hook that writes `sample.teacher_log_probs`); megatron, a forward pass of the trainer under --opd-teacher-load."""
-    opd_teacher_url: str | None = opt(None, needs=_TEACHER)
+    opd_teacher_url: str | None = derived(
+        teacher_of_reward, "--rm-url, with the public reward function of distillation", needs=_TEACHER
+    )
     """SGLang server or router of the teacher, which reads the student's token ids. Rewards are then optional."""
     opd_teacher_api_key: str | None = opt(None, secret=True, needs=_SERVER)
     """Bearer token that the server asks for."""

@@ -109,8 +109,10 @@ class TrainingSettings:
         default=False,
     )
     """Train whatever number of executions a rollout has, in num_steps_per_rollout steps of nearly equal size."""
-    balance_data: bool = False
+    balance_data: bool = derived(lambda s: s.balance_by_flops or None, "--balance-by-flops", default=False)
     """Spread samples over data-parallel ranks by the floating-point operations that they cost."""
+    balance_by_flops: bool = False
+    """Another name of --balance-data: samples are always weighed so."""
     use_prefix_sharing: bool = opt(False, needs=_SEVERAL)
     """Compute tokens with which samples of a prompt begin alike, the prompt and common turns, once in a micro-batch;
     log-probs, loss weights and gradient are the same. max_tokens_per_gpu counts such tokens once. Models whose layers

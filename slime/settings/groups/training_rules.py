@@ -72,8 +72,6 @@ def only_supported_parallelism(args: Args) -> str | None:
     ep, experts = m["expert_model_parallel_size"] or 1, m["num_moe_experts"] or 0
     if ep > 1 and (not experts or experts % ep):
         return f"got expert_model_parallel_size {ep} for {experts} experts; choose a divisor of their number"
-    if experts and m["moe_token_dispatcher_type"] not in ("allgather", "alltoall"):
-        return f"got moe_token_dispatcher_type {m['moe_token_dispatcher_type']}, which needs DeepEP; use alltoall"
     if experts and (m["tensor_model_parallel_size"] or 1) > 1 and not m["sequence_parallel"]:
         return "got --no-sequence-parallel for experts under tensor parallelism, which need it; drop the flag"
     return None

@@ -25,6 +25,8 @@ from slime.training.step.train import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
 """What the policy is held to; what distils; what engines serve; what they served before that. Names in checkpoints."""
+_PREFIX = {REFERENCE: "ref_", TEACHER: "teacher_"}
+"""What users' functions know these as."""
 
 
 class OtherPolicies:
@@ -45,7 +47,7 @@ class OtherPolicies:
             needed[TEACHER] = (args.opd_teacher_load, "--opd-teacher-load")
         if args.keep_old_actor:
             needed |= dict.fromkeys((SYNCED, BEFORE), (None, ""))
-        initial = Path(args.hf_checkpoint).resolve()
+        initial = Path(args.initial_weights).resolve()
         for name, (directory, flag) in needed.items():
             if directory is None or Path(directory).resolve() == initial:
                 self._host.take(name)
@@ -57,7 +59,8 @@ class OtherPolicies:
         if name not in self._host:
             return None
         with self._host.lent(name):
-            return forward_batch(context, LogProbs(self._args, whole=True), self._chunks, prepared)[0]
+            evaluation = LogProbs(self._args, whole=True)
+            return forward_batch(context, evaluation, self._chunks, prepared, whose=_PREFIX[name])[0]
 
     def old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
         """Log-probs (see `LogProbs`) of each token under the weights that it was sampled with: the old policy.

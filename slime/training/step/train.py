@@ -41,6 +41,7 @@ from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
 from slime.training.step.optimizer import Trainable, apply_update, reduce_grads, zero_grad
+from slime.training.step.own_code import OwnCode
 from slime.training.step.staging import Put, Staging
 
 Finish = Callable[[MicroBatch, Any], Tensor]
@@ -68,6 +69,8 @@ class StepContext:
     """Where samples with a non-finite loss are kept."""
     staging: Staging | None = None
     """Takes micro-batches to a GPU, one ahead; None on a CPU, where nothing is taken anywhere."""
+    own_code: OwnCode | None = None
+    """The user's functions around the passes."""
 
     @classmethod
     def of(
@@ -86,6 +89,7 @@ class StepContext:
             keeps_old_keys=args.pause_generation_mode == "in_place",
             run_dir=args.run_dir,
             staging=staging,
+            own_code=OwnCode.of(args),
         )
 
 
@@ -97,12 +101,15 @@ def micro_batch_multiple(chunks: Sequence[Any]) -> int:
 
 
 def forward_batch(
-    context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch
+    context: StepContext, evaluation: Evaluation, chunks: Sequence[Any], prepared: PreparedBatch, *, whose: str = ""
 ) -> tuple[Arrays, ...]:
     """What the model answers [R] float32 of every sample, on every rank, for each of its results. No gradients.
 
     Collective. Each position of flat rows is written by one rank and added to zeros of the others: no bit is lost.
+    `whose`: prefix of the policy that is lent, see `OwnCode.before_log_prob`.
     """
+    if context.own_code is not None:
+        context.own_code.before_log_prob(chunks, whose)
     lengths = [s.response_length for s in prepared.batch.samples]
     ends = np.cumsum(lengths)
     flat = torch.zeros(evaluation.num_results, int(ends[-1]), dtype=torch.float32, device=context.device)
@@ -174,8 +181,10 @@ def train_on(
     meter = _meter(context, version) if compares and old is None else None
     if compares and old is not None:
         first_mismatch = _mismatch_of(context, prepared, old, version)
-    for step in prepared.schedule.steps:
+    for number, step in enumerate(prepared.schedule.steps):
         zero_grad(trainable)
+        if context.own_code is not None:
+            context.own_code.before_train_step(prepared.batch.rollout_id, number, trainable)
         metrics = run_step(context, objective, trainable, prepared, step, meter)
         if meter is not None:
             first_mismatch = _finish_mismatch(context, meter, prepared)

@@ -65,6 +65,8 @@ def test_the_initial_weights_are_not_read_twice(
     assert read == []
     other = write_tiny_model(tmp_path / "other", "qwen3", seed=3)
     make_backend(tiny_qwen3, **KL, ref_load=str(other))
+    assert read == [], "the trainer starts from it, too"
+    make_backend(tiny_qwen3, **KL, load=str(tiny_qwen3), ref_load=str(other))
     assert read == [other]
 
 

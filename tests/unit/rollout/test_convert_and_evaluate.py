@@ -13,8 +13,8 @@ from slime.core.errors import ConfigError, DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.convert import to_train_batch
 from slime.rollout.debug_data import load_rollout, save_rollout
-from slime.rollout.evaluate import pass_at_k
 from slime.rollout.manager import RolloutManager
+from slime.rollout.metrics import pass_at_k, sample_metrics
 from slime.rollout.types import Progress
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager, write_prompts
@@ -200,3 +200,19 @@ def test_progress_says_what_runs() -> None:
     progress.begin("rollout 3", 8)
     progress.done = 2
     assert str(progress).startswith("rollout 3 2/8, ")
+
+
+def test_pass_rates_and_kinds_of_a_step_are_logged_where_they_are_asked_for(tmp_path: Path) -> None:
+    def group(index: int, *scores: float) -> list[Sample]:
+        kinds = {1.0: "right", 0.0: "wrong"}
+        return [
+            finished(index, 4 * index + i, reward={"score": score, "kind": kinds[score]})
+            for i, score in enumerate(scores)
+        ]
+
+    groups = [group(0, 1.0, 0.0, 0.0, 0.0), group(1, 1.0, 1.0, 1.0, 1.0)]
+    args = rollout_args(tmp_path, "--reward-key", "score", "--n-samples-per-prompt", "4")
+    assert not [name for name in sample_metrics(args, groups) if "pass" in name or "error_cat" in name]
+    metrics = sample_metrics(args.replace(log_passrate=True, log_reward_category="kind"), groups)
+    assert {k: metrics[f"passrate/pass@{k}"] for k in (1, 2, 4)} == {1: 0.625, 2: 0.75, 4: 1.0}
+    assert (metrics["rollout/error_cat/right"], metrics["rollout/error_cat/wrong"]) == (0.625, 0.375)

@@ -14,7 +14,7 @@ import pytest
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
 from slime.settings.answers import explain, help_text
-from tests.support.command_line import QWEN3, refused
+from tests.support.command_line import QWEN3, listed, refused
 
 
 def test_a_complete_command_line_is_resolved(base: list[str]) -> None:
@@ -276,8 +276,13 @@ def test_an_export_has_a_folder_of_its_own(base: list[str], tmp_path: Path, expo
 
 def test_evaluation_data_is_evaluated(base: list[str]) -> None:
     data = ["--eval-prompt-data", "a", base[3]]
-    assert "--eval-interval" in refused([*base, *data])
+    assert "--eval-interval" in listed(parse_args([*base, *data])), "it would never be evaluated"
     assert parse_args([*base, *data, "--num-rollout", "0"]).eval_interval is None
+
+
+def test_a_single_evaluation_file_has_the_name_that_it_always_had(base: list[str]) -> None:
+    args = parse_args([*base, "--eval-prompt-data", base[3], "--eval-interval", "1"])
+    assert args.eval_prompt_data == ("aime", base[3])
 
 
 def test_one_sample_per_prompt_learns_where_its_reward_is_not_normalised(base: list[str]) -> None:

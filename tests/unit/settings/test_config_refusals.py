@@ -66,7 +66,7 @@ REFUSALS = [
     ("--loss-type custom_loss", "without the other"),
     ("--max-tokens-per-gpu none", "--max-tokens-per-gpu none"),
     ("--eval-interval 2", "--eval-prompt-data"),
-    ("--eval-prompt-data only-a-name", "pairs"),
+    ("--eval-interval 1 --eval-prompt-data a b only-a-name", "pairs"),
     ("--save-interval 2", "without --save"),
     ("--save s --save-keep-last 0", "must be at least 1"),
     ("--prompt-data missing.jsonl", "does not exist"),

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from slime.settings.args import Args
+from slime.settings.fields import own_fields
 from slime.settings.flags import KINDS
+from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.schema import OWNED, flags_of_owner
 from slime.settings.table import engine_flags, flag_table, own_flags
 
@@ -67,6 +69,8 @@ def test_every_setting_is_read_somewhere() -> None:
         "strict",
     }
     within_config |= {"use_tis", "use_opsm", "get_mismatch_metrics"}  # they choose --off-policy-corrections
+    within_config |= {f.name for f in own_fields(LaunchScriptSettings)}  # see test_launch_scripts.py
+    within_config |= {"eval_max_context_len", "balance_by_flops"}  # others are derived from them
     within_config |= {"compute_advantages_and_returns"}  # asked through slime.settings.conditions
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
     makers = ("eval_config.py", "topology.py")  # of datasets that the rollout samples, and of engines that start

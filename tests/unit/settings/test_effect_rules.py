@@ -102,18 +102,18 @@ IDLE = [
     # Reference and aggregation.
     ("--kl-loss-type k2", "which needs --kl-coef, or --use-kl-loss"),
     ("--use-unbiased-kl", "which needs --use-kl-loss"),
-    ("--ref-load a", "which needs --use-kl-loss or --kl-coef"),
     ("--ref-update-interval 2", "which needs --use-kl-loss or --kl-coef"),
     ("--lora-alpha 8", "which needs --lora-rank"),
     ("--lora-target-modules linear_qkv", "which needs --lora-rank"),
     ("--keep-old-actor --use-rollout-logprobs", "which needs old log-probs of the trainer"),
     ("--keep-old-actor --debug-train-only", "which needs engines"),
     # What acts only on something that does not act itself.
-    ("--loss-type sft_loss --use-kl-loss --ref-load a", "ref_load a, which needs --use-kl-loss or --kl-coef"),
     ("--loss-type sft_loss --use-kl-loss --ref-update-interval 2", "ref_update_interval 2"),
     ("--loss-type sft_loss --use-kl-loss --kl-loss-type k2", "kl_loss_type k2"),
     (f"{NO_ADVANTAGES} --entropy-coef 0.1 --use-opd --opd-type sglang --opd-teacher-url http://a:1", "opd_teacher_url"),
     # Evaluation, trackers, the reward service.
+    ("--eval-prompt-data aime missing.jsonl", "which needs evaluation: --eval-interval"),
+    ("--eval-config missing.yaml", "eval_config missing.yaml, which needs evaluation: --eval-interval"),
     ("--eval-temperature 0.5", "eval_temperature 0.5, which needs evaluation: --eval-interval"),
     ("--eval-max-response-len 9", "eval_max_response_len 9, which needs evaluation"),
     ("--eval-reward-key a", "eval_reward_key a, which needs evaluation"),
@@ -242,7 +242,7 @@ def test_what_has_no_effect_is_told_once_with_the_flag_that_was_given(base: list
 def test_what_has_no_effect_is_as_if_it_had_not_been_given(base: list[str]) -> None:
     plain, words = (
         parse_args(base),
-        "--offload-train --ref-load missing --critic-load missing --tis-clip 9 --seq-length 9",
+        "--offload-train --eval-config missing --critic-load missing --tis-clip 9 --seq-length 9",
     )
     args = parse_args([*base, *words.split()])
     assert len(args.idle) == 5
@@ -250,5 +250,5 @@ def test_what_has_no_effect_is_as_if_it_had_not_been_given(base: list[str]) -> N
 
 
 def test_what_has_no_effect_is_not_looked_for(base: list[str]) -> None:
-    assert "ref_load" in parse_args([*base, "--ref-load", "missing"]).idle
+    assert "eval_config" in parse_args([*base, "--eval-config", "missing"]).idle
     assert "critic_load" in parse_args([*base, "--critic-load", "missing"]).idle

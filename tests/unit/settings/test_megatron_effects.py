@@ -50,9 +50,8 @@ def test_every_flag_of_megatron_has_its_kind(base: list[str]) -> None:
 def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None:
     stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
     assert NEEDS.keys() <= stored.keys() and not NEEDS.keys() & UNSUPPORTED.keys()
-    assert NEEDS.keys() & FIXED.keys() == {"moe_router_load_balancing_type"}, (
-        "fixed, and harmless without a coefficient"
-    )
+    harmless = {"moe_router_load_balancing_type", "moe_enable_deepep", "transformer_impl"}
+    assert NEEDS.keys() & FIXED.keys() == harmless, "fixed, and the same step is computed whatever they say"
     for name, (value, _) in UNSUPPORTED.items():
         assert stored[name].default == value, name
 
@@ -63,6 +62,7 @@ def test_flags_of_megatron_that_nothing_reads_are_listed_and_are_flags() -> None
         ("--seq-length 8192", "seq_length 8192, which needs rows of one length"),
         ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
         ("--attention-backend flash", "which needs Transformer Engine"),
+        ("--transformer-impl transformer_engine", "which needs Transformer Engine"),
         ("--muon-momentum 0.9", "which needs another optimizer than Adam"),
         ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
         ("--exp-avg-dtype bf16", "exp_avg_dtype bfloat16, which needs --use-precision-aware-optimizer"),
@@ -143,6 +143,13 @@ def test_flags_of_experts_act_on_experts(base: list[str]) -> None:
     words = "--moe-router-topk 3 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type allgather --strict"
     assert parse_args([*base, *words.split()]).megatron["moe_token_dispatcher_type"] == "allgather"
     assert "this checkpoint is trained with 3" in refused([*base, "--moe-router-topk", "2"])
+    assert "this checkpoint is trained with None" in refused([*base, "--moe-router-dtype", "fp64"])
+    args = parse_args([*base, "--moe-router-dtype", "fp32"])
+    assert (args.megatron["moe_router_dtype"], args.origins["megatron.moe_router_dtype"]) == ("fp32", "command line")
+    deepep = [*base, "--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
+    args = parse_args(deepep)
+    assert args.megatron["moe_token_dispatcher_type"] == "alltoall" and not args.megatron["moe_enable_deepep"]
+    assert listed(args).count("DeepEP") == 2 and "DeepEP" in refused([*deepep, "--strict"])
 
 
 def test_offloading_of_layers_is_refused(base: list[str]) -> None:

@@ -1,0 +1,1 @@
+"""Names of training that plugins of the public slime import. Nothing in slime imports them."""

@@ -1,0 +1,1 @@
+"""Public names of the built-in filters, for plugins."""

@@ -1,0 +1,137 @@
+"""`post`: one HTTP request with tries, as functions of the public slime send them; to `/generate` by the run's client.
+
+What goes to a router of the run is not sent there: the engine client has the key, outlives weight syncs and engines
+that end, and says which weights sampled each token (`answers`). The answer is worded as SGLang's.
+
+Waits for: the client, whose limits are its own, or a server, at most `TIMEOUT_S` for each try. Is woken by its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from slime.core.errors import HookError
+from slime.core.ports import TOKEN_VERSIONS_KEY
+from slime.rollout.answers import Answer, remember
+from slime.rollout.client import EngineClient
+from slime.rollout.context import RolloutContext, current
+from slime.rollout.generation import Generation
+from slime.rollout.job import RETRY_STATUSES
+from slime.rollout.progress import waiting
+
+TIMEOUT_S = 600.0
+PAUSE_S = 1.0
+ROUTING_KEY = "x-smg-routing-key"
+"""Header by which the router sends requests of one session to one engine."""
+_READ = {"input_ids", "text", "sampling_params", "return_logprob"}
+_IGNORED: Mapping[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "return_routed_experts": (None, False, True),  # they come with every answer, where the run records them
+    "logprob_start_len": (None, -1),
+    "top_logprobs_num": (None, 0),
+    "return_text_in_logprobs": (None, False),
+    "image_data": (None, []),
+    "rid": (None,),
+}
+"""Further entries of a request -> values that ask for nothing."""
+
+
+async def post(
+    url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON of the answer, or its text if it is none. Raises what the last try raised, or `HookError`.
+
+    A status that no other try can mend (4xx) is raised at once.
+    """
+    client = _client_of(url)
+    if client is not None:
+        return await _generate(client, payload, headers or {})
+    with waiting():
+        for number in range(max(1, max_retries)):
+            try:
+                return await _send(url, payload, headers)
+            except aiohttp.ClientResponseError as error:
+                if error.status not in RETRY_STATUSES or number + 1 >= max_retries:
+                    raise
+            except (aiohttp.ClientError, TimeoutError):
+                if number + 1 >= max_retries:
+                    raise
+            await asyncio.sleep(PAUSE_S)
+    raise AssertionError("the last try returns or raises")
+
+
+async def _send(url: str, payload: Mapping[str, Any], headers: Mapping[str, str] | None) -> Any:
+    limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with (
+        aiohttp.ClientSession(timeout=limit) as session,
+        session.post(url, json=dict(payload), headers=dict(headers or {})) as answer,
+    ):
+        answer.raise_for_status()
+        if answer.content_type == "application/json":
+            return await answer.json()
+        return await answer.text()
+
+
+def _client_of(url: str) -> EngineClient | None:
+    """The client of the model whose router has this address; None for others, and outside a rollout."""
+    try:
+        context = current()
+    except HookError:
+        return None
+    address = url.removeprefix("http://").removesuffix("/")
+    for name, (host, port) in _routers(context).items():
+        if address == f"{host}:{port}/generate":
+            return context.engine() if name is None else context.models[name]
+    return None
+
+
+def _routers(context: RolloutContext) -> dict[str | None, tuple[Any, Any]]:
+    """Address of each model's router; None: the policy's."""
+    args = context.args
+    found: dict[str | None, tuple[Any, Any]] = {None: (args.sglang_router_ip, args.sglang_router_port)}
+    found.update(args.sglang_model_routers or {})
+    return found
+
+
+async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """An answer of the engine. Raises `HookError` for a request that it would answer otherwise than asked."""
+    odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
+    if odd:
+        raise HookError(
+            f"got a request to /generate with {', '.join(sorted(odd))}, which the engine client does not send; give "
+            "input_ids or text, sampling_params and return_logprob"
+        )
+    ids = payload.get("input_ids")
+    if ids is None:
+        tokenizer = current().tokenizer
+        if tokenizer is None or "text" not in payload:
+            raise HookError("got a request to /generate without input_ids and text; give one of them")
+        ids = tokenizer.encode(payload["text"], add_special_tokens=False)
+    ids = list(ids)
+    session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)
+    generation = await client.generate(ids, payload.get("sampling_params") or {}, session_id=session)
+    remember(Answer(ids, generation))
+    return _worded(ids, generation)
+
+
+def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
+    """As SGLang answers."""
+    version = generation.weight_version
+    versions = [version] * len(generation.tokens) if isinstance(version, int) else list(version)
+    pairs = zip(generation.log_probs, generation.tokens, strict=True)
+    meta = {
+        "finish_reason": {"type": generation.finish_reason},
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(generation.tokens),
+        "cached_tokens": generation.cached_tokens,
+        "weight_version": str(versions[-1] if versions else version),
+        TOKEN_VERSIONS_KEY: versions,
+        "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
+    }
+    if generation.routed_experts is not None:
+        meta["routed_experts"] = generation.routed_experts
+    return {"text": generation.text, "output_ids": list(generation.tokens), "meta_info": meta}

@@ -1,0 +1,105 @@
+"""The prompts of `--prompt-data` as a class of samples, for data sources of the user's that derive from it.
+
+    class MySource(RolloutDataSourceWithBuffer):
+        def get_samples(self, num_samples): ...
+
+Named with `--data-source-path`, it stands behind the Data Buffer, which gives identities and keeps the ledger
+(`slime.buffer.data_source`). Consumes rows and returned groups, produces groups; called under the buffer's lock.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slime.buffer.groups import flatten, group_index_of
+from slime.buffer.origin import BLANK, Origin, make_group
+from slime.buffer.prompts import PromptWalk
+from slime.core.errors import CheckpointError
+from slime.core.sample import Group, Sample
+from slime.data.dataset import load_prompts
+from slime.rollout.sources import load_tokenizer
+from slime.settings import Args
+
+
+class RolloutDataSource:
+    """New groups, endlessly; without `--prompt-data` their prompts are empty."""
+
+    def __init__(self, args: Args) -> None:
+        """Reads the data. Raises what reading it raises."""
+        self.args = args
+        tokenizer = load_tokenizer(args) if args.prompt_data is not None else None
+        self.dataset = load_prompts(args, tokenizer, max_prompt_tokens=args.rollout_max_prompt_len)
+        shuffle, seed = args.rollout_shuffle, args.rollout_seed
+        self._walk = None if self.dataset is None else PromptWalk(self.dataset, shuffle=shuffle, seed=seed)
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """So many groups of `n_samples_per_prompt` samples, whose ids the Data Buffer gives."""
+        return [self._new_group() for _ in range(num_samples)]
+
+    def _new_group(self) -> list[Sample]:
+        row = BLANK if self._walk is None else self._walk.prompts[self._walk.next_row()]
+        samples = list(make_group(row, 0, Origin(None, 0, self.args.n_samples_per_prompt), 0).samples)
+        for sample in samples:
+            sample.group_index = sample.index = None
+        return samples
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Takes no group back. Raises RuntimeError."""
+        raise RuntimeError(f"got groups for {type(self).__name__}, which keeps none; derive from the one with a buffer")
+
+    def save(self, rollout_id: int) -> None:
+        """Files where it is in the data, beside the checkpoint of the step."""
+        path = self._file(self.args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self._state()))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Goes on from there. Raises `CheckpointError` without the file, or over other data."""
+        if rollout_id is None:
+            return
+        path = self._file(self.args.load, rollout_id)
+        if not path.is_file():
+            raise CheckpointError(f"got no {path}, in which {type(self).__name__} filed its state; restore it")
+        self._restore(json.loads(path.read_text()))
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else len(self.dataset)
+
+    def _state(self) -> dict[str, Any]:
+        return {"walk": None if self._walk is None else self._walk.state_dict()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if self._walk is not None:
+            self._walk.load_state_dict(state["walk"])
+
+    @staticmethod
+    def _file(folder: str, rollout_id: int) -> Path:
+        return Path(folder) / "rollout" / f"data_source_{rollout_id}.json"
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The same, which serves groups that came back first."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__(args)
+        self.buffer: list[list[Sample]] = []
+        """Groups that came back, the oldest first."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Those of the buffer, then new ones."""
+        taken, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
+        return taken + super().get_samples(num_samples - len(taken))
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Takes groups back."""
+        self.buffer += samples
+
+    def _state(self) -> dict[str, Any]:
+        groups = [tuple(flatten(samples)) for samples in self.buffer]
+        return {**super()._state(), "buffer": [Group(group_index_of(one), one).to_dict() for one in groups]}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        self.buffer = [list(Group.from_dict(one).samples) for one in state["buffer"]]

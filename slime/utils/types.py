@@ -1,0 +1,5 @@
+"""Public names of the records, for plugins."""
+
+from slime.core.sample import Sample
+
+__all__ = ["Sample"]

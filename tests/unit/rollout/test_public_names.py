@@ -1,0 +1,377 @@
+"""Law: what plugins of the public slime import is there, and does for them what they expect."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.core.batch import TrainBatch
+from slime.core.errors import DataError, HookError
+from slime.core.sample import NOT_SAMPLED, Sample, Status
+from slime.rollout.answers import Answer, complete
+from slime.rollout.generation import Generation
+from slime.rollout.manager import RolloutManager
+from tests.support import public_plugin
+from tests.support.fake_engine import FakeEngine
+from tests.support.loopback import served
+from tests.support.rollout import rollout_args, with_manager, write_prompts
+
+PLUGIN = "tests.support.public_plugin"
+NAMES = {
+    "slime.utils.types": ("Sample",),
+    "slime.utils.http_utils": ("post",),
+    "slime.utils.misc": ("load_function", "SingletonMeta"),
+    "slime.utils.async_utils": ("run",),
+    "slime.utils.mask_utils": ("MultiTurnLossMaskGenerator",),
+    "slime.utils.processing_utils": ("load_tokenizer",),
+    "slime.utils.external_utils.command_utils": ("execute_train",),
+    "slime.rollout.sglang_rollout": (
+        *("GenerateState", "generate", "generate_and_rm", "generate_and_rm_group", "generate_rollout"),
+    ),
+    "slime.rollout.sft_rollout": ("generate_rollout",),
+    "slime.rollout.fully_async_rollout": ("generate_rollout_fully_async",),
+    "slime.rollout.base_types": ("RolloutFnTrainOutput", "RolloutFnEvalOutput"),
+    "slime.rollout.data_source": ("RolloutDataSource", "RolloutDataSourceWithBuffer"),
+    "slime.rollout.on_policy_distillation": ("reward_func", "post_process_rewards"),
+    "slime.rollout.filter_hub.base_types": ("DynamicFilterOutput",),
+    "slime.rollout.filter_hub.dynamic_sampling_filters": ("check_reward_nonzero_std",),
+    "slime.rollout.rm_hub": (
+        *("async_rm", "batched_async_rm", "get_deepscaler_rule_based_reward", "grade_answer_verl"),
+    ),
+    "slime.rollout.rm_hub.deepscaler": ("get_deepscaler_rule_based_reward",),
+    "slime.rollout.rm_hub.math_dapo_utils": ("compute_score", "math_dapo_compute_score"),
+    "slime.rollout.rm_hub.math_utils": ("extract_answer", "extract_boxed_answer", "grade_answer_verl"),
+    "slime.agent.adapters": ("AnthropicAdapter", "OpenAIAdapter"),
+    "slime.agent.harness": ("ClaudeCodeHarness", "CodexHarness"),
+    "slime.agent.sandbox": ("Sandbox", "E2BSandbox", "exec_and_wait"),
+    "slime.backends.megatron_utils.cp_utils": ("all_gather_with_cp", "slice_log_prob_with_cp"),
+}
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_public_name_is_there(module: str) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in NAMES[module] if not hasattr(found, name)] == []
+
+
+def test_the_docs_list_the_public_names() -> None:
+    text = (ROOT / "docs" / "migration.md").read_text()
+    assert [m for m, names in NAMES.items() if f"`{m}`" not in text or not all(f"`{n}`" in text for n in names)] == []
+
+
+def test_modules_of_public_names_make_nothing() -> None:
+    """They are imports; nothing of ours imports them."""
+    agents = ("slime.agent.adapters", "slime.agent.harness", "slime.agent.sandbox")
+    files = {module: ROOT / Path(*module.split(".")) for module in NAMES if module not in agents}
+    paths = {m: p / "__init__.py" if p.is_dir() else p.with_suffix(".py") for m, p in files.items()}
+    for module, path in paths.items():
+        assert not re.search(r"^\s*(def|class|for|if|async|@)", path.read_text(), re.M), f"{module} has code of its own"
+    ours = [p for p in (ROOT / "slime").rglob("*.py") if p not in paths.values()]
+    pattern = "|".join(map(re.escape, files))
+    found = [p for p in ours if re.search(rf"^\s*(from|import) ({pattern})\b", p.read_text(), re.M)]
+    assert not found
+
+
+def a_step(args: Any, engine: FakeEngine | None = None, step: int = 0) -> tuple[TrainBatch, dict[str, float]]:
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.generate(step)
+
+    found: tuple[TrainBatch, dict[str, float]] = asyncio.run(with_manager(args, engine or FakeEngine(), work))
+    return found
+
+
+def plugin_args(tmp_path: Path, *flags: str) -> Any:
+    own = ("--custom-generate-function-path", f"{PLUGIN}.generate")
+    return rollout_args(tmp_path, "--rm-type", "random", *own, *flags)
+
+
+def test_a_plugin_that_posts_is_trained_on_what_was_sampled(tmp_path: Path) -> None:
+    engine = FakeEngine(weight_version="7")
+    batch, _ = a_step(plugin_args(tmp_path), engine)
+    for sample in batch.samples:
+        turns = "".join("s" if v == 7 else "." for v in sample.token_versions)
+        assert re.fullmatch(r"s{8}\.+s{8}", turns), "two turns of eight tokens, and the hint between them"
+        assert [bool(m) for m in sample.loss_mask] == [v == 7 for v in sample.token_versions]
+        assert sample.rollout_log_probs is not None and (sample.rollout_log_probs[sample.loss_mask > 0] < 0).all()
+
+
+def test_a_plugin_that_appends_has_versions_and_a_status(tmp_path: Path) -> None:
+    batch, _ = a_step(rollout_args(tmp_path, "--custom-generate-function-path", f"{PLUGIN}.generate_appending"))
+    assert all((s.token_versions == 1).all() and s.truncated for s in batch.samples)
+
+
+def test_reward_filter_and_conversion_of_a_plugin(tmp_path: Path) -> None:
+    flags = (
+        *("--custom-rm-path", f"{PLUGIN}.reward_func", "--reward-key", "score", "--rm-type", "exact_match"),
+        *("--custom-convert-samples-to-train-data-path", f"{PLUGIN}.convert"),
+        *("--dynamic-sampling-filter-path", f"{PLUGIN}.check_something_differs"),
+    )
+    engine = FakeEngine(tick_s=0.001)
+    engine.stops.extend([3, 9, 5, 2, 8, 1] * 40)
+    args = plugin_args(tmp_path, *flags)
+    assert args.rewards_normalization is False, "the conversion's rewards are trained as they are"
+    batch, _ = a_step(args, engine)
+    by_group: dict[int, list[float]] = {}
+    for sample in batch.samples:
+        by_group.setdefault(sample.group_index, []).append(sample.reward)
+    assert all(abs(sum(rewards)) < 1e-6 and any(rewards) for rewards in by_group.values())
+    assert all((s.token_versions[s.loss_mask > 0] == 1).all() for s in batch.samples), "versions come along"
+
+
+def test_a_dict_whose_rewards_would_be_normalised_again_is_refused(tmp_path: Path) -> None:
+    flags = ("--custom-convert-samples-to-train-data-path", f"{PLUGIN}.convert", "--rewards-normalization")
+    with pytest.raises(HookError, match="normalise its rewards once more"):
+        a_step(plugin_args(tmp_path, *flags))
+
+
+def test_a_rollout_function_with_a_loop_of_its_own(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, "--rollout-function-path", f"{PLUGIN}.own_rollout", "--execution-timeout-s", "60")
+    batch, metrics = a_step(args)
+    assert len(batch.samples) == 8 and metrics["rollout/own"] == 1.0
+    assert all(set(s.token_versions) == {1, NOT_SAMPLED} for s in batch.samples)
+
+
+def test_an_evaluation_function_may_return_its_data_alone(tmp_path: Path) -> None:
+    held = write_prompts(tmp_path / "held.jsonl", 2)
+    flags = ("--eval-function-path", f"{PLUGIN}.eval_rollout", "--eval-interval", "1", "--eval-prompt-data", str(held))
+
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.evaluate(0)
+
+    metrics = asyncio.run(with_manager(rollout_args(tmp_path, *flags), FakeEngine(), work))
+    assert metrics["eval/own"] == 0.5
+
+
+def test_a_data_source_of_the_public_name_serves_what_came_back_first(tmp_path: Path) -> None:
+    from slime.rollout.data_source import RolloutDataSourceWithBuffer
+
+    built_in = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    assert rollout_args(tmp_path, "--data-source-path", built_in).data_source == "prompt_data"
+    args = rollout_args(tmp_path, "--save", str(tmp_path / "save"))
+    source = RolloutDataSourceWithBuffer(args)
+    first = source.get_samples(2)
+    assert len(first) == 2 and len(first[0]) == 2 and first[0][0].index is None and len(source) == 40
+    for number, group in enumerate(first):
+        for sample in group:
+            sample.group_index = number
+    source.add_samples(first[:1])
+    source.save(3)
+    assert [g[0].prompt for g in source.get_samples(2)] == [first[0][0].prompt, "2+2="]
+    again = RolloutDataSourceWithBuffer(args.replace(load=args.save))
+    again.load(3)
+    assert [g[0].prompt for g in again.get_samples(2)] == [first[0][0].prompt, "2+2="], "its buffer, and the next row"
+
+
+def test_a_data_source_that_derives_from_it_is_behind_the_buffer(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from slime.rollout.data_source import RolloutDataSourceWithBuffer\n"
+        "class Own(RolloutDataSourceWithBuffer):\n"
+        "    def get_samples(self, num_samples):\n"
+        "        groups = super().get_samples(num_samples)\n"
+        "        for group in groups:\n"
+        "            for sample in group: sample.hard = True\n"
+        "        return groups\n"
+    )
+    batch, _ = a_step(plugin_args(tmp_path, "--data-source-path", f"{tmp_path}/own.py:Own"))
+    assert len({s.group_index for s in batch.samples}) == 4
+
+
+def test_distillation_by_its_public_names_asks_the_teacher(tmp_path: Path) -> None:
+    base = "slime.rollout.on_policy_distillation"
+    names = ("--custom-rm-path", f"{base}.reward_func", "--custom-reward-post-process-path")
+    url = ("--rm-url", "http://10.0.0.1:13141/generate", "--use-opd", "--opd-type", "sglang")
+    flags = (*names, f"{base}.post_process_rewards", *url)
+    args = rollout_args(tmp_path, *flags, "--strict")
+    assert (args.opd_teacher_url, args.custom_rm_path) == ("http://10.0.0.1:13141", None)
+    assert args.rollout_sample_hook_path == ("slime.rollout.workflows.teacher.judge",)
+
+
+def test_public_spellings_of_rollout_functions_are_ours(tmp_path: Path) -> None:
+    default = rollout_args(tmp_path).rollout_function_path
+    said = ("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout")
+    assert rollout_args(tmp_path, *said).rollout_function_path == default
+    said = ("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout", "--loss-type", "sft_loss")
+    assert rollout_args(tmp_path, *said).debug_train_only
+    said = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
+    assert rollout_args(tmp_path, *said, synchronous=False).fully_async
+
+
+# --- a sample -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_takes_attributes_which_live_as_long_as_it_does() -> None:
+    from slime.utils.types import Sample as PublicSample
+
+    sample = PublicSample(tokens=[1, 2])
+    sample.rollout_id, sample.trace = 7, {"turns": [1]}
+    assert Sample.from_dict(json.loads(sample.to_json())) == sample == sample.copy()
+    assert sample.copy().trace["turns"] is not sample.trace["turns"]
+    del sample.rollout_id
+    assert not hasattr(sample, "rollout_id") and PublicSample.Status.COMPLETED is Status.COMPLETED
+    with pytest.raises(AttributeError, match="no attribute 'reponse'"):
+        _ = sample.reponse
+
+
+def test_the_settings_may_stand_for_the_reward_key(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, "--reward-key", "acc")
+    assert Sample(reward={"acc": 0.5, "b": 1}).get_reward_value(args) == 0.5
+    assert Sample(reward=2.0).get_reward_value(args) == 2.0
+
+
+def test_tokens_that_are_trained_have_log_probs_and_others_have_none() -> None:
+    with pytest.raises(DataError, match="trainable=True without log-probs"):
+        Sample(tokens=[1]).append_response_tokens(None, tokens=[2], trainable=True)
+    with pytest.raises(DataError, match="trainable=False with log-probs"):
+        Sample(tokens=[1]).append_response_tokens(None, tokens=[2], log_probs=[-1.0], trainable=False)
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def generated(*tokens: int, version: int = 3) -> Generation:
+    return Generation(tokens, tuple(-0.5 * t for t in tokens), "stop", version, "")
+
+
+def test_what_was_encoded_again_is_not_trained() -> None:
+    sample = Sample(index=1, tokens=[1, 2, 5, 6], response_length=2)
+    with pytest.raises(DataError, match="in no answer of an engine to the ids before it"):
+        complete(sample, [Answer([1, 9], generated(5, 6))])
+    with pytest.raises(DataError, match="response token 1 in the loss mask"):
+        complete(sample, [Answer([1, 2], generated(5, 7))])
+
+
+def test_log_probs_are_the_engines() -> None:
+    sample = Sample(tokens=[1, 2, 5, 6], response_length=2, rollout_log_probs=[-2.5, -1.0])
+    with pytest.raises(DataError, match=r"with log-prob -1\.0"):
+        complete(sample, [Answer([1, 2], generated(5, 6))])
+    sample.rollout_log_probs = None
+    complete(sample, [Answer([1, 2], generated(5, 6))])
+    assert (sample.rollout_log_probs, sample.token_versions) == ([-2.5, -3.0], [3, 3])
+
+
+def test_a_continued_sample_keeps_the_versions_that_it_has() -> None:
+    sample = Sample(tokens=[1, 5, 6, 7], response_length=3, token_versions=[2], rollout_log_probs=[-2.5, -3.0, -3.5])
+    complete(sample, [Answer([1, 5], generated(6, 7))])
+    assert sample.token_versions == [2, 3, 3]
+
+
+def test_a_sample_may_end_before_its_answer_does() -> None:
+    sample = Sample(tokens=[1, 5, 9], response_length=2, loss_mask=[1, 0])
+    complete(sample, [Answer([1], generated(5, 6, 7))])
+    assert sample.token_versions == [3, NOT_SAMPLED]
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_would_be_answered_otherwise_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        "from slime.utils.http_utils import post\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    url = f'http://{args.sglang_router_ip}:{args.sglang_router_port}/generate'\n"
+        "    await post(url, {'input_ids': [2], 'sampling_params': sampling_params, 'lora_path': 'x'})\n"
+    )
+    with pytest.raises(HookError, match="/generate with lora_path"):
+        a_step(rollout_args(tmp_path, "--custom-generate-function-path", f"{tmp_path}/odd.py:generate"))
+
+
+def test_posts_to_others_are_tried_again_and_a_mistake_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.utils.http_utils import post
+
+    monkeypatch.setattr("slime.rollout.posting.PAUSE_S", 0.001)
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        if request.path == "/wrong":
+            return web.Response(status=400)
+        return web.json_response({"got": await request.json()}, status=503 if len(seen) < 3 else 200)
+
+    async def main() -> Any:
+        app = web.Application()
+        app.router.add_post("/{any}", answer)
+        async with served(app) as url:
+            found = await post(f"{url}/search", {"q": "x"})
+            with pytest.raises(Exception, match="400"):
+                await post(f"{url}/wrong", {})
+        return found
+
+    assert asyncio.run(main()) == {"got": {"q": "x"}} and seen == ["/search"] * 3 + ["/wrong"]
+
+
+# --- small things ---------------------------------------------------------------------------------------------------
+
+
+def test_small_names_do_what_they_are_for(tmp_path: Path) -> None:
+    from slime.rollout.rm_hub import get_deepscaler_rule_based_reward, grade_answer_verl
+    from slime.rollout.rm_hub.math_dapo_utils import compute_score
+    from slime.rollout.rm_hub.math_utils import extract_answer
+    from slime.utils.async_utils import run
+    from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+    from slime.utils.misc import load_function
+
+    async def four() -> int:
+        return 4
+
+    assert run(four()) == 4
+    assert load_function(f"{PLUGIN}.convert") is public_plugin.convert
+    assert public_plugin.Counter() is public_plugin.Counter()
+    assert extract_answer("so \\boxed{4}") == "4" and grade_answer_verl("so \\boxed{2+2}", "4")
+    assert not grade_answer_verl("so 4", "4") and not grade_answer_verl("\\boxed{5}", "\\boxed{4}")
+    assert get_deepscaler_rule_based_reward("<think>a</think> \\boxed{4}", "4") == 1.0
+    assert compute_score("Answer: 4", "4") == {"score": 1.0, "acc": 1.0, "pred": "4"}
+    args = rollout_args(tmp_path)
+    generator = MultiTurnLossMaskGenerator(_tokenizer(args.hf_checkpoint), "qwen3")
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    ids, mask = generator.get_loss_mask(messages)
+    assert len(ids) == len(mask) and "2" in generator.get_text_from_loss_mask(ids, mask)[0]
+
+
+def _tokenizer(path: str) -> Any:
+    from slime.utils.processing_utils import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+def test_graders_may_be_asked_where_a_reward_function_runs(tmp_path: Path) -> None:
+    """In a process of its own, without a rollout."""
+    from slime.rollout.rm_hub import async_rm, batched_async_rm
+
+    args = rollout_args(tmp_path, "--rm-type", "exact_match")
+    right = Sample(response="4", label="4")
+    assert asyncio.run(async_rm(args, right)) == 1.0
+    by_row = Sample(response="\\boxed{5}", label="4", metadata={"rm_type": "math"})
+    assert asyncio.run(batched_async_rm(args, [right, by_row])) == [1.0, 0.0]
+
+
+def test_whole_responses_are_what_context_parallel_ranks_have() -> None:
+    import torch
+
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+
+    whole = torch.arange(3.0)
+    assert all_gather_with_cp(whole, 5, 3) is whole and slice_log_prob_with_cp(whole, 5, 3) is whole
+    with pytest.raises(ValueError, match="give all of them"):
+        all_gather_with_cp(whole[:2], 5, 3)
+
+
+def test_a_program_starts_a_run_by_the_words_of_a_script(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from slime.utils.external_utils.command_utils import execute_train
+
+    execute_train("--version", num_gpus_per_node=8, megatron_model_type="qwen3-4B", extra_env_vars={"A": "b"})
+    assert "slime" in capfd.readouterr().out
+    with pytest.raises(Exception, match=r"give one of train\.py"):
+        execute_train("--version", train_script="other.py")

@@ -1,0 +1,232 @@
+"""Law: a public launch script parses and has a plan, or is refused for a reason that the docs name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.cluster.placement import EngineDemand, Host, plan_placement
+from slime.core.errors import ConfigError
+from slime.settings import parse_args
+from slime.settings.answers import explain
+from slime.settings.fields import declared, own_fields
+from slime.settings.groups.launch_scripts import LaunchScriptSettings
+from slime.settings.topology import topology_of
+from tests.support.command_line import QWEN3, listed, refused
+from tests.support.launch_scripts import launch_scripts
+
+DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
+REASONS = {
+    "another family": r"which names no model family",
+    "images": r"unknown flag --multimodal-keys|--spec .*, a model of images",
+    "speculation": r"--sglang-speculative-algorithm|--enable-mtp-training|mtp_num_layers",
+    "quantised": r"which is quantised|got fp8",
+    "engines' exchange": r"--sglang-moe-a2a-backend",
+    "prefill and decode on shared GPUs": r"with prefill and decode engines",
+    "load that is not there": r"got load \S+, which is not a folder",
+}
+"""What docs/migration.md calls it -> the message."""
+REFUSED = {
+    "geo3k_vlm_run_geo3k_qwen35": {"images"},
+    "kimi-k2-Thinking-int4": {"another family"},
+    "kimi-k2-Instruct": {"another family"},
+    "mimo-7B-rl-eagle": {"speculation"},
+    "minimax-m2": {"another family"},
+    "qwen3-235B-A22B-int4": {"quantised"},
+    "qwen3-30b-a3b-fp8": {"quantised"},
+    "qwen3-4b-fp8": {"quantised", "load that is not there"},
+    "glm4.7-355B-A32B": {"speculation"},
+    "glm5-744B-A40B": {"speculation", "prefill and decode on shared GPUs"},
+    "qwen3-235B-A22B": {"quantised", "engines' exchange"},
+    "qwen3.5-27B": {"speculation"},
+}
+"""Script -> all the reasons for which it is refused; the others parse."""
+
+
+@pytest.mark.parametrize("name", launch_scripts())
+def test_a_public_launch_script_parses_and_has_places_or_is_refused_for_its_reasons(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = launch_scripts()[name]
+    words = script.write(tmp_path)
+    if name in REFUSED:
+        message = refused(words, synchronous=script.synchronous)
+        problems = re.findall(r"^  \d+\. (.*)$", message, re.MULTILINE) or [message]
+        found = [{reason for reason, pattern in REASONS.items() if re.search(pattern, text)} for text in problems]
+        assert all(found) and set().union(*found) == REFUSED[name], message
+        return
+    args = parse_args(words, synchronous=script.synchronous)
+    engines = [EngineDemand(one.num_gpus, one.runs) for one in topology_of(args).wanted()]
+    engines = [] if args.debug_train_only else engines
+    places = args.actor_num_nodes + -(-sum(e.num_slots for e in engines) // 8)
+    plan = plan_placement(
+        num_nodes=args.actor_num_nodes,
+        num_per_node=args.actor_num_gpus_per_node,
+        engines=engines,
+        colocate=args.colocate,
+        hosts=[Host(f"h{i}", f"10.0.0.{i}", 8, 8) for i in range(places)],
+    )
+    assert len(plan.engines) == len(engines)
+    assert "Given, read and derived:" in explain(args)
+
+
+def test_every_reason_for_which_a_script_is_refused_is_in_the_docs() -> None:
+    assert set().union(*REFUSED.values()) == REASONS.keys()
+    text = DOCS.read_text()
+    assert [reason for reason in REASONS if f"| {reason} |" not in text] == []
+
+
+def test_scripts_are_parsed_without_torch_and_engines(tmp_path: Path) -> None:
+    script = launch_scripts()["qwen3-4B"]
+    code = (
+        "import sys; from slime.settings import parse_args; parse_args(sys.argv[1:]);"
+        "print([m for m in ('torch', 'ray', 'megatron', 'sglang', 'transformers') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, *script.write(tmp_path)]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+AGREES = [
+    "--use-rotary-position-embeddings --no-position-embedding --train-backend megatron --check-weight-update-equal",
+    "--spec slime_plugins.models.qwen3 get_spec --model-name qwen3",
+    "--rollout-data-transport object-store --freeze-indexer --no-post-mlp-layernorm",
+]
+CONTRADICTS = [
+    ("--spec slime_plugins.models.glm4 get_glm_spec", "model_type qwen3, whose layers are those of its family"),
+    ("--spec own.layers spec", "give a family of your own with --model-family"),
+    ("--model-name glm4", "by which its weights are converted"),
+    ("--use-gated-attention", "--use-gated-attention, which the model of this checkpoint does not have"),
+    ("--post-self-attn-layernorm --post-mlp-layernorm", "--post-self-attn-layernorm and --post-mlp-layernorm, which"),
+    ("--use-rope-scaling", "--use-rope-scaling, which the model"),
+    ("--distributed-backend nccl --device cpu", "which needs gloo"),
+]
+
+
+@pytest.mark.parametrize("flags", AGREES)
+def test_a_flag_that_repeats_the_checkpoint_is_taken(base: list[str], flags: str) -> None:
+    assert not parse_args([*base, *flags.split(), "--strict"]).idle
+
+
+@pytest.mark.parametrize(("flags", "said"), CONTRADICTS)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(base: list[str], flags: str, said: str) -> None:
+    assert said in refused([*base, *flags.split()])
+
+
+def test_layers_and_scalings_of_other_families_agree_with_theirs(base: list[str]) -> None:
+    config = Path(base[1]) / "config.json"
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama = {**QWEN3, "model_type": "llama", "rope_scaling": {**scaling, "original_max_position_embeddings": 64}}
+    config.write_text(json.dumps(llama))
+    parse_args([*base, "--use-rope-scaling", "--strict"])
+    config.write_text(json.dumps({**QWEN3, "model_type": "glm4", "tie_word_embeddings": False}))
+    norms = ["--post-self-attn-layernorm", "--post-mlp-layernorm", "--spec", "slime_plugins.models.glm4", "get_spec"]
+    parse_args([*base, *norms, "--strict"])
+
+
+def test_every_flag_of_launch_scripts_agrees_or_is_checked_or_is_listed(base: list[str]) -> None:
+    """Where a flag has neither a condition nor a rule, it says what is so in every run."""
+    true_of_every_run = {
+        *("train_backend", "rollout_data_transport", "use_rotary_position_embeddings", "no_position_embedding"),
+        *("freeze_indexer", "check_weight_update_equal"),
+    }
+    checked = {word.removeprefix("--").replace("-", "_") for flags, _ in CONTRADICTS for word in flags.split()}
+    conditional = {f.name for f in own_fields(LaunchScriptSettings) if declared(f).conditions}
+    assert {f.name for f in own_fields(LaunchScriptSettings)} <= true_of_every_run | checked | conditional
+
+
+def test_settings_of_a_rollout_plugin_reach_its_function(base: list[str]) -> None:
+    words = ["--rollout-buffer-url", "http://a:1", "--rollout-task-type", "code"]
+    assert "a --rollout-function-path of your own" in listed(parse_args([*base, *words]))
+    args = parse_args([*base, *words, "--rollout-function-path", "own.generate", "--strict"])
+    assert (args.rollout_buffer_url, args.rollout_task_type) == ("http://a:1", "code")
+
+
+FREE = "use_rs: true\nrs_level: token\nrollout_temprature: 0.5\n"
+
+
+def test_free_keys_of_the_yaml_are_the_users_where_a_function_may_read_them(base: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(FREE)
+    words = [*base, "--custom-config-path", str(path)]
+    assert "got use_rs: True, which needs your own function to read it" in refused(words)
+    args = parse_args([*words, "--custom-generate-function-path", "own.generate"])
+    assert (args.custom["rs_level"], args.to_json_dict()["custom"]["use_rs"]) == ("token", True)
+    assert "the setting rollout_temperature has a similar name" in listed(args)
+    assert "use_rs" in refused([*words, "--custom-generate-function-path", "own.generate", "--strict"])
+
+
+def test_names_of_other_programs_are_no_free_keys(base: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("learning_rate: 1e-5\n")
+    words = [*base, "--custom-config-path", str(path), "--custom-generate-function-path", "own.generate"]
+    assert "use --lr" in refused(words)
+
+
+def test_balance_by_flops_is_how_samples_are_balanced(base: list[str]) -> None:
+    assert parse_args([*base, "--balance-by-flops"]).balance_data
+
+
+def test_the_length_of_an_evaluation_bounds_its_prompts(base: list[str]) -> None:
+    words = ["--eval-interval", "1", "--eval-prompt-data", "a", base[3], "--eval-max-context-len", "64"]
+    assert parse_args([*base, *words]).eval_max_prompt_len == 63
+
+
+@pytest.mark.parametrize("flag", ["--ref-load", "--load"])
+def test_the_trainer_starts_from_a_folder_in_hugging_face_format(base: list[str], tmp_path: Path, flag: str) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN3))
+    args = parse_args([*base, flag, str(other), "--strict"])
+    assert (args.initial_weights, args.load) == (str(other), None)
+    assert args.ref_load == (str(other) if flag == "--ref-load" else None)
+    (other / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": 3}))
+    assert "give models of one architecture" in refused([*base, flag, str(other)])
+
+
+def test_load_goes_before_the_reference_which_then_needs_a_kl(base: list[str], tmp_path: Path) -> None:
+    for name in ("start", "reference"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(QWEN3))
+    words = [*base, "--load", str(tmp_path / "start"), "--ref-load", str(tmp_path / "reference")]
+    assert "ref_load" in listed(parse_args(words))
+    args = parse_args([*words, "--use-kl-loss", "--kl-loss-coef", "0.1"])
+    assert (args.initial_weights, args.ref_load) == (str(tmp_path / "start"), str(tmp_path / "reference"))
+    alone = parse_args([*words[:-2], "--use-kl-loss", "--kl-loss-coef", "0.1"])
+    assert alone.ref_load == str(tmp_path / "start"), "the reference is what the policy starts from"
+
+
+@pytest.mark.parametrize("flag", ["--ref-load", "--load", "--critic-load"])
+def test_a_checkpoint_of_megatron_is_refused_with_what_to_give(base: list[str], tmp_path: Path, flag: str) -> None:
+    folder = tmp_path / "model_torch_dist"
+    (folder / "release").mkdir(parents=True)
+    (folder / "release" / "common.pt").write_bytes(b"")
+    (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    words = [*base, "--advantage-estimator", "ppo", flag, str(folder)]
+    said = refused(words)
+    assert "a checkpoint of Megatron, made of pickles" in said and str(tmp_path / "model") in said
+    missing = refused([*base, "--ref-load", str(tmp_path / "other_torch_dist")])
+    assert "which is not a folder" in missing and str(tmp_path / "other") in missing
+
+
+def test_records_have_the_ending_of_what_they_are(base: list[str], tmp_path: Path) -> None:
+    words = [
+        *("--save-debug-rollout-data", "a/{rollout_id}.pt", "--save-debug-train-data", "b/{rollout_id}.pt"),
+    ]
+    args = parse_args([*base, *words])
+    assert (args.save_debug_rollout_data, args.save_debug_train_data) == (
+        "a/{rollout_id}.jsonl.zst",
+        "b/{rollout_id}.npz",
+    )
+    replay = parse_args([*base, "--load-debug-rollout-data", "a/{rollout_id}.pt"])
+    assert replay.load_debug_rollout_data == args.save_debug_rollout_data
+    pickled = tmp_path / "0.pt"
+    pickled.write_bytes(b"")
+    with pytest.raises(ConfigError, match="a pickle, which could run code"):
+        parse_args([*base, "--load-debug-rollout-data", str(pickled)])
