@@ -26,7 +26,7 @@ LIMIT_BYTES = 300_000
 
 
 def send(seat: Seat, folder: str, megatron: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[str], int]:
-    """The bytes of the parts that this rank sends, the names of those with other bits than expected, and how many turns."""
+    """The bytes of the parts that this rank sends, the names of those with other bits, and how many turns."""
     backend = MegatronBackend(training_args(Path(folder), megatron=megatron), **seat.place)
     quantised = format_of_folder(folder)
     assert quantised is not None

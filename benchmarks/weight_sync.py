@@ -1,0 +1,142 @@
+"""Weight syncs of a model that is cut over ranks: memory beside the shards, time, and what hundreds of them leave.
+
+    python -m benchmarks.weight_sync [--syncs 500] [--output FILE]
+
+Four training ranks (tensor, pipeline and expert parallel 2 each) send a Mixture-of-Experts model of random weights to
+two SGLang servers, all on the CPU, by the code that a run uses. Asked of each rank: the largest resident memory in its
+first weight sync, beyond what it had before it, next to its shard and two buckets; and after many weight syncs its
+memory, descriptors and threads, and the bytes in /dev/shm, next to those after the first ten. Every weight sync is
+verified. Needs 12 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from slime.core.layout import ONE_RANK
+from slime.serving.server import ServerSpec, SGLangServer
+from tests.support.ranks import Ranks, Seat
+from tests.support.tiny import write_tiny_model
+from tests.support.training import training_args
+
+SIZES = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "intermediate_size": 512,
+}
+LAYOUT = {f"{kind}_model_parallel_size": 2 for kind in ("tensor", "pipeline", "expert")} | {"sequence_parallel": True}
+BUCKET_BYTES = 32 * 2**20
+WARM_SYNCS = 10
+TRANSPORTS = ("distributed", "tensor", "disk")
+LIMIT_S = 3000.0
+
+
+def status(name: str) -> int:
+    """A figure of /proc/self/status: bytes of what is given in kB, else a number."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    number = int(line.split()[1])
+    return number * 1024 if line.endswith("kB") else number
+
+
+def looked() -> dict[str, int]:
+    """What this process has, and the host in shared memory."""
+    shared = sum(file.stat().st_size for file in os.scandir("/dev/shm") if file.is_file())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    own = {"resident_bytes": status("VmRSS:"), "descriptors": descriptors, "threads": status("Threads:")}
+    return own | {"shared_bytes": shared}
+
+
+def send(seat: Seat, model: str, folder: str, urls: list[str], transport: str, syncs: int) -> dict[str, Any]:
+    """One rank."""
+    from slime.cluster.actors import EngineInfo
+    from slime.cluster.rank_weight_sync import RankWeightSync
+    from slime.training.backend import MegatronBackend
+
+    settings: dict[str, Any] = {
+        "update_weight_transport": transport,
+        "update_weight_buffer_size": BUCKET_BYTES,
+        "update_weight_disk_dir": str(Path(folder) / "disk"),
+        "weight_sync_timeout_s": 300.0,
+        "sglang": {"dtype": "float32"},
+    }
+    args = training_args(Path(model), megatron=dict(LAYOUT), **settings)
+    backend = MegatronBackend(args, **seat.place)
+    weight_sync = RankWeightSync(args, backend, rank=seat.rank, slots=range(seat.world_size), address="127.0.0.1")
+    engines = [EngineInfo(i, url, ONE_RANK, (i,)) for i, url in enumerate(urls)]
+    shard = sum(parameter.nbytes for parameter in backend.model.parameters)
+    Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory is that of now
+    before = status("VmRSS:")
+    found: dict[str, Any] = {"shard_bytes": shard, "seconds": []}
+    for number in range(1, syncs + 1):
+        backend.weight_version = number
+        began = time.monotonic()
+        weight_sync.sync_weights(engines)
+        found["seconds"].append(round(time.monotonic() - began, 3))
+        if number == 1:
+            found["peak_beside_bytes"] = status("VmHWM:") - before
+        if number == min(WARM_SYNCS, syncs):
+            found["warm"] = looked()
+    found["end"] = looked()
+    weight_sync.close()
+    backend.close()
+    return found
+
+
+def measure(urls: list[str], model: Path, folder: Path, transport: str, syncs: int) -> dict[str, Any]:
+    """All ranks, one transport."""
+    with Ranks() as ranks:
+        told = ranks.run(send, 4, str(model), str(folder), urls, transport, syncs)
+    seconds = sorted(told[0].pop("seconds")[1:]) or [0.0]
+    for rank in told[1:]:
+        del rank["seconds"]
+    most = max(rank["peak_beside_bytes"] for rank in told)
+    print(f"{transport}: {most / 2**20:.1f} MiB beside the shards, two buckets are {2 * BUCKET_BYTES / 2**20:.0f}")
+    return {"median_s": seconds[len(seconds) // 2], "worst_s": seconds[-1], "syncs": syncs, "ranks": told}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--syncs", type=int, default=500, help="of the first transport; others get ten")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": " ".join(["python", "-m", "benchmarks.weight_sync", *sys.argv[1:]]),
+        "bucket_bytes": BUCKET_BYTES,
+        "transports": {},
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = write_tiny_model(folder / "model", "qwen3_moe", tied=False, **SIZES)
+        spec = ServerSpec(str(model), dtype="float32", device="cpu")
+        servers = [SGLangServer(spec, log_path=folder / f"engine_{i}.log") for i in range(2)]
+        try:
+            for server in servers:
+                server.start()
+            for server in servers:
+                server.wait_ready(timeout_s=LIMIT_S)
+            urls = [server.url for server in servers]
+            for number, transport in enumerate(options.transports):
+                syncs = options.syncs if number == 0 else min(10, options.syncs)
+                result["transports"][transport] = measure(urls, model, folder, transport, syncs)
+        finally:
+            for server in servers:
+                server.stop()
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
