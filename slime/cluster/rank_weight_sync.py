@@ -9,7 +9,9 @@ Composed here because only this room sees the trainer, the weights and the contr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,19 @@ import torch
 import torch.distributed as dist
 
 from slime.cluster.actors import EngineInfo
+from slime.core.errors import DeadlineExceeded, SlimeError
+from slime.core.ports import EngineControl
 from slime.serving.control import HttpEngineControl
+from slime.serving.folder_control import FolderEngineControl
 from slime.serving.wire import digest, serialize_bucket
 from slime.settings import Args
+from slime.settings.hooks import load_hook
 from slime.training.backend import MegatronBackend
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
+
+logger = logging.getLogger(__name__)
 
 SENDER = 0
 """The training rank that talks to engines."""
@@ -63,18 +71,32 @@ class RankWeightSync:
                 table=self._table,
                 hf_checkpoint=Path(args.hf_checkpoint),
                 serialize=serialize_bucket,
+                rank=rank,
+                post_write=_post_write(args),
             )
         )
 
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends to these engines, verifies, resumes. Returns `perf/update_weights_*`.
 
-        Raises `WeightSyncError` on every rank.
+        One that failed, and may succeed if all is sent whole, is tried once more. Raises `WeightSyncError` on every
+        rank.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
         self._known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
-        metrics = sync_weights(
+        try:
+            metrics = self._send()
+        except SlimeError as error:
+            if not self._channel.heals or isinstance(error, DeadlineExceeded):
+                raise
+            logger.warning("%s; all weights are sent again, whole", error)
+            metrics = self._send()
+        self._backend.note_synced()
+        return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
+
+    def _send(self) -> dict[str, float]:
+        return sync_weights(
             self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
             table=self._table,
             receivers=list(self._known.values()),
@@ -85,15 +107,17 @@ class RankWeightSync:
             peers=self._peers,
             pause_mode=self._args.pause_generation_mode,
         )
-        self._backend.note_synced()
-        return {f"perf/{name}": value for name, value in metrics.items()}
 
     def give_up(self, url: str, incarnation: int) -> None:
         """That engine is lost: no answer of it is waited for. From any thread."""
         self._given_up.add((url, incarnation))
 
     def _receiver(self, info: EngineInfo) -> Receiver:
-        control = HttpEngineControl(info.url, info.layout, self._args.weight_sync_timeout_s, info.api_key)
+        limit_s = self._args.weight_sync_timeout_s
+        control: EngineControl = HttpEngineControl(info.url, info.layout, limit_s, info.api_key)
+        if self._args.update_weight_folder_only:
+            folder = Path(self._args.components["update_weight_disk_dir"])
+            control = FolderEngineControl(folder, info.url, info.layout, limit_s)
         gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
         return Receiver(control, gpus, lambda: (info.url, info.incarnation) in self._given_up)
 
@@ -119,3 +143,12 @@ class RankWeightSync:
         out: list[Any] | None = [None] * dist.get_world_size() if self._peers.is_sender else None
         dist.gather_object(value, out, dst=SENDER, group=self._group)
         return out
+
+
+def _post_write(args: Args) -> Callable[[Path, Sequence[str]], object] | None:
+    """The user's function, which gets the settings first."""
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    hook = partial(load_hook(path, "post_write"), args)
+    return lambda folder, engines: hook(str(folder), list(engines))

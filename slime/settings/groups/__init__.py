@@ -48,7 +48,7 @@ GROUPS: tuple[Group, ...] = (
     Group(parameters.ParameterSettings, "Trained parameters, reference, old policy", parameters.RULES),
     Group(training.TrainingSettings, "Training batches", training_rules.RULES, training.PASSED),
     Group(checkpoint.CheckpointSettings, "Checkpoint", checkpoint.RULES),
-    Group(weights.WeightSyncSettings, "Weight sync"),
+    Group(weights.WeightSyncSettings, "Weight sync", weights.RULES),
     Group(serving.ServingSettings, "Serving", (*engine_rules.RULES, *prefix_cache_rules.RULES, *serving.RULES)),
     Group(topology.TopologySettings, "Topology", (*topology.RULES, *pair_rules.RULES), topology.PASSED),
     Group(fleet.FleetSettings, "Fleet", fleet.RULES),

@@ -20,7 +20,7 @@ inside functions only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,6 +62,11 @@ class TransportContext:
     """The folder whose config.json and tokenizer belong to the weights."""
     serialize: Serialize
     """Makes payloads that engines of this host read."""
+    rank: int = 0
+    """This training rank's number; names of its files have it."""
+    post_write: Callable[[Path, Sequence[str]], object] | None = None
+    """(folder, addresses of the engines): called by the disk transport when a version is whole, before engines are told
+    of it; the user's `--custom-update-weight-post-write-path`."""
 
 
 class Channel(ABC):
@@ -92,6 +97,15 @@ class Channel(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Every rank: the run ends."""
+
+    @property
+    def heals(self) -> bool:
+        """Every rank: whether what failed last may succeed in another way (whole, not as changes), sent once more."""
+        return False
+
+    def costs(self) -> Mapping[str, float]:
+        """Sender: metrics of the last weight sync beside those of every transport, `update_weights_*`."""
+        return {}
 
 
 class Transport(ABC):
