@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.manifest import Manifest
 from slime.weights.receivers import Receiver
 from slime.weights.transports import Channel
-from tests.contract.weights.test_sync_to_engine import PROMPT, Rig, StateDict, engine_logprobs, is_paused, one_float
+from tests.contract.weights.test_sync_to_engine import Rig, StateDict, is_paused, one_float
 from tests.support.weight_agents import agent_beside, agent_that_dies, delta_channel
 from tests.support.weights import TamperingChannel
 
@@ -168,35 +168,6 @@ def test_a_hundred_flipped_bits_of_a_hundred_are_caught(rig: DeltaRig) -> None:
     assert catch_flips(rig, 100) == 100
 
 
-@contextmanager
-def no_wrong_token(rig: DeltaRig, known: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Whatever the server answers meanwhile is of a version whose log-probs are `known`, and they are those."""
-    import threading
-
-    import httpx
-
-    over, wrong, answers = threading.Event(), list[str](), list[str]()
-
-    def ask() -> None:
-        while not over.is_set():
-            try:
-                got, version = engine_logprobs(rig.url, PROMPT)
-            except (httpx.HTTPError, IndexError, KeyError):  # it is paused, or ended the request
-                time.sleep(0.05)
-                continue
-            answers.append(version)
-            if (got - known[version]).abs().max() > 1e-5:
-                wrong.append(version)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-    assert not wrong, f"{len(wrong)} of {len(answers)} answers were of other weights than their version's: {wrong}"
-
-
 POINTS = [("applying model", 1), ("applying model", 5), ("loading", 1)]
 
 
@@ -213,8 +184,6 @@ def test_at_every_point(rig: DeltaRig, what: str, at: int) -> None:
 
 
 def killed_and_healed(rig: DeltaRig, what: str, at: int) -> None:
-    import threading
-
     channel = rig.channel_of(timeout_s=LIMIT_S)
     if what != "copying":  # that is the first, full version
         with rig.agent():
@@ -276,7 +245,8 @@ def test_an_engine_of_another_cluster_is_updated_through_the_folder_alone(rig: D
 def test_the_agent_of_a_run_is_started_again_and_calls_the_users_hook(rig: DeltaRig) -> None:
     hook = rig.tmp_path / "hooks.py"
     hook.write_text(
-        f"def note(source_dir, target_version):\n    open({str(rig.tmp_path / 'seen')!r}, 'a').write(f'{{target_version}} ')\n"
+        "def note(source_dir, target_version):\n"
+        f"    open({str(rig.tmp_path / 'seen')!r}, 'a').write(f'{{target_version}} ')\n"
     )
     settings = AgentSettings(str(rig.folder), str(rig.local), f"{hook}:note", LIMIT_S)
     agent = AgentProcess(settings, rig.url, None, rig.tmp_path / "agent.log")
