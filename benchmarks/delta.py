@@ -99,12 +99,12 @@ def figures(folder: Path, manifest: Manifest, before: Tensors, after: Tensors) -
         "bound_positions_bytes": round(where),
         "bound_symbols_bytes": round(what),
         "times_bound": size / (where + what),
-        **{f"{name}_pieces": encoded(name, before, after) for name in encodings.ENCODINGS},
+        **{f"{name}_patches": encoded(name, before, after) for name in encodings.ENCODINGS},
     }
 
 
 def encoded(name: str, before: Tensors, after: Tensors) -> dict[str, float]:
-    """Bytes and seconds of all pieces in an encoding."""
+    """Bytes and seconds of all patches in an encoding."""
     began = time.perf_counter()
     size = sum(len(encodings.encode(name, before[n][0], new, width)[0]) for n, (new, width) in after.items())
     return {"bytes": size, "encode_s": round(time.perf_counter() - began, 3)}

@@ -35,7 +35,7 @@ COMMANDS = (
     ),
     Command(
         "weights-agent",
-        "keep an engine at the weights that a trainer publishes in a folder",
+        "keep an engine at the weights that a trainer writes to a folder",
         weights_agent.add_flags,
         weights_agent.run,
     ),

@@ -1,4 +1,4 @@
-"""`slime weights-agent`: keeps one engine at the weights that a trainer publishes in a folder, until Ctrl-C.
+"""`slime weights-agent`: keeps one engine at the weights that a trainer writes to a folder, until Ctrl-C.
 
 A run starts it beside its own engines; beside engines that run already, it is started by hand, on the engine's host.
 The engine's key is in the environment variable SLIME_ENGINE_API_KEY.

@@ -1,4 +1,4 @@
-"""The agent beside an engine: keeps a checkpoint of this host as the trainer publishes it, and has the engine load it.
+"""The agent beside an engine: keeps a checkpoint of this host as the trainer writes it, and has the engine load it.
 
 The engine is a stock server; the agent calls its control routes as a trainer would. It listens on no port: calls come
 through the shared folder (`slime.weights.delta.mailbox`), and only the methods below are known.
@@ -52,7 +52,7 @@ class WeightsAgent:
         on_note: Callable[[str], object] = lambda doing: None,
     ) -> None:
         """`folder`: the shared one; `name`: the engine's address as the trainer knows it; `local`: a folder of this
-        host. `on_note` is told what is done, before it is done.
+        host. `on_note` gets what is done, before it is done.
         """
         self._folder, self._control, self._pre_read = folder, control, pre_read
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time(), "engine": control.url}

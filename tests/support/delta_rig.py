@@ -86,7 +86,7 @@ class Rig:
         return Manifest.read(self.folder / chain.folder_of(version))
 
 
-def piece_file(folder: Path) -> Path:
+def patch_file(folder: Path) -> Path:
     (file,) = folder.glob("delta-*.bin")
     return file
 

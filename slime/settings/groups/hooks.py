@@ -94,7 +94,7 @@ class HookSettings:
     custom_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
     custom_update_weight_post_write_path: str | None = opt(None, needs=_DISK)
-    """Called when a weight version is whole on disk, before engines are told: fn(args, version_dir, rollout_engines),
+    """Called when a weight version is whole on disk, before engines load it: fn(args, version_dir, rollout_engines),
     on training rank 0, with the engines' addresses."""
     custom_pull_weights_pre_read_path: str | None = opt(
         None, names=("--sglang-custom-pull-weights-pre-read-hook",), needs=_AGENTS

@@ -4,7 +4,7 @@ Consumes: buckets. Produces: a version, whole at once when its temporary folder 
 it. Waits for: the agents beside the engines, with the limit of the weight sync; nobody wakes it.
 
 Any number of ranks may send: each writes what it has (`begin`, `deliver`), reports it (`report`), and one of them
-publishes what all have reported (`finish`). They decide alike whether a version is full, for they see the same
+makes a version of what all have reported (`finish`). They decide alike whether a version is full, for they see the same
 engines and the same outcomes.
 
 Invariants
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaChannel(Channel):
-    """One sender's end of it, and on the rank that publishes the rest."""
+    """One sender's end of it, and on the rank that completes versions the rest."""
 
     def __init__(
         self, folder: Path, context: TransportContext, *, every: int, encoding: str, checksum: str, keep: bool
@@ -59,7 +59,7 @@ class DeltaChannel(Channel):
         self._full, self._version = True, 0
         self._base: Base | None = None
         self._tensors: dict[str, str] = {}
-        self._published: Base | None = None
+        self._made: Base | None = None
         self._costs: dict[str, float] = {}
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
@@ -94,9 +94,9 @@ class DeltaChannel(Channel):
         return self._writer.report()
 
     def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
-        self.publish([self.report()], receivers, version=version)
+        self.complete([self.report()], receivers, version=version)
 
-    def publish(self, reports: Sequence[Report], receivers: Sequence[Receiver], *, version: int) -> None:
+    def complete(self, reports: Sequence[Report], receivers: Sequence[Receiver], *, version: int) -> None:
         """On one rank, with what all senders reported: the version is whole, and engines load it."""
         whole = merged(reports)
         sums = tensor_checksums(whole.entries)
@@ -104,7 +104,7 @@ class DeltaChannel(Channel):
         base = None if self._full else self._base
         manifest = Manifest(version, base, self._checksum, whole_checksum(self._tensors), whole.entries)
         final = self._make_whole(manifest)
-        self._published = target = Base(version, manifest.digest)
+        self._made = target = Base(version, manifest.digest)
         self._costs = {
             "update_weights_density": whole.num_changed / max(1, whole.num_elements),
             "update_weights_wire_bytes": float(sum(file.stat().st_size for file in final.iterdir())),
@@ -125,15 +125,15 @@ class DeltaChannel(Channel):
         if self._writer is None:  # this rank sends nothing
             return
         self._writer = None
-        self._confirmed, self._base = self._receivers, self._published or self._base
+        self._confirmed, self._base = self._receivers, self._made or self._base
         self._since_full = 0 if self._full or self._since_full is None else self._since_full + 1
         if self._full:
             self._newest_full = self._version
-        if self._published is not None and not self._keep and self._newest_full is not None:
+        if self._made is not None and not self._keep and self._newest_full is not None:
             names = [path.name for path in self._folder.iterdir()]
             for name in chain.prunable(names, newest_full=self._newest_full):
                 shutil.rmtree(self._folder / name, ignore_errors=True)
-        self._published = None
+        self._made = None
 
     def abandon(self) -> None:
         if self._writer is not None:
@@ -141,7 +141,7 @@ class DeltaChannel(Channel):
             self._writer = None
             if self._context.peers.is_sender:
                 shutil.rmtree(self._writing, ignore_errors=True)
-        self._confirmed, self._published = None, None
+        self._confirmed, self._made = None, None
 
     @property
     def heals(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checksums of pieces and of whole tensors, by the names of `--update-weight-delta-checksum`."""
+"""Checksums of patches and of whole tensors, by the names of `--update-weight-delta-checksum`."""
 
 from __future__ import annotations
 

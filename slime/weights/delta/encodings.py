@@ -1,10 +1,10 @@
-"""How a piece says what a tensor has become: the registry of encodings, each exact on the bytes.
+"""How a patch says what a tensor has become: the registry of encodings, each exact on the bytes.
 
     xor         new ^ old of the elements that changed: small numbers, of which few are common. Applied twice it undoes
                 itself, so it may be applied to its base alone, which the chain of digests sees to.
     overwrite   the elements that changed, as they are now: larger, and the same however often it is applied
 
-A piece is a row of chunks, each of `CHUNK` elements: a head, the streams of positions, the streams of symbols.
+A patch is a row of chunks, each of `CHUNK` elements: a head, the streams of positions, the streams of symbols.
 An encoding of a manifest is looked up by its name here and nowhere else: a folder that others may write names no code.
 """
 
@@ -27,7 +27,7 @@ CHUNK = 1 << 24
 _HEAD = struct.Struct("<IBB")
 """Changed elements, form of their positions, form of their symbols."""
 RAW = "raw"
-"""Of a piece that is the tensor itself: in full versions, and where a tensor changed so much that nothing is gained."""
+"""Of a patch that is the tensor itself: in full versions, and where a tensor changed so much that nothing is gained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def elements(data: Bytes, width: int) -> Elements:
 
 
 def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
-    """The piece that turns `old` into `new`, flat bytes of equal length, and how many elements changed. `width`: bytes
+    """The patch that turns `old` into `new`, flat bytes of equal length, and how many elements changed. `width`: bytes
     of an element. Empty if nothing changed.
     """
     assert len(old) == len(new), f"{len(old)} bytes became {len(new)}"
@@ -63,25 +63,25 @@ def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
     return b"".join(data for data, _ in chunks) if num_changed else b"", num_changed
 
 
-def apply(name: str, data: Bytes, piece: bytes | memoryview, width: int) -> None:
-    """Turns the old bytes of a tensor into the new ones, in place. Raises `WeightSyncError` for a damaged piece, after
+def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None:
+    """Turns the old bytes of a tensor into the new ones, in place. Raises `WeightSyncError` for a damaged patch, after
     which `data` may be anything."""
     if name not in ENCODINGS:
-        raise WeightSyncError(f"got a piece in the encoding {name}; this reads {', '.join(ENCODINGS)}")
-    if not piece:
+        raise WeightSyncError(f"got a patch in the encoding {name}; this reads {', '.join(ENCODINGS)}")
+    if not patch:
         return
-    streams, now = Streams(memoryview(piece)), elements(data, width)
+    streams, now = Streams(memoryview(patch)), elements(data, width)
     for start in range(0, len(now), CHUNK):
         part = now[start : start + CHUNK]
         count, where, what = _HEAD.unpack(streams.take(_HEAD.size))
         if count > len(part):
-            raise WeightSyncError(f"got {count} changes of {len(part)} elements; the piece is damaged")
+            raise WeightSyncError(f"got {count} changes of {len(part)} elements; the patch is damaged")
         if not count:
             continue
         at = positions.read(where, streams, count, len(part))
         part[at] = ENCODINGS[name].values(part[at], symbols.read(what, streams, count, part.dtype.newbyteorder("=")))
-    if streams.at != len(piece):
-        raise WeightSyncError(f"got a piece of {len(piece)} bytes, of which {streams.at} belong to the tensor")
+    if streams.at != len(patch):
+        raise WeightSyncError(f"got a patch of {len(patch)} bytes, of which {streams.at} belong to the tensor")
 
 
 def _chunk(encoding: Encoding, old: Elements, new: Elements) -> tuple[bytes, int]:

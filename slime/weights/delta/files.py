@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and on disk before anybody is told of them."""
+"""Files that are whole or not there, and on disk before anybody hears of them."""
 
 from __future__ import annotations
 

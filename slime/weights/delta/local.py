@@ -10,7 +10,7 @@ ends; nobody wakes it.
 Invariants
 1. `state.json` is removed, on disk, before the first byte changes, and written after the last one is on disk. So a copy
    that somebody was killed in is never taken for a version.
-2. A piece is read if its checksum is right, and a tensor stays if its checksum is; else the copy has no state.
+2. A patch is read if its checksum is right, and a tensor stays if its checksum is; else the copy has no state.
 3. What cannot be made from the copy is made from the newest full version, once.
 """
 
@@ -66,7 +66,7 @@ class Done:
     deltas: int
     """Deltas that were applied."""
     num_bytes: int
-    """Of the pieces that were read."""
+    """Of the patches that were read."""
 
 
 class _Damaged(WeightSyncError):
@@ -74,10 +74,10 @@ class _Damaged(WeightSyncError):
 
 
 class LocalCheckpoint:
-    """One copy, in `folder`, of what is published in `source`."""
+    """One copy, in `folder`, of what a trainer wrote to `source`."""
 
     def __init__(self, folder: Path, source: Path, note: Callable[[str], object] = lambda doing: None) -> None:
-        """`note` is told what is done, before it is done."""
+        """`note` gets what is done, before it is done."""
         self._folder, self._source, self._note = folder, source, note
         self.model = folder / "model"
         """What an engine loads."""
@@ -104,7 +104,7 @@ class LocalCheckpoint:
                 try:
                     return self._follow(target, state)
                 except _Damaged as error:
-                    logger.warning("%s: the local copy is made anew: %s", self._folder, error)
+                    logger.warning("%s: the local copy is made again: %s", self._folder, error)
                 except WeightSyncError as error:
                     logger.warning("%s: from version %d it cannot go on: %s", self._folder, state.version, error)
             return self._follow(target, None)
@@ -158,7 +158,7 @@ class LocalCheckpoint:
         folder = self._source / chain.folder_of(manifest.version)
         files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
         where = {name: (file, place) for file in files for name, place in places(self.model / file).items()}
-        pieces = {entry.file: (folder / entry.file).open("rb") for entry in manifest.entries}
+        patches = {entry.file: (folder / entry.file).open("rb") for entry in manifest.entries}
         try:
             with _Mapped(self.model, files, write=True) as mapped:
 
@@ -170,13 +170,13 @@ class LocalCheckpoint:
                     if (place.dtype, place.shape, place.num_bytes) != (entry.dtype, entry.shape, entry.num_bytes):
                         raise _Damaged(f"got {entry.name} as {entry.dtype} {entry.shape}, the copy has {place}")
                     data = mapped.views[file][place.offset : place.offset + place.num_bytes]
-                    _change(manifest, entry, data, _piece(manifest, entry, pieces[entry.file]))
+                    _change(manifest, entry, data, _patch(manifest, entry, patches[entry.file]))
 
                 self._side_by_side(manifest, change)
         except OSError as error:
             raise WeightSyncError(f"got version {manifest.version}, which cannot be read: {error}") from error
         finally:
-            for opened in pieces.values():
+            for opened in patches.values():
                 opened.close()
         return {**tensors, **tensor_checksums(manifest.entries)}
 
@@ -237,25 +237,25 @@ def _require_whole(manifest: Manifest, entry: Entry, file: encodings.Bytes) -> N
     data = file[entry.offset : entry.offset + entry.size]
     if entry.encoding != encodings.RAW or len(data) != entry.num_bytes:
         raise WeightSyncError(f"got {entry.name} of the full version {manifest.version} with {len(data)} bytes")
-    if not checksum(manifest.checksum, data) == entry.piece_checksum == entry.tensor_checksum:
+    if not checksum(manifest.checksum, data) == entry.patch_checksum == entry.tensor_checksum:
         raise WeightSyncError(f"got {entry.name} of version {manifest.version} with another checksum; it is damaged")
 
 
-def _piece(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
-    piece = os.pread(file.fileno(), entry.size, entry.offset)
-    if len(piece) != entry.size or checksum(manifest.checksum, piece) != entry.piece_checksum:
+def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
+    patch = os.pread(file.fileno(), entry.size, entry.offset)
+    if len(patch) != entry.size or checksum(manifest.checksum, patch) != entry.patch_checksum:
         raise WeightSyncError(
-            f"got the piece of {entry.name} of version {manifest.version} damaged: its checksum differs"
+            f"got the patch of {entry.name} of version {manifest.version} damaged: its checksum differs"
         )
-    return piece
+    return patch
 
 
-def _change(manifest: Manifest, entry: Entry, data: encodings.Bytes, piece: bytes) -> None:
+def _change(manifest: Manifest, entry: Entry, data: encodings.Bytes, patch: bytes) -> None:
     if entry.encoding == encodings.RAW:
-        if len(piece) != len(data):
-            raise WeightSyncError(f"got {len(piece)} bytes for {entry.name}, which has {len(data)}")
-        data[:] = np.frombuffer(piece, np.uint8)
+        if len(patch) != len(data):
+            raise WeightSyncError(f"got {len(patch)} bytes for {entry.name}, which has {len(data)}")
+        data[:] = np.frombuffer(patch, np.uint8)
     elif len(data) % width_of(entry.dtype) == 0:
-        encodings.apply(entry.encoding, data, piece, width_of(entry.dtype))
+        encodings.apply(entry.encoding, data, patch, width_of(entry.dtype))
     if checksum(manifest.checksum, data) != entry.tensor_checksum:
         raise _Damaged(f"got {entry.name} with another checksum than version {manifest.version} has")

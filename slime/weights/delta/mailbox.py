@@ -4,8 +4,8 @@
     agents/<engine>/call.json       the newest call: id, method, arguments
     agents/<engine>/answer.json     its answer: the same id, and a result or an error
 
-Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, which is opened anew at each look,
-with a limit; nobody wakes it.
+Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, opened again at each look, with a
+limit; nobody wakes it.
 
 Invariants
 1. A call replaces the one before; an agent runs the newest one that it has not answered, also after it was killed in
@@ -85,7 +85,7 @@ class Answering:
     """The agent's end of a mailbox."""
 
     def __init__(self, box: Path, about: Mapping[str, Any]) -> None:
-        """`about`: what the trainer may be told of this agent."""
+        """`about`: what the trainer may know of this agent."""
         self._box, self._about = box, dict(about)
         box.mkdir(parents=True, exist_ok=True)
         self.note("waiting")

@@ -1,6 +1,6 @@
 """What a version consists of: one JSON file beside its files, and the digest that stands for all of it.
 
-The digest covers everything that the manifest says, and that includes checksums of every piece and every tensor: who
+The digest covers everything that the manifest says, and that includes checksums of every patch and every tensor: who
 knows the digest of a version knows its weights. A delta names the digest of its base, so a chain cannot be put together
 wrongly.
 
@@ -26,7 +26,7 @@ _PLAIN = set("/\\\0")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a version: where its piece lies, and what comes of it."""
+    """One tensor of a version: where its patch lies, and what comes of it."""
 
     name: str
     """Hugging Face name."""
@@ -40,17 +40,17 @@ class Entry:
     file: str
     """In the folder of the version."""
     offset: int
-    """Of the piece in the file, in bytes."""
+    """Of the patch in the file, in bytes."""
     size: int
-    """Of the piece, in bytes."""
-    piece_checksum: str
+    """Of the patch, in bytes."""
+    patch_checksum: str
     tensor_checksum: str
     """Of the whole tensor as it is in this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one sender wrote of a version; travels to the one that publishes."""
+    """What one sender wrote of a version; travels to the rank that completes it."""
 
     entries: tuple[Entry, ...]
     num_elements: int

@@ -42,11 +42,11 @@ class Streams:
             size = zstandard.frame_content_size(frame)
             if not 0 <= size <= limit:
                 raise WeightSyncError(
-                    f"got a stream of {size} bytes where at most {limit} can be; the piece is damaged"
+                    f"got a stream of {size} bytes where at most {limit} can be; the patch is damaged"
                 )
             content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
         except zstandard.ZstdError as error:
-            raise WeightSyncError(f"got a stream that is not zstd ({error}); the piece is damaged") from error
+            raise WeightSyncError(f"got a stream that is not zstd ({error}); the patch is damaged") from error
         return np.frombuffer(content, np.uint8)
 
     def take_length(self) -> int:
@@ -57,7 +57,7 @@ class Streams:
         """The next bytes as they are."""
         part = self._data[self.at : self.at + size]
         if len(part) != size:
-            raise WeightSyncError(f"got a piece that ends at byte {len(self._data)}, before its content does")
+            raise WeightSyncError(f"got a patch that ends at byte {len(self._data)}, before its content does")
         self.at += size
         return part
 

@@ -33,7 +33,7 @@ def read(form: int, streams: Streams, count: int, dtype: np.dtype[np.unsignedint
     if form == PLANES:
         return _joined([streams.next(count) for _ in range(dtype.itemsize)], count, dtype)
     if form != RANKS or dtype != np.uint16:
-        raise WeightSyncError(f"got symbols of {dtype} in form {form}, which nobody here reads; the piece is damaged")
+        raise WeightSyncError(f"got symbols of {dtype} in form {form}, which nobody here reads; the patch is damaged")
     table = streams.next(2 * RARE)
     ranks = streams.next(count)
     rare = ranks == RARE

@@ -27,7 +27,7 @@ class Place:
 
 
 def places(file: Path) -> dict[str, Place]:
-    """Name -> place, of all tensors of a file. Raises `WeightSyncError` if it is no safetensors file."""
+    """Name -> place, of all tensors of a file. Raises `WeightSyncError` if it is not one of safetensors."""
     try:
         with file.open("rb") as opened:
             (length,) = _HEAD.unpack(opened.read(_HEAD.size))
@@ -43,7 +43,9 @@ def places(file: Path) -> dict[str, Place]:
             for name, t in header.items()
         }
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise WeightSyncError(f"got {file}, which is no safetensors file: {type(error).__name__}: {error}") from error
+        raise WeightSyncError(
+            f"got {file}, which cannot be read as safetensors: {type(error).__name__}: {error}"
+        ) from error
 
 
 def width_of(dtype: str) -> int:

@@ -1,7 +1,7 @@
 """One sender's files of a version, and what it remembers of the version before: its own tensors, in host memory.
 
 A full version is a Hugging Face folder, a safetensors file for each bucket. A delta is one file for each sender, a
-piece for each tensor that changed, end to end. Names of files have the sender's rank in them, so senders share a folder
+patch for each tensor that changed, end to end. Names of files have the sender's rank in them, so senders share a folder
 without asking each other.
 """
 
@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
-
-import numpy as np
 
 from slime.core.errors import WeightSyncError
 from slime.core.file_mode import open_to_readers
@@ -109,15 +107,14 @@ class VersionWriter:
             for name, tensor in tensors:
                 self._require_same(name, tensor)
             on_host = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
-            for entry, piece, num_changed in pool.map(lambda one: self._changed(*one), on_host):
+            for entry, patch, num_changed in pool.map(lambda one: self._changed(*one), on_host):
                 self._num_changed += num_changed
-                if piece:
-                    self._append(entry, piece)
+                if patch:
+                    self._append(entry, patch)
         self._num_elements += sum(tensor.numel() for _, tensor in on_host)
 
     def _require_same(self, name: str, tensor: Tensor) -> None:
-        assert self._memory is not None
-        held = self._memory.get(name)
+        held = self._memory.get(name) if self._memory is not None else None
         if (
             held is None
             or held.shape != tuple(tensor.shape)
@@ -129,14 +126,14 @@ class VersionWriter:
             )
 
     def _changed(self, name: str, tensor: Tensor) -> tuple[dict[str, Any], bytes, int]:
-        """What an entry says, its piece (empty if nothing changed), and how many elements changed."""
-        assert self._memory is not None
+        """What an entry says, its patch (empty if nothing changed), and how many elements changed."""
+        assert self._memory is not None, "a delta needs the version before"
         held, data, encoding = self._memory[name], flat_bytes(tensor), self._encoding
-        piece, num_changed = encodings.encode(encoding, held.data, data, width_of(held.dtype))
-        if len(piece) >= len(data) > 0:
-            piece, encoding = data.tobytes(), encodings.RAW
+        patch, num_changed = encodings.encode(encoding, held.data, data, width_of(held.dtype))
+        if len(patch) >= len(data) > 0:
+            patch, encoding = data.tobytes(), encodings.RAW
         said: dict[str, Any] = {}
-        if piece:
+        if patch:
             held.data[:] = data
             said = {
                 "name": name,
@@ -144,18 +141,18 @@ class VersionWriter:
                 "shape": held.shape,
                 "num_bytes": len(data),
                 "encoding": encoding,
-                "piece_checksum": checksum(self._checksum, piece),
+                "patch_checksum": checksum(self._checksum, patch),
                 "tensor_checksum": checksum(self._checksum, held.data),
             }
-        return said, piece, num_changed
+        return said, patch, num_changed
 
-    def _append(self, said: dict[str, Any], piece: bytes) -> None:
+    def _append(self, said: dict[str, Any], patch: bytes) -> None:
         if self._file is None:
             self._file = (self._folder / f"delta-r{self._rank:05d}.bin").open("wb")
         offset = self._size
-        self._file.write(piece)
-        self._size += len(piece)
-        self._entries.append(Entry(**said, file=Path(self._file.name).name, offset=offset, size=len(piece)))
+        self._file.write(patch)
+        self._size += len(patch)
+        self._entries.append(Entry(**said, file=Path(self._file.name).name, offset=offset, size=len(patch)))
 
 
 def flat_bytes(tensor: Tensor) -> encodings.Bytes:
@@ -163,5 +160,4 @@ def flat_bytes(tensor: Tensor) -> encodings.Bytes:
     import torch
 
     found: encodings.Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-    assert found.dtype == np.uint8
     return found

@@ -65,8 +65,8 @@ class TransportContext:
     rank: int = 0
     """This training rank's number; names of its files have it."""
     post_write: Callable[[Path, Sequence[str]], object] | None = None
-    """(folder, addresses of the engines): called by the disk transport when a version is whole, before engines are told
-    of it; the user's `--custom-update-weight-post-write-path`."""
+    """(folder, addresses of the engines): called by the disk transport when a version is whole, before engines load
+    it; the user's `--custom-update-weight-post-write-path`."""
 
 
 class Channel(ABC):

@@ -51,7 +51,7 @@ class DiskTransport(Transport):
     update_weight_delta_encoding: str = opt("xor", choices=("xor", "overwrite"), needs=_DELTA)
     """xor: what changed elements changed by, which is small; overwrite: what they are now."""
     update_weight_delta_checksum: str = opt("xxh3-128", choices=("xxh3-128", "blake3", "adler32"), needs=_DELTA)
-    """Of each piece, and of each tensor that it leads to. blake3 needs its package."""
+    """Of each patch, and of each tensor that it leads to. blake3 needs its package."""
     update_weight_full_interval: int = opt(20, ge=1, needs=_DELTA)
     """A version is full at least every so many weight syncs; older ones are then removed."""
 

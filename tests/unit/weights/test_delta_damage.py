@@ -20,7 +20,7 @@ from slime.weights.delta import chain
 from slime.weights.delta.local import LocalCheckpoint
 from slime.weights.delta.mailbox import call, mailbox
 from slime.weights.delta.manifest import Base, Manifest
-from tests.support.delta_rig import URL, Rig, flip, piece_file
+from tests.support.delta_rig import URL, Rig, flip, patch_file
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def dropped(rig: Rig, folder: Path) -> None:
 
 
 def corrupted(rig: Rig, folder: Path) -> None:
-    flip(piece_file(folder), 99)
+    flip(patch_file(folder), 99)
 
 
 def cut_off(rig: Rig, folder: Path) -> None:
-    os.truncate(piece_file(folder), piece_file(folder).stat().st_size // 2)
+    os.truncate(patch_file(folder), patch_file(folder).stat().st_size // 2)
 
 
 def without_manifest(rig: Rig, folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_damaged_delta_is_never_served_and_the_next_sync_heals(rig: Rig, damag
 
 
 def test_any_flipped_bit_of_a_version_is_caught(rig: Rig) -> None:
-    """Law: one hundred of one hundred, in pieces and in manifests."""
+    """Law: one hundred of one hundred, in patches and in manifests."""
     rig.sync(1)
     rig.step(1)
     rig.sync(2)
@@ -96,7 +96,7 @@ def test_any_flipped_bit_of_a_version_is_caught(rig: Rig) -> None:
     generator = torch.Generator().manual_seed(0)
     for turn in range(100):
         local.bring_to(Base(1, rig.manifest(1).digest))
-        file = piece_file(folder) if turn % 2 else folder / "manifest.json"
+        file = patch_file(folder) if turn % 2 else folder / "manifest.json"
         at = int(torch.randint(file.stat().st_size * 8, (), generator=generator))
         flip(file, at)
         with pytest.raises(WeightSyncError):

@@ -1,4 +1,4 @@
-"""Encodings of a delta: exact on any bytes, near the entropy bound, and a damaged piece is an error."""
+"""Encodings of a delta: exact on any bytes, near the entropy bound, and a damaged patch is an error."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def changed(density: float, *, size: int = SIZE, seed: int = 0) -> tuple[np.ndar
 
 
 def returned(name: str, old: np.ndarray, new: np.ndarray, width: int) -> np.ndarray:
-    piece, _ = encode(name, old, new, width)
+    patch, _ = encode(name, old, new, width)
     data = old.copy()
-    apply(name, data, piece, width)
+    apply(name, data, patch, width)
     return data
 
 
@@ -38,7 +38,7 @@ def returned(name: str, old: np.ndarray, new: np.ndarray, width: int) -> np.ndar
 @given(data=st.data(), width=st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=150, deadline=None)
 def test_any_bytes_become_any_others(name: str, data: st.DataObject, width: int) -> None:
-    """Law: applied to the old bytes, the piece gives the new ones: all of them, none of them, NaNs, signed zeros."""
+    """Law: applied to the old bytes, the patch gives the new ones: all of them, none of them, NaNs, signed zeros."""
     num = data.draw(st.integers(0, 60))
     old = np.frombuffer(data.draw(st.binary(min_size=num * width, max_size=num * width)), np.uint8)
     new = old.copy()
@@ -62,17 +62,17 @@ def test_chunks_and_clusters(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     new = old.copy()
     new[200:260] = 7
     new[-3:] = 9
-    piece, num_changed = encode(name, old, new, 2)
-    assert num_changed == 30 + 2 and (returned(name, old, new, 2) == new).all() and len(piece) < 300
+    patch, num_changed = encode(name, old, new, 2)
+    assert num_changed == 30 + 2 and (returned(name, old, new, 2) == new).all() and len(patch) < 300
 
 
 def test_overwrite_may_be_applied_twice_and_xor_undoes_itself() -> None:
     old, new = changed(0.05)
     for name, want in (("overwrite", new), ("xor", old)):
-        piece, _ = encode(name, old, new, 2)
+        patch, _ = encode(name, old, new, 2)
         data = old.copy()
-        apply(name, data, piece, 2)
-        apply(name, data, piece, 2)
+        apply(name, data, patch, 2)
+        apply(name, data, patch, 2)
         assert (data == want).all()
 
 
@@ -86,19 +86,19 @@ def test_xor_is_within_a_tenth_of_its_entropy(density: float) -> None:
     _, counts = np.unique(symbols, return_counts=True)
     bits = -1_000_000 * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
     bits -= (counts * np.log2(counts / len(symbols))).sum()
-    piece, _ = encode("xor", old, new, 2)
-    assert len(piece) <= 1.1 * bits / 8
+    patch, _ = encode("xor", old, new, 2)
+    assert len(patch) <= 1.1 * bits / 8
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_damaged_piece_is_refused_or_changes_only_its_tensor(name: str) -> None:
     """Law: whatever the bytes say, nothing but `WeightSyncError` is raised, and nothing outside is written."""
     old, new = changed(0.02, size=4_000)
-    piece, _ = encode(name, old, new, 2)
+    patch, _ = encode(name, old, new, 2)
     rng = np.random.default_rng(3)
     refused = 0
     for _ in range(300):
-        bad = bytearray(piece)
+        bad = bytearray(patch)
         bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
         around = np.full(len(old) + 64, 165, np.uint8)
         around[32:-32] = old
@@ -108,13 +108,13 @@ def test_a_damaged_piece_is_refused_or_changes_only_its_tensor(name: str) -> Non
             refused += 1
         assert (around[:32] == 165).all() and (around[-32:] == 165).all()
     assert refused > 100
-    for length in range(0, len(piece), 97):
+    for length in range(0, len(patch), 97):
         with pytest.raises(WeightSyncError):
-            apply(name, old.copy(), piece[:length] or b"\0", 2)
+            apply(name, old.copy(), patch[:length] or b"\0", 2)
 
 
 def test_an_unknown_encoding_is_refused_and_names_no_code() -> None:
-    with pytest.raises(WeightSyncError, match=r"got a piece in the encoding os\.system"):
+    with pytest.raises(WeightSyncError, match=r"got a patch in the encoding os\.system"):
         apply("os.system", np.zeros(4, np.uint8), b"1234", 2)
 
 

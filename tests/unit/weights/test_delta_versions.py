@@ -121,7 +121,7 @@ def test_an_engine_is_updated_through_the_folder_alone(tmp_path: Path) -> None:
 
 
 def test_many_senders_write_one_version(tmp_path: Path) -> None:
-    """Law: each writes what it has, names of files do not clash, and one publishes what all reported."""
+    """Law: each writes what it has, names of files do not clash, and one makes a version of what all reported."""
     with ExitStack() as stack:
         rig = Rig(tmp_path, stack)
         senders = [
@@ -145,7 +145,7 @@ def test_many_senders_write_one_version(tmp_path: Path) -> None:
             for number, item in enumerate(rig.state.items()):
                 sender = senders[number % 3]
                 sender.deliver(sender.prepare(Bucket((item,)), rig.receivers), rig.receivers, version=version)
-            senders[0].publish([sender.report() for sender in senders], rig.receivers, version=version)
+            senders[0].complete([sender.report() for sender in senders], rig.receivers, version=version)
             for sender in senders:
                 sender.settle()
             files = {entry.file for entry in rig.manifest(version).entries}
