@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     versions = sorted(v for path in options.versions.iterdir() if (v := version_of(path.name)) is not None)
-    results = {"versions": len(versions), "cores": os.cpu_count(), "steps": measure(options.versions, versions)}
+    results = {"command": " ".join(sys.argv), "versions": len(versions), "cores": os.cpu_count(), "steps": measure(options.versions, versions)}
     text = json.dumps(results, indent=1)
     print(text)
     if options.json:
