@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     versions = sorted(v for path in options.versions.iterdir() if (v := version_of(path.name)) is not None)
-    results = {"command": " ".join(sys.argv), "versions": len(versions), "cores": os.cpu_count(), "steps": measure(options.versions, versions)}
+    steps = measure(options.versions, versions)
+    results = {"command": " ".join(sys.argv), "versions": len(versions), "cores": os.cpu_count(), "steps": steps}
     text = json.dumps(results, indent=1)
     print(text)
     if options.json:

@@ -140,7 +140,6 @@ class EngineActor:
             self._watch.close()
         if self._agent is not None:
             self._agent.stop()
-            self._agent = None
         self._server.stop()
         if self._meeting is not None:
             self._meeting.release()

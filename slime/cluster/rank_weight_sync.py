@@ -88,7 +88,8 @@ class RankWeightSync:
         try:
             metrics = self._send()
         except SlimeError as error:
-            if not self._channel.heals or isinstance(error, DeadlineExceeded):
+            may_heal = self._peers.broadcast(self._channel.heals)  # only who sends knows
+            if not may_heal or isinstance(error, DeadlineExceeded):
                 raise
             logger.warning("%s; all weights are sent again, whole", error)
             metrics = self._send()

@@ -1,8 +1,13 @@
-"""The weights agent of an engine as a process beside it, which is started again when it ends."""
+"""The weights agent of an engine as a process beside it, which is started again when it ends.
+
+Consumes: looks at the process (`tend`) and its end (`stop`), from any thread. Produces: a process that answers the calls
+for its engine. Waits for nothing but the end of a process; nobody wakes it.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +36,7 @@ class AgentProcess:
 
     def __init__(self, settings: AgentSettings, url: str, api_key: str | None, log_path: Path) -> None:
         self._settings, self._url, self._api_key, self._log_path = settings, url, api_key, log_path
+        self._lock, self._over = threading.Lock(), False
         self._process = self._start()
 
     @property
@@ -39,13 +45,18 @@ class AgentProcess:
 
     def tend(self) -> None:
         """Starts it again if it has ended: it takes up the call that it was at."""
-        if not self._process.alive:
+        with self._lock:
+            if self._over or self._process.alive:
+                return
             logger.warning("the weights agent of %s has ended and is started again: %s", self._url, self._log_path)
             self._process.stop()
             self._process = self._start()
 
     def stop(self) -> None:
-        self._process.stop(timeout_s=1.0)
+        """Ends it for good."""
+        with self._lock:
+            self._over = True
+            self._process.stop(timeout_s=1.0)
 
     def _start(self) -> ChildProcess:
         s = self._settings

@@ -100,7 +100,7 @@ class Channel(ABC):
 
     @property
     def heals(self) -> bool:
-        """Every rank: whether what failed last may succeed in another way (whole, not as changes), sent once more."""
+        """Sender: whether what failed last may succeed in another way (whole, not as changes), sent once more."""
         return False
 
     def costs(self) -> Mapping[str, float]:

@@ -57,6 +57,18 @@ def test_the_first_version_is_full_and_of_the_trainers_own_weights(rig: Rig) -> 
     assert rig.names() == ["weight_v000002"]
 
 
+def test_agents_also_bring_whole_versions(tmp_path: Path) -> None:
+    """Law: without deltas every version is full, and the trainer keeps no copy of its weights."""
+    with ExitStack() as stack:
+        rig = Rig(tmp_path, stack, update_weight_mode="full")
+        for version in (1, 2, 3):
+            rig.step(version)
+            rig.sync(version)
+            rig.assert_served(version)
+            assert rig.names() == [chain.folder_of(version)] and rig.manifest(version).base is None
+        assert rig.channel._memory is None
+
+
 def test_a_full_version_is_a_hugging_face_folder(rig: Rig) -> None:
     rig.sync(1)
     folder = rig.folder / "weight_v000001"
