@@ -1,7 +1,7 @@
 """The weights agent of an engine as a process beside it, which is started again when it ends.
 
-Consumes: looks at the process (`tend`) and its end (`stop`), from any thread. Produces: a process that answers the calls
-for its engine. Waits for nothing but the end of a process; nobody wakes it.
+Consumes: looks at the process (`tend`) and its end (`stop`), from any thread. Produces: a process that answers the
+calls for its engine. Waits for nothing but the end of a process; nobody wakes it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from slime.serving.wire import digest
 from slime.weights.delta import chain
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.manifest import Manifest
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel
@@ -64,8 +65,7 @@ class Rig:
 
     def sync(self, version: int) -> dict[str, float]:
         return sync_weights(
-            iter(self.state.items()),
-            table=self.table,
+            Whole(self.table, self.state.items()),
             receivers=self.receivers,
             channel=self.channel,
             digest=digest,

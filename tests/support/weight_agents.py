@@ -64,8 +64,8 @@ def agent_that_dies(url: str, folder: Path, local: Path, *, what: str, at: int) 
 
 
 def delta_channel(folder: Path, local: Path, *, table: FamilyTable, hf_checkpoint: Path, **more: Any) -> Channel:
-    """The sender's end; `more`: fields of the transport, or of its context (`timeout_s`, `post_write`, `rank`)."""
-    context = {name: more.pop(name) for name in ("timeout_s", "post_write", "rank", "peers") if name in more}
+    """The sender's end; `more`: fields of the transport, or of its context (`timeout_s`, `post_write`, `peers`)."""
+    context = {name: more.pop(name) for name in ("timeout_s", "post_write", "peers") if name in more}
     chosen = {"update_weight_mode": "delta", "update_weight_local_checkpoint_dir": str(local), **more}
     transport = DiskTransport(**vars(disk_settings(folder, **chosen)))
     return transport.open(transport_context(table=table, hf_checkpoint=hf_checkpoint, **context))

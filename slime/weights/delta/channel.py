@@ -75,7 +75,7 @@ class DeltaChannel(Channel):
         self._writer = VersionWriter(
             self._writing,
             self._memory,
-            rank=self._context.rank,
+            rank=self._context.peers.rank,
             full=self._full,
             encoding=self._encoding,
             checksum=self._checksum,
@@ -93,11 +93,8 @@ class DeltaChannel(Channel):
         assert self._writer is not None, "report before begin"
         return self._writer.report()
 
-    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
-        self.complete([self.report()], receivers, version=version)
-
-    def complete(self, reports: Sequence[Report], receivers: Sequence[Receiver], *, version: int) -> None:
-        """On one rank, with what all senders reported: the version is whole, and engines load it."""
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Report]) -> None:
+        """On the conductor, with what all senders reported: the version is whole, and engines load it."""
         whole = merged(reports)
         sums = tensor_checksums(whole.entries)
         self._tensors = sums if self._full else {**self._tensors, **sums}
@@ -139,7 +136,7 @@ class DeltaChannel(Channel):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            if self._context.peers.is_sender:
+            if self._context.peers.conducts:
                 shutil.rmtree(self._writing, ignore_errors=True)
         self._confirmed, self._made = None, None
 

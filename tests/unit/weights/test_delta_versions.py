@@ -144,8 +144,7 @@ def test_many_senders_write_one_version(tmp_path: Path) -> None:
                     rig.locals,
                     table=rig.table,
                     hf_checkpoint=rig.checkpoint,
-                    rank=rank,
-                    peers=Peers(is_sender=rank == 0),
+                    peers=Peers(rank=rank),
                 ),
             )
             for rank in range(3)
@@ -157,7 +156,8 @@ def test_many_senders_write_one_version(tmp_path: Path) -> None:
             for number, item in enumerate(rig.state.items()):
                 sender = senders[number % 3]
                 sender.deliver(sender.prepare(Bucket((item,)), rig.receivers), rig.receivers, version=version)
-            senders[0].complete([sender.report() for sender in senders], rig.receivers, version=version)
+            reports = [sender.report() for sender in senders]
+            senders[0].finish(rig.receivers, version=version, reports=reports)
             for sender in senders:
                 sender.settle()
             files = {entry.file for entry in rig.manifest(version).entries}
