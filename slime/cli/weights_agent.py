@@ -22,8 +22,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a folder of this host for the checkpoint that the engine loads; agents of one host may share it",
     )
-    parser.add_argument("--tp", type=int, default=1, help="ranks of a pipeline stage of the engine (default 1)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages of the engine (default 1)")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one answer of the engine (default 300)")
     parser.add_argument(
         "--pre-read-hook", metavar="PATH", help="fn(source_dir, target_version), called before a version is read"
@@ -37,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     import threading
     from pathlib import Path
 
-    from slime.core.layout import EngineLayout
+    from slime.core.layout import ONE_RANK
     from slime.core.lifeline import die_with_parent
     from slime.observability.logs import setup_logging
     from slime.serving.control import HttpEngineControl
@@ -52,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    layout = EngineLayout(tp_size=options.tp, pp_size=options.pp)
-    control = HttpEngineControl(options.engine, layout, options.limit_s, os.environ.get(API_KEY_ENV))
+    # Its layout is the trainer's business: what the agent asks an engine for is the same for any.
+    control = HttpEngineControl(options.engine, ONE_RANK, options.limit_s, os.environ.get(API_KEY_ENV))
     hook = load_hook(options.pre_read_hook, "pre_read") if options.pre_read_hook else None
     agent = WeightsAgent(
         Path(options.disk_dir), options.name or options.engine, control, Path(options.local_dir), pre_read=hook
