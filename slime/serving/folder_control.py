@@ -71,6 +71,7 @@ class FolderEngineControl:
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
+        load_format: str | None,
         flush_cache: bool,
         weight_version: WeightVersion,
     ) -> None:

@@ -19,17 +19,18 @@ and 32 bits wide."""
 
 def checksum(name: str, data: Buffer) -> str:
     """Hex digest of `data`. Raises `ConfigError` for a name that is none of `CHECKSUMS`, or cannot be had here."""
+    content = data if isinstance(data, bytes) else memoryview(data)
     if name == "xxh3-128":
         import xxhash
 
-        return xxhash.xxh3_128_hexdigest(data)
+        return xxhash.xxh3_128_hexdigest(content)
     if name == "adler32":
-        return f"{zlib.adler32(data):08x}"
+        return f"{zlib.adler32(content):08x}"
     if problem := missing(name):
         raise ConfigError(problem)
     import blake3
 
-    found: str = blake3.blake3(data).hexdigest()
+    found: str = blake3.blake3(content).hexdigest()
     return found
 
 

@@ -37,6 +37,7 @@ from slime.weights.delta import chain, encodings
 from slime.weights.delta.checksums import checksum
 from slime.weights.delta.files import read_json, write_json
 from slime.weights.delta.manifest import MANIFEST, Base, Entry, Manifest, tensor_checksums, whole_checksum
+from slime.weights.delta.planes import Bytes
 from slime.weights.delta.tensor_files import places, width_of
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ class _Mapped:
 
     def __init__(self, folder: Path, names: set[str], *, write: bool) -> None:
         self._folder, self._names, self._write = folder, names, write
-        self.views: dict[str, encodings.Bytes] = {}
+        self.views: dict[str, Bytes] = {}
         self._maps: list[mmap.mmap] = []
         self._open: list[IO[bytes]] = []
 
@@ -232,7 +233,7 @@ class _Mapped:
             opened.close()
 
 
-def _require_whole(manifest: Manifest, entry: Entry, file: encodings.Bytes) -> None:
+def _require_whole(manifest: Manifest, entry: Entry, file: Bytes) -> None:
     """A tensor of a full version is in its file as it should be."""
     data = file[entry.offset : entry.offset + entry.size]
     if entry.encoding != encodings.RAW or len(data) != entry.num_bytes:
@@ -250,7 +251,7 @@ def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
     return patch
 
 
-def _change(manifest: Manifest, entry: Entry, data: encodings.Bytes, patch: bytes) -> None:
+def _change(manifest: Manifest, entry: Entry, data: Bytes, patch: bytes) -> None:
     if entry.encoding == encodings.RAW:
         if len(patch) != len(data):
             raise WeightSyncError(f"got {len(patch)} bytes for {entry.name}, which has {len(data)}")

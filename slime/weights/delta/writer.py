@@ -19,6 +19,7 @@ from slime.core.file_mode import open_to_readers
 from slime.weights.delta import encodings
 from slime.weights.delta.checksums import checksum
 from slime.weights.delta.manifest import Entry, Report
+from slime.weights.delta.planes import Bytes
 from slime.weights.delta.tensor_files import places, width_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ MOST_THREADS = 8
 class Held:
     """A tensor as it was sent last."""
 
-    data: encodings.Bytes
+    data: Bytes
     """[num_bytes] a copy of its own."""
     dtype: str
     shape: tuple[int, ...]
@@ -155,9 +156,9 @@ class VersionWriter:
         self._entries.append(Entry(**said, file=Path(self._file.name).name, offset=offset, size=len(patch)))
 
 
-def flat_bytes(tensor: Tensor) -> encodings.Bytes:
+def flat_bytes(tensor: Tensor) -> Bytes:
     """[num_bytes] of a contiguous tensor on the host: a view."""
     import torch
 
-    found: encodings.Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
     return found
