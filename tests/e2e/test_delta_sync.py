@@ -27,7 +27,7 @@ def damage(args, version_dir, rollout_engines):
     done = folder.parent / "damaged"
     if folder.name == "weight_v000003" and not done.exists():
         done.touch()
-        (file,) = folder.glob("delta-*.bin")
+        file = max(folder.glob("delta-*.bin"))
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
@@ -37,7 +37,9 @@ def damage(args, version_dir, rollout_engines):
 def test_a_damaged_delta_is_followed_by_all_weights_in_the_same_weight_sync(
     runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
 ) -> None:
-    """Law: the run goes on as if nothing had been, agents end with it, and old versions are gone."""
+    """Law: the run goes on as if nothing had been, both stages send once more, agents end with it, and old versions are
+    gone.
+    """
     folder, hook = runs / "delta", runs / "damage.py"
     hook.write_text(DAMAGE)
     where = [
@@ -51,8 +53,9 @@ def test_a_damaged_delta_is_followed_by_all_weights_in_the_same_weight_sync(
     local = ["--update-weight-local-checkpoint-dir", str(runs / "delta-local")]
     more = ["--custom-update-weight-post-write-path", f"{hook}:damage", "--num-rollout", "6"]
     where += ["--update-weight-full-interval", "4"]
+    stages = ["--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"]
     rates = ["--lr", "1e-3", "--lr-decay-style", "constant"]
-    with RealRun(runs / "delta-run", [*digits(tiny_qwen3), *rates, *where, *local, *more]) as run:
+    with RealRun(runs / "delta-run", [*digits(tiny_qwen3), *rates, *stages, *where, *local, *more]) as run:
         assert run.wait() == 0, run.tail
         logs = [log.read_text() for log in (run.run_dir / "logs").glob("train*.log")]
         assert (folder / "damaged").exists() and any("all weights are sent again, whole" in log for log in logs)
