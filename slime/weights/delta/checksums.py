@@ -19,7 +19,7 @@ and 32 bits wide."""
 
 def checksum(name: str, data: Buffer) -> str:
     """Hex digest of `data`. Raises `ConfigError` for a name that is none of `CHECKSUMS`, or cannot be had here."""
-    content = data if isinstance(data, bytes) else memoryview(data)
+    content = data if isinstance(data, bytes | memoryview) else data.data
     if name == "xxh3-128":
         import xxhash
 

@@ -25,7 +25,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 def join(streams: Sequence[Bytes]) -> bytes:
     """The frames of all streams, each behind its length. A stream has less than 4 GiB."""
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-    frames = [compressor.compress(memoryview(np.ascontiguousarray(stream))) for stream in streams]
+    frames = [compressor.compress(np.ascontiguousarray(stream).data) for stream in streams]
     return b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
 
 
