@@ -67,9 +67,9 @@ def send(seat: Seat, model: str, folder: str, urls: list[str], transport: str, s
         "update_weight_buffer_size": BUCKET_BYTES,
         "update_weight_disk_dir": str(Path(folder) / "disk"),
         "weight_sync_timeout_s": 300.0,
-        "sglang": {"dtype": "float32"},
     }
     args = training_args(Path(model), megatron=dict(LAYOUT), **settings)
+    vars(args)["sglang"] = {"dtype": "float32"}
     backend = MegatronBackend(args, **seat.place)
     weight_sync = RankWeightSync(args, backend, rank=seat.rank, slots=range(seat.world_size), address="127.0.0.1")
     engines = [EngineInfo(i, url, ONE_RANK, (i,)) for i, url in enumerate(urls)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 from slime.core.batch import TrainSample
@@ -80,6 +81,17 @@ def log_eval(rollout_id: int, args: Any, data: dict[str, dict[str, Any]], metric
     """`--custom-eval-rollout-log-function-path`: `data` is name -> {"rewards", "truncated", "samples"}."""
     logger.info("after step %d: %s", rollout_id, {name: len(d["rewards"]) for name, d in data.items()})
     return False
+
+
+def log_version(args: Any, version_dir: str, rollout_engines: list[str]) -> None:
+    """`--custom-update-weight-post-write-path`: a weight version is whole on disk; engines have not been told yet."""
+    size = sum(file.stat().st_size for file in Path(version_dir).iterdir())
+    logger.info("%s has %d bytes for %d engines", version_dir, size, len(rollout_engines))
+
+
+def log_read(source_dir: str, target_version: int) -> None:
+    """`--custom-pull-weights-pre-read-path`: beside an engine, before its agent reads a weight version."""
+    logger.info("version %d is about to be read from %s", target_version, source_dir)
 
 
 class CountingSource:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from slime.cli import convert, doctor, recipe, report, rerun, samples, schemas, serve, trace, train
+from slime.cli import convert, doctor, recipe, report, rerun, samples, schemas, serve, trace, train, weights_agent
 from slime.cli.command import Command
 from slime.core.errors import SlimeError
 from slime.core.text import visible
@@ -32,6 +32,12 @@ COMMANDS = (
     ),
     Command(
         "convert", "a Hugging Face folder or a checkpoint to a Hugging Face folder", convert.add_flags, convert.run
+    ),
+    Command(
+        "weights-agent",
+        "keep an engine at the weights that a trainer writes to a folder",
+        weights_agent.add_flags,
+        weights_agent.run,
     ),
     Command("doctor", "check this machine: versions, device, memory, ports, engines", doctor.add_flags, doctor.run),
     Command("schemas", "compare the flag schemas with the installed engines", schemas.add_flags, schemas.run),

@@ -18,6 +18,7 @@ import ray
 
 from slime.core.addresses import LOOPBACK
 from slime.observability.logs import setup_logging
+from slime.serving.agent_process import AgentProcess, AgentSettings
 from slime.serving.control import HttpEngineControl
 from slime.serving.ports import PortLease, lease_meeting_point
 from slime.serving.server import ServerSpec, SGLangServer
@@ -49,10 +50,11 @@ class EngineActor:
         host: str = LOOPBACK,
         node: Node | None = None,
         meeting_point: str | None = None,
+        takes_weights: bool = True,
     ) -> None:
         """`name`: number of the engine, of its incarnation after the first, and of its host after the first; logs are
         called so. `host`: the address of this host that the server listens on. `node`: for an engine on several hosts;
-        `meeting_point`: where their servers meet, which the first one decides.
+        `meeting_point`: where their servers meet, which the first one decides. `takes_weights`: of the trainer.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log")
         self._meeting: PortLease | None = None
@@ -69,8 +71,10 @@ class EngineActor:
             )
         self._server = SGLangServer(spec, host=host, log_path=Path(log_dir) / f"engine_{name}.log")
         self._server.start()
-        self._spec, self._args = spec, args
+        self._spec, self._args, self._takes_weights = spec, args, takes_weights
         self._watch: ServerWatch | None = None
+        self._agent: AgentProcess | None = None
+        self._agent_log = Path(log_dir) / f"weights_agent_{name}.log"
         if not spec.answers_requests:
             self._start_watch()
 
@@ -88,12 +92,25 @@ class EngineActor:
         self._server.wait_ready(timeout_s)
         args, spec, url = self._args, self._spec, self._server.url
         self._control = HttpEngineControl(url, spec.layout, timeout_s=args.weight_sync_timeout_s, api_key=spec.api_key)
+        if (settings := self._agent_settings()) is not None:
+            self._agent = AgentProcess(settings, url, spec.api_key, self._agent_log)
         self._start_watch()
         return url
+
+    def _agent_settings(self) -> AgentSettings | None:
+        """None where the engine loads no checkpoint of its host's own."""
+        args, local_dir = self._args, self._args.components.get("update_weight_local_checkpoint_dir")
+        if local_dir is None or args.update_weight_transport != "disk" or not self._takes_weights:
+            return None
+        hook = args.custom_pull_weights_pre_read_path
+        disk_dir = args.components["update_weight_disk_dir"]
+        return AgentSettings(disk_dir, local_dir, hook, args.weight_sync_timeout_s)
 
     @ray.method(concurrency_group="watch")
     def problem(self, expects_answers: bool) -> str | None:
         """What is wrong with the server, in one line; None if nothing is known to be. See `ServerWatch.trouble`."""
+        if self._agent is not None:
+            self._agent.tend()
         return None if self._watch is None else self._watch.trouble(expects_answers=expects_answers)
 
     def _start_watch(self) -> None:
@@ -121,6 +138,8 @@ class EngineActor:
     def stop(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        if self._agent is not None:
+            self._agent.stop()
         self._server.stop()
         if self._meeting is not None:
             self._meeting.release()

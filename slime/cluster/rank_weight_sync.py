@@ -9,8 +9,10 @@ Composed here because only this room sees the trainer, the weights and the contr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.cluster.actors import EngineInfo
-from slime.core.errors import DeadlineExceeded
+from slime.core.errors import DeadlineExceeded, SlimeError
+from slime.core.ports import EngineControl
 from slime.serving.control import HttpEngineControl
+from slime.serving.folder_control import FolderEngineControl
 from slime.serving.wire import digest, serialize_bucket, shareable
 from slime.settings import Args
+from slime.settings.hooks import load_hook
 from slime.training.backend import MegatronBackend
 from slime.weights.buckets import Buffers
 from slime.weights.quantised.checkpoint import format_of_folder
@@ -30,6 +35,8 @@ from slime.weights.quantised.outgoing import quantised_outgoing
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
+
+logger = logging.getLogger(__name__)
 
 CONDUCTOR = 0
 """The training rank that pauses engines, verifies what they hold and lets them serve."""
@@ -79,6 +86,7 @@ class RankWeightSync:
                 hf_checkpoint=Path(args.hf_checkpoint),
                 serialize=serialize_bucket,
                 shareable=shareable,
+                post_write=_post_write(args),
             )
         )
         self._buffers = Buffers(lambda num_bytes: self._channel.allocate(num_bytes, backend.device))
@@ -86,36 +94,50 @@ class RankWeightSync:
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends to these engines, verifies, resumes. Returns `perf/update_weights_*`.
 
-        Raises `WeightSyncError` on every rank.
+        One that failed, and may succeed if all is sent whole, is tried once more. Raises `WeightSyncError` on every
+        rank.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
         self._known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
         self._backend.require_weights()
         try:
-            metrics = sync_weights(
-                self._outgoing,
-                receivers=list(self._known.values()),
-                channel=self._channel,
-                digest=digest,
-                version=self._backend.weight_version,
-                buffer_bytes=self._args.update_weight_buffer_size,
-                peers=self._peers,
-                pause_mode=self._args.pause_generation_mode,
-                buffers=self._buffers,
-            )
+            metrics = self._send()
+        except SlimeError as error:
+            may_heal = self._peers.broadcast(self._channel.heals)  # only the conductor knows
+            if not may_heal or isinstance(error, DeadlineExceeded):
+                raise
+            logger.warning("%s; all weights are sent again, whole", error)
+            metrics = self._send()
         finally:
             if self._backend.device.type == "cuda":  # shared memory of a host takes ten times as long to fill when new
                 self._buffers.free()
         self._backend.note_synced()
-        return {f"perf/{name}": value for name, value in metrics.items()}
+        return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
+
+    def _send(self) -> dict[str, float]:
+        return sync_weights(
+            self._outgoing,
+            receivers=list(self._known.values()),
+            channel=self._channel,
+            digest=digest,
+            version=self._backend.weight_version,
+            buffer_bytes=self._args.update_weight_buffer_size,
+            peers=self._peers,
+            pause_mode=self._args.pause_generation_mode,
+            buffers=self._buffers,
+        )
 
     def give_up(self, url: str, incarnation: int) -> None:
         """That engine is lost: no answer of it is waited for. From any thread."""
         self._given_up.add((url, incarnation))
 
     def _receiver(self, info: EngineInfo) -> Receiver:
-        control = HttpEngineControl(info.url, info.layout, self._args.weight_sync_timeout_s, info.api_key)
+        limit_s = self._args.weight_sync_timeout_s
+        control: EngineControl = HttpEngineControl(info.url, info.layout, limit_s, info.api_key)
+        if self._args.update_weight_folder_only:
+            folder = Path(self._args.components["update_weight_disk_dir"])
+            control = FolderEngineControl(folder, info.url, info.layout, limit_s)
         gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
         return Receiver(control, gpus, lambda: (info.url, info.incarnation) in self._given_up)
 
@@ -160,3 +182,12 @@ class RankWeightSync:
             what = f"training rank {rank} to send its buckets (rank {self._rank} is next)"
             raise DeadlineExceeded.waiting(owner="weight sync", for_what=what, limit_s=limit_s) from error
         return bool(good)
+
+
+def _post_write(args: Args) -> Callable[[Path, Sequence[str]], object] | None:
+    """The user's function, which gets the settings first."""
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    hook = partial(load_hook(path, "post_write"), args)
+    return lambda folder, engines: hook(str(folder), list(engines))

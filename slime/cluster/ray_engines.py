@@ -244,7 +244,9 @@ class RayEngines:
             meeting = [crew[0].meeting_point.remote()] if node else []
             own = Node(node, len(placed.parts), self._gpus(part)) if len(placed.parts) > 1 else None
             host = self._plan.address_of(part[0])
-            crew.append(actor.remote(name, self._spec(index), str(self._log_dir), self._args, host, own, *meeting))
+            trained = self._placed[index][1].model.trained
+            words = (name, self._spec(index), str(self._log_dir), self._args, host, own, *meeting)
+            crew.append(actor.remote(*words, takes_weights=trained))
         return tuple(crew)
 
     def _spec(self, index: int) -> ServerSpec:

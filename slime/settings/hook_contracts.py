@@ -92,6 +92,8 @@ CONTRACTS: dict[str, HookContract] = {
         "custom_megatron_before_train_step_hook_path",
         ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
     ),
+    "post_write": HookContract("custom_update_weight_post_write_path", ("args", "version_dir", "rollout_engines")),
+    "pre_read": HookContract("custom_pull_weights_pre_read_path", ("source_dir", "target_version")),
     "rollout_log": HookContract(
         "custom_rollout_log_function_path", ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
     ),

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -34,7 +33,7 @@ from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
 from tests.support.tiny import write_tiny_model
-from tests.support.weights import Ranks, TamperingChannel, transport_context
+from tests.support.weights import Ranks, TamperingChannel, disk_settings, transport_context
 
 GPUS = (0, 1)
 pytestmark = [
@@ -137,7 +136,7 @@ def sync(case: Case, state: StateDict, name: str, version: int, folder: Path, ta
     control = HttpEngineControl(case.server.url, case.layout, timeout_s=60)
     peers, settings = (
         Ranks(len(GPUS), limit_s=SYNC_LIMIT_S),
-        SimpleNamespace(update_weight_disk_dir=str(folder), update_weight_disk_keep_files=False),
+        disk_settings(folder),
     )
 
     def rank(number: int) -> dict[str, float]:

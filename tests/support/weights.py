@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,6 +81,20 @@ def transport_context(**changes: Any) -> TransportContext:
         "shareable": shareable,
     }
     return TransportContext(**{**alone, **changes})
+
+
+def disk_settings(folder: Path | None, **changes: Any) -> SimpleNamespace:
+    """Of the disk transport; with `local` deltas, by agents that have their checkpoint there."""
+    usual: dict[str, Any] = {
+        "update_weight_disk_dir": None if folder is None else str(folder),
+        "update_weight_disk_keep_files": False,
+        "update_weight_mode": "full",
+        "update_weight_local_checkpoint_dir": None,
+        "update_weight_delta_encoding": "xor",
+        "update_weight_delta_checksum": "xxh3-128",
+        "update_weight_full_interval": 20,
+    }
+    return SimpleNamespace(**{**usual, **changes})
 
 
 def tampered(bucket: Bucket, tamper: Tamper) -> Bucket:

@@ -51,7 +51,7 @@ GROUPS: tuple[Group, ...] = (
     Group(parameters.ParameterSettings, "Trained parameters, reference, old policy", parameters.RULES),
     Group(training.TrainingSettings, "Training batches", training_rules.RULES, training.PASSED),
     Group(checkpoint.CheckpointSettings, "Checkpoint", checkpoint.RULES),
-    Group(weights.WeightSyncSettings, "Weight sync"),
+    Group(weights.WeightSyncSettings, "Weight sync", weights.RULES),
     Group(quantised.QuantisedSettings, "Quantised engines", quantised.RULES),
     Group(serving.ServingSettings, "Serving", (*engine_rules.RULES, *prefix_cache_rules.RULES, *serving.RULES)),
     Group(

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.settings.conditions import ADVANTAGES, POLICY_TERM, fine_tunes
 from slime.settings.fields import Adjusted, Need, derived, opt
+from slime.settings.groups.weights import AGENTS as _AGENTS
 
 DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
 """Rollout function of a run that samples step by step."""
@@ -30,6 +31,7 @@ _SAMPLES = Need(
     lambda s: s.rollout_function_path != SFT_ROLLOUT, "a rollout that samples; fine-tuning reads its samples"
 )
 _WEIGHTS = Need(lambda s: s.use_tis, "--use-tis")
+_DISK = Need(lambda s: s.update_weight_transport == "disk", "--update-weight-transport disk")
 
 
 def _one_spelling(path: Any) -> Any:
@@ -121,5 +123,12 @@ class HookSettings:
     opt_param_scheduler)."""
     custom_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool; True replaces the default logging."""
+    custom_update_weight_post_write_path: str | None = opt(None, needs=_DISK)
+    """Called when a weight version is whole on disk, before engines load it: fn(args, version_dir, rollout_engines),
+    on training rank 0, with the engines' addresses."""
+    custom_pull_weights_pre_read_path: str | None = opt(
+        None, names=("--sglang-custom-pull-weights-pre-read-hook",), needs=_AGENTS
+    )
+    """Called by the agent beside each engine before it reads a weight version: fn(source_dir, target_version)."""
     custom_eval_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, data, extra_metrics) -> bool; True replaces the default logging."""

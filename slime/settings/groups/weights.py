@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.loading import load_object
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
-from slime.settings.fields import UNSET, derived, opt
+from slime.settings.fields import UNSET, Need, derived, opt
+from slime.settings.group import Rule
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 TRANSPORTS = "slime.weights.transports:TRANSPORTS"
 """The registry of transports, which stands above the settings."""
+
+
+AGENTS = Need(
+    lambda s: (
+        s.update_weight_transport == "disk" and getattr(s, "update_weight_local_checkpoint_dir", None) is not None
+    ),
+    "--update-weight-transport disk and --update-weight-local-checkpoint-dir",
+)
+"""Agents beside engines bring weights to their hosts."""
 
 
 def _separate(s: Any) -> bool:
@@ -29,12 +42,16 @@ def _of_both_kinds(s: Any) -> bool:
 
 
 def _transport(s: Any) -> str:
+    if s.update_weight_mode == "delta":
+        return "disk"
     if _of_both_kinds(s):
         return "mixed"
     return "distributed" if _separate(s) else "tensor"
 
 
 def _why(s: Any) -> str:
+    if s.update_weight_mode == "delta":
+        return "deltas are files in a shared folder"
     if _of_both_kinds(s):
         return "some engines share GPUs with the trainer, others have their own"
     if not _separate(s):
@@ -71,6 +88,14 @@ class WeightSyncSettings:
     import path of a transport of your own. auto, by where the engines of the policy are: mixed on cuda where
     there are both kinds, distributed on cuda where all have GPUs of their own and where one may be on another host,
     else tensor."""
+    update_weight_mode: str = opt("full", choices=("full", "delta"))
+    """full: every weight sync sends all weights. delta: what changed since the one before, as files of the disk
+    transport, exact to the bit; the first of a start, and one in --update-weight-full-interval, is full."""
+    update_weight_folder_only: bool = opt(False, needs=AGENTS)
+    """Engines are paused, asked for their digests and let go on through the shared folder, too, by the agents beside
+    them: for engines whose control routes the trainer does not reach."""
+    check_weight_update_equal: bool = True
+    """Every weight sync is verified, with or without this flag; it cannot be switched off."""
     update_weight_buffer_size: int = derived(
         lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
         "little else is on the GPU during a weight sync, and each bucket costs time",
@@ -80,3 +105,36 @@ class WeightSyncSettings:
     """Bytes per bucket."""
     weight_sync_timeout_s: float = opt(300.0, gt=0)
     """Limit of one weight sync, in seconds."""
+
+
+def deltas_are_files(args: Args) -> str | None:
+    """Only the disk transport knows the version before."""
+    if args.update_weight_mode != "delta" or args.update_weight_transport == "disk":
+        return None
+    return (
+        f"got --update-weight-mode delta with --update-weight-transport {args.update_weight_transport}: deltas are "
+        "files in a shared folder; use disk, or leave the transport out"
+    )
+
+
+def every_sync_is_verified(args: Args) -> str | None:
+    """The public flag asks for what always happens."""
+    if args.check_weight_update_equal:
+        return None
+    return "got --no-check-weight-update-equal: every weight sync is verified, there is no other kind; leave it out"
+
+
+def agents_are_on_one_host(args: Args) -> str | None:
+    """An engine on several hosts would need a copy on each."""
+    on_a_host = args.num_gpus_per_node or args.rollout_num_gpus_per_engine
+    wide = args.rollout_num_gpus_per_engine > on_a_host
+    if getattr(args, "update_weight_local_checkpoint_dir", None) is None or not wide:
+        return None
+    return (
+        f"got --update-weight-local-checkpoint-dir with engines of {args.rollout_num_gpus_per_engine} GPUs, which are "
+        "on several hosts: the agent beside the first one would have no copy on the others; use "
+        "--update-weight-transport distributed"
+    )
+
+
+RULES: tuple[Rule, ...] = (deltas_are_files, every_sync_is_verified, agents_are_on_one_host)

@@ -26,7 +26,7 @@ inside functions only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -86,6 +86,9 @@ class TransportContext:
     """Makes payloads that engines of this host read."""
     shareable: Callable[[int, torch.device], Tensor]
     """[bytes] uint8 of memory that engines of this host can map."""
+    post_write: Callable[[Path, Sequence[str]], object] | None = None
+    """(folder, addresses of the engines): called by the disk transport when a version is whole, before engines load
+    it; the user's `--custom-update-weight-post-write-path`."""
 
 
 class Channel(ABC):
@@ -130,6 +133,15 @@ class Channel(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Every rank: the run ends."""
+
+    @property
+    def heals(self) -> bool:
+        """The conductor: whether what failed last may succeed in another way (not as changes), sent once more."""
+        return False
+
+    def costs(self) -> Mapping[str, float]:
+        """The conductor: metrics of the last weight sync beside those of every transport, `update_weights_*`."""
+        return {}
 
 
 class Transport(ABC):

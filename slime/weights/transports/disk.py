@@ -3,26 +3,31 @@
 Buckets become safetensors files in a temporary directory, each written by the rank that sends it; the conductor writes
 the index and renames the directory, so that a reader never sees half a version. Removed once all engines have loaded
 it, unless kept.
+
+With a folder of their hosts' own (`--update-weight-local-checkpoint-dir`) engines load from there, what an agent beside
+each has brought; a version may then be what changed since the one before (`slime.weights.delta`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
 from slime.core.file_mode import open_to_readers
-from slime.settings.fields import derived
+from slime.settings.fields import Need, derived, opt
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
 if TYPE_CHECKING:
+    from slime.settings import Args
     from slime.weights.buckets import Bucket
 
+_DELTA = Need(lambda s: s.update_weight_mode == "delta", "--update-weight-mode delta")
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 """Files of the source checkpoint that are not linked: they hold the old weights."""
 
@@ -40,14 +45,49 @@ class DiskTransport(Transport):
     """Folder for the disk transport. Default: <run_dir>/weights."""
     update_weight_disk_keep_files: bool = False
     """Keep the folder of each weight version after the engines loaded it."""
+    update_weight_mode: str = "full"
+    update_weight_local_checkpoint_dir: str | None = None
+    """Folder of each engine's host, not shared, for the checkpoint that engines load; an agent beside each engine
+    brings versions there. With it no engine reads the shared folder."""
+    update_weight_delta_encoding: str = opt("xor", choices=("xor", "overwrite"), needs=_DELTA)
+    """xor: what changed elements changed by, which is small; overwrite: what they are now."""
+    update_weight_delta_checksum: str = opt("xxh3-128", choices=("xxh3-128", "blake3", "adler32"), needs=_DELTA)
+    """Of each patch, and of each tensor that it leads to. blake3 needs its package."""
+    update_weight_full_interval: int = opt(20, ge=1, needs=_DELTA)
+    """A version is full at least every so many weight syncs; older ones are then removed."""
 
-    def open(self, context: TransportContext) -> DiskChannel:
+    def check(self, args: Args) -> str | None:
+        """Deltas are applied to a copy, and need their checksum."""
+        from slime.weights.delta.checksums import missing
+
+        if self.update_weight_mode != "delta":
+            return None
+        if self.update_weight_local_checkpoint_dir is None and not args.debug_train_only:
+            return (
+                "got --update-weight-mode delta without --update-weight-local-checkpoint-dir: a delta is applied to a "
+                "checkpoint that each engine's host keeps; name a folder there, on a fast local disk"
+            )
+        return missing(self.update_weight_delta_checksum)
+
+    def open(self, context: TransportContext) -> Channel:
         assert self.update_weight_disk_dir is not None, "the folder is derived where none is given"
+        if self.update_weight_local_checkpoint_dir is not None:
+            from slime.weights.delta.channel import DeltaChannel
+
+            return DeltaChannel(
+                Path(self.update_weight_disk_dir),
+                context,
+                every=self.update_weight_full_interval if self.update_weight_mode == "delta" else 1,
+                encoding=self.update_weight_delta_encoding,
+                checksum=self.update_weight_delta_checksum,
+                keep=self.update_weight_disk_keep_files,
+            )
         return DiskChannel(
             Path(self.update_weight_disk_dir),
             context.hf_checkpoint,
             keep=self.update_weight_disk_keep_files,
             rank=context.peers.rank,
+            post_write=context.post_write,
         )
 
 
@@ -58,9 +98,18 @@ Files = dict[str, list[tuple[str, int]]]
 class DiskChannel(Channel):
     """Writes a checkpoint and has engines load it."""
 
-    def __init__(self, disk_dir: Path, assets_from: Path, *, keep: bool, rank: int) -> None:
+    def __init__(
+        self,
+        disk_dir: Path,
+        assets_from: Path,
+        *,
+        keep: bool,
+        rank: int,
+        post_write: Callable[[Path, Sequence[str]], object] | None = None,
+    ) -> None:
         """`assets_from`: the HF checkpoint whose config and tokenizer belong to the weights."""
         self._disk_dir, self._assets_from, self._keep, self._rank = disk_dir, assets_from, keep, rank
+        self._post_write = post_write
         self._writing: Path | None = None
         self._files: Files = {}
 
@@ -105,6 +154,8 @@ class DiskChannel(Channel):
         self._writing.rename(final)
         self._writing = None
         try:
+            if self._post_write is not None:
+                self._post_write(final, [receiver.control.url for receiver in receivers])
             on_all(
                 receivers,
                 lambda c: c.update_weights_from_disk(model_path=str(final), flush_cache=False, weight_version=version),

@@ -7,7 +7,6 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,7 +28,7 @@ from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
 from tests.support.engines import READY_LIMIT_S, serving, spec_of
 from tests.support.tiny import write_tiny_model
-from tests.support.weights import Tamper, TamperingChannel, transport_context
+from tests.support.weights import Tamper, TamperingChannel, disk_settings, transport_context
 
 pytestmark = pytest.mark.timeout(300)
 BUCKET_BYTES = 64 * 1024
@@ -100,9 +99,7 @@ class Rig:
         self.receivers = [Receiver(self.control)]
 
     def channel(self, name: str, tamper: Tamper | None = None) -> Channel:
-        settings = SimpleNamespace(
-            update_weight_disk_dir=str(self.tmp_path / "disk"), update_weight_disk_keep_files=False
-        )
+        settings = disk_settings(self.tmp_path / "disk")
         channel = TRANSPORTS.build(name, settings).open(transport_context(hf_checkpoint=self.path, table=self.table))
         return channel if tamper is None else TamperingChannel(channel, tamper)
 

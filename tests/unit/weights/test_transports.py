@@ -17,6 +17,7 @@ from slime.weights.receivers import Receiver
 from slime.weights.transports import TRANSPORTS, Channel, Transport
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.mixed import MixedChannel
+from tests.support.weights import disk_settings
 
 OWN_TRANSPORT = """
 from dataclasses import dataclass
@@ -59,8 +60,7 @@ def settings(**given: Any) -> Any:
         "debug_train_only": False,
         "debug_rollout_only": False,
         "run_dir": "runs/a",
-        "update_weight_disk_dir": None,
-        "update_weight_disk_keep_files": False,
+        **vars(disk_settings(None)),
     }
     return SimpleNamespace(**{**usual, **given})
 
@@ -103,6 +103,9 @@ def test_a_users_own_transport_by_path(tmp_path: Path) -> None:
         ("distributed", {"colocate": True, "device": "cpu"}, None),
         ("disk", {"update_weight_disk_dir": "weights"}, None),
         ("disk", {"update_weight_disk_dir": "weights", "colocate": True}, None),
+        ("disk", {"update_weight_mode": "delta"}, "without --update-weight-local-checkpoint-dir"),
+        ("disk", {"update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "/tmp/x"}, None),
+        ("disk", {"update_weight_mode": "delta", "debug_train_only": True}, None),
     ],
 )
 def test_each_says_where_it_works(name: str, given: dict[str, Any], refused: str | None) -> None:

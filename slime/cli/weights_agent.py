@@ -1,0 +1,61 @@
+"""`slime weights-agent`: keeps one engine at the weights that a trainer writes to a folder, until Ctrl-C.
+
+A run starts it beside its own engines; beside engines that run already, it is started by hand, on the engine's host.
+The engine's key is in the environment variable SLIME_ENGINE_API_KEY.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Which engine, and which folders."""
+    parser.add_argument("--engine", required=True, metavar="URL", help="the server, as it is reached from here")
+    parser.add_argument("--name", metavar="HOST:PORT", help="the server as the trainer knows it (default: --engine)")
+    parser.add_argument(
+        "--disk-dir", required=True, metavar="DIR", help="the folder of --update-weight-disk-dir, as it is seen here"
+    )
+    parser.add_argument(
+        "--local-dir",
+        required=True,
+        metavar="DIR",
+        help="a folder of this host for the checkpoint that the engine loads; agents of one host may share it",
+    )
+    parser.add_argument("--limit-s", type=float, default=300.0, help="of one answer of the engine (default 300)")
+    parser.add_argument(
+        "--pre-read-hook", metavar="PATH", help="fn(source_dir, target_version), called before a version is read"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answers calls until a signal ends it."""
+    import os
+    import signal
+    import threading
+    from pathlib import Path
+
+    from slime.core.layout import ONE_RANK
+    from slime.core.lifeline import die_with_parent
+    from slime.observability.logs import setup_logging
+    from slime.serving.control import HttpEngineControl
+    from slime.serving.launch import API_KEY_ENV
+    from slime.serving.process import OWNER_ENV
+    from slime.serving.weights_agent import WeightsAgent
+    from slime.settings.hooks import load_hook
+
+    if owner := os.environ.get(OWNER_ENV):
+        die_with_parent(int(owner))
+    setup_logging(None)
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    # Its layout is the trainer's business: what the agent asks an engine for is the same for any.
+    control = HttpEngineControl(options.engine, ONE_RANK, options.limit_s, os.environ.get(API_KEY_ENV))
+    hook = load_hook(options.pre_read_hook, "pre_read") if options.pre_read_hook else None
+    agent = WeightsAgent(
+        Path(options.disk_dir), options.name or options.engine, control, Path(options.local_dir), pre_read=hook
+    )
+    print(f"slime weights-agent: {options.engine} follows {options.disk_dir}", flush=True)
+    agent.run(over)
+    return 0

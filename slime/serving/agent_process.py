@@ -1,0 +1,73 @@
+"""The weights agent of an engine as a process beside it, which is started again when it ends.
+
+Consumes: looks at the process (`tend`) and its end (`stop`), from any thread. Produces: a process that answers the
+calls for its engine. Waits for nothing but the end of a process; nobody wakes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.serving.launch import API_KEY_ENV
+from slime.serving.process import ChildProcess, python_module
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What an agent is started with, beside its engine."""
+
+    disk_dir: str
+    """The shared folder."""
+    local_dir: str
+    """Of this host."""
+    pre_read_hook: str | None
+    """Path of a user's function."""
+    limit_s: float
+    """Of each answer of the engine."""
+
+
+class AgentProcess:
+    """`slime weights-agent` for the server at `url`."""
+
+    def __init__(self, settings: AgentSettings, url: str, api_key: str | None, log_path: Path) -> None:
+        self._settings, self._url, self._api_key, self._log_path = settings, url, api_key, log_path
+        self._lock, self._over = threading.Lock(), False
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tend(self) -> None:
+        """Starts it again if it has ended: it takes up the call that it was at."""
+        with self._lock:
+            if self._over or self._process.alive:
+                return
+            logger.warning("the weights agent of %s has ended and is started again: %s", self._url, self._log_path)
+            self._process.stop()
+            self._process = self._start()
+
+    def stop(self) -> None:
+        """Ends it for good."""
+        with self._lock:
+            self._over = True
+            self._process.stop(timeout_s=1.0)
+
+    def _start(self) -> ChildProcess:
+        s = self._settings
+        words = ["weights-agent", "--engine", self._url, "--disk-dir", s.disk_dir, "--local-dir", s.local_dir]
+        words += ["--limit-s", str(s.limit_s)]
+        words += ["--pre-read-hook", s.pre_read_hook] if s.pre_read_hook else []
+        process = ChildProcess(
+            f"the weights agent of {self._url}",
+            python_module("slime.cli.main", words),
+            log_path=self._log_path,
+            env={API_KEY_ENV: self._api_key},
+        )
+        process.start()
+        return process

@@ -1,0 +1,115 @@
+"""The agent beside an engine: keeps a checkpoint of this host as the trainer writes it, and has the engine load it.
+
+The engine is a stock server; the agent calls its control routes as a trainer would. It listens on no port: calls come
+through the shared folder (`slime.weights.delta.mailbox`), and only the methods below are known.
+
+Consumes: calls, one at a time, and versions of the shared folder. Produces: the local checkpoint, and an engine that
+has loaded it. Waits for: calls, looking every `POLL_S`; for the engine, with a limit for each answer. Is woken by: a
+signal to end, nothing else.
+
+Invariants
+1. An engine is asked to load only a copy whose every tensor has been compared with the manifest that the call names.
+2. It serves again only when somebody who has compared its digests says so: no method here does both.
+3. What the calls name is versions, never paths or code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import EngineError, SlimeError
+from slime.core.ports import EngineControl
+from slime.weights.delta.chain import folder_of
+from slime.weights.delta.local import LocalCheckpoint
+from slime.weights.delta.mailbox import POLL_S, Answering, mailbox
+from slime.weights.delta.manifest import Base
+
+logger = logging.getLogger(__name__)
+
+PreRead = Callable[[str, int], object]
+"""(folder of the version, its number), before anything of it is read."""
+
+
+class WeightsAgent:
+    """Answers the calls for one engine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        control: EngineControl,
+        local: Path,
+        *,
+        pre_read: PreRead | None = None,
+        on_note: Callable[[str], object] = lambda doing: None,
+    ) -> None:
+        """`folder`: the shared one; `name`: the engine's address as the trainer knows it; `local`: a folder of this
+        host. `on_note` gets what is done, before it is done.
+        """
+        self._folder, self._control, self._pre_read = folder, control, pre_read
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time(), "engine": control.url}
+        self._box = Answering(mailbox(folder, name), about)
+        self._on_note = on_note
+        self.local = LocalCheckpoint(local, folder, on_note)
+        self._methods: Mapping[str, Callable[..., Any]] = {
+            "apply": self.apply,
+            "pause": lambda mode: control.pause(str(mode)),
+            "flush_cache": control.flush_cache,
+            "weight_checksums": self._checksums,
+            "resume": control.resume,
+        }
+
+    def run(self, over: threading.Event) -> None:
+        """Answers until `over` is set."""
+        try:
+            while not over.is_set():
+                self.answer_one()
+                over.wait(POLL_S)
+        finally:
+            self._box.close()
+
+    def answer_one(self) -> bool:
+        """Answers the newest call, if it has no answer; whether there was one."""
+        pending = self._box.pending()
+        if pending is None:
+            return False
+        own, method, arguments = pending
+        self._box.note(method)
+        try:
+            if method not in self._methods:
+                raise EngineError(f"got a call of {method}, which is none of {', '.join(self._methods)}")
+            result = self._methods[method](**arguments)
+        except Exception as error:  # whatever it is, the caller has to know
+            if not isinstance(error, SlimeError):
+                logger.exception("the call of %s failed", method)
+            self._box.answer(own, error=f"{type(error).__name__}: {error}")
+        else:
+            self._box.answer(own, result=result)
+        self._box.note("waiting")
+        return True
+
+    def apply(self, version: int, digest: str) -> dict[str, Any]:
+        """Makes the local checkpoint that version, and has the engine load it. The engine is paused."""
+        began = time.monotonic()
+        if self._pre_read is not None:
+            self._pre_read(str(self._folder / folder_of(int(version))), int(version))
+        done = self.local.bring_to(Base(int(version), str(digest)))
+        applied_s = time.monotonic() - began
+        self._on_note("loading")
+        with self.local.reading() as model:
+            self._control.update_weights_from_disk(
+                model_path=str(model.absolute()), flush_cache=False, weight_version=int(version)
+            )
+        logger.info("version %d: %s in %.2f s, loaded in %.2f s", version, done, applied_s, time.monotonic() - began)
+        return asdict(done)
+
+    def _checksums(self) -> list[dict[str, Any]]:
+        return [asdict(rank) for rank in self._control.weight_checksums()]

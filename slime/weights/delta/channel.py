@@ -1,0 +1,184 @@
+"""The disk transport with agents: versions in the shared folder, most of them deltas, and a call to each agent.
+
+Consumes: buckets. Produces: a version, whole at once when its temporary folder is renamed, and engines that have loaded
+it. Waits for: the agents beside the engines, with the limit of the weight sync; nobody wakes it.
+
+Any number of ranks may send: each writes what it has (`begin`, `deliver`), reports it (`report`), and one of them
+makes a version of what all have reported (`finish`). They decide alike whether a version is full, for they see the same
+engines and the same outcomes.
+
+Invariants
+1. The first version of a start, the first one that an engine takes part in, and the one after a failure are full, and
+   of the trainer's own tensors.
+2. A folder without the leading dot is whole, and on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.core.durable import sync_to_disk
+from slime.core.errors import WeightSyncError
+from slime.core.ports import EngineControl
+from slime.weights.delta import chain
+from slime.weights.delta.files import sync_folder
+from slime.weights.delta.mailbox import call, mailbox
+from slime.weights.delta.manifest import Base, Manifest, Report, merged, tensor_checksums, whole_checksum
+from slime.weights.delta.writer import Memory, VersionWriter
+from slime.weights.receivers import Receiver, on_all
+from slime.weights.transports.base import Channel, TransportContext
+from slime.weights.transports.disk import WEIGHT_SUFFIXES
+
+if TYPE_CHECKING:
+    from slime.weights.buckets import Bucket
+
+logger = logging.getLogger(__name__)
+
+
+class DeltaChannel(Channel):
+    """One sender's end of it, and on the rank that completes versions the rest."""
+
+    def __init__(
+        self, folder: Path, context: TransportContext, *, every: int, encoding: str, checksum: str, keep: bool
+    ) -> None:
+        """`every`: a full version at least every so many; with 1 all are. `keep`: old versions stay."""
+        self._folder, self._context, self._every, self._keep = folder, context, every, keep
+        self._encoding, self._checksum = encoding, checksum
+        self._memory: Memory | None = {} if every > 1 else None
+        self._writer: VersionWriter | None = None
+        self._since_full: int | None = None
+        self._newest_full: int | None = None
+        self._confirmed: tuple[Receiver, ...] | None = None
+        """The engines that have the version before; None after a failure."""
+        self._receivers: tuple[Receiver, ...] = ()
+        self._full, self._version = True, 0
+        self._base: Base | None = None
+        self._tensors: dict[str, str] = {}
+        self._made: Base | None = None
+        self._costs: dict[str, float] = {}
+
+    def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
+        """On every sender."""
+        self._receivers, self._version = tuple(receivers), version
+        confirmed = self._confirmed
+        self._full = chain.is_full(
+            since_full=self._since_full,
+            every=self._every,
+            confirmed=confirmed is not None,
+            all_known=confirmed is not None and all(receiver in confirmed for receiver in receivers),
+        )
+        self._writer = VersionWriter(
+            self._writing,
+            self._memory,
+            rank=self._context.peers.rank,
+            full=self._full,
+            encoding=self._encoding,
+            checksum=self._checksum,
+        )
+
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Bucket:
+        return bucket
+
+    def deliver(self, prepared: Bucket, receivers: Sequence[Receiver], *, version: int) -> None:
+        assert self._writer is not None, "deliver before begin"
+        self._writer.add(prepared.tensors)
+
+    def report(self) -> Report:
+        """On every sender, after its last bucket: what it wrote, on disk. Picklable."""
+        assert self._writer is not None, "report before begin"
+        return self._writer.report()
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Report]) -> None:
+        """On the conductor, with what all senders reported: the version is whole, and engines load it."""
+        whole = merged(reports)
+        sums = tensor_checksums(whole.entries)
+        self._tensors = sums if self._full else {**self._tensors, **sums}
+        base = None if self._full else self._base
+        manifest = Manifest(version, base, self._checksum, whole_checksum(self._tensors), whole.entries)
+        final = self._make_whole(manifest)
+        self._made = target = Base(version, manifest.digest)
+        self._costs = {
+            "update_weights_density": whole.num_changed / max(1, whole.num_elements),
+            "update_weights_wire_bytes": float(sum(file.stat().st_size for file in final.iterdir())),
+            "update_weights_full": float(self._full),
+        }
+        if self._context.post_write is not None:
+            self._context.post_write(final, [receiver.control.url for receiver in receivers])
+        lost = {receiver.control.url: receiver.is_lost for receiver in receivers}
+
+        def load(control: EngineControl) -> None:
+            arguments = {"version": target.version, "digest": target.digest}
+            box = mailbox(self._folder, control.url)
+            call(box, "apply", arguments, limit_s=self._context.timeout_s, is_lost=lost[control.url])
+
+        on_all(receivers, load, f"load {final}")
+
+    def settle(self) -> None:
+        if self._writer is None:  # this rank sends nothing
+            return
+        self._writer = None
+        self._confirmed, self._base = self._receivers, self._made or self._base
+        self._since_full = 0 if self._full or self._since_full is None else self._since_full + 1
+        if self._full:
+            self._newest_full = self._version
+        if self._made is not None and not self._keep and self._newest_full is not None:
+            names = [path.name for path in self._folder.iterdir()]
+            for name in chain.prunable(names, newest_full=self._newest_full):
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        self._made = None
+
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            if self._context.peers.conducts:
+                shutil.rmtree(self._writing, ignore_errors=True)
+        self._confirmed, self._made = None, None
+
+    @property
+    def heals(self) -> bool:
+        return not self._full and self._confirmed is None
+
+    def costs(self) -> Mapping[str, float]:
+        return self._costs
+
+    def close(self) -> None:
+        self.abandon()
+
+    @property
+    def _writing(self) -> Path:
+        return self._folder / f".{chain.folder_of(self._version)}.tmp"
+
+    def _make_whole(self, manifest: Manifest) -> Path:
+        """Puts beside the files what a reader needs, and shows them to readers."""
+        folder = self._writing
+        wanted = {entry.file for entry in manifest.entries}
+        for file in folder.iterdir():
+            if file.name not in wanted:
+                file.unlink()
+        if manifest.base is None:
+            _add_assets(folder, self._context.hf_checkpoint)
+            weight_map = {entry.name: entry.file for entry in manifest.entries}
+            index: dict[str, Any] = {"metadata": {"total_size": sum(e.num_bytes for e in manifest.entries)}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": weight_map}))
+        manifest.write(folder)
+        sync_folder(folder)
+        final = self._folder / chain.folder_of(manifest.version)
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+        sync_to_disk(self._folder)
+        return final
+
+
+def _add_assets(folder: Path, checkpoint: Path) -> None:
+    """Config and tokenizer, as files: who reads the folder may not see the checkpoint."""
+    for asset in checkpoint.iterdir():
+        if asset.is_file() and not asset.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(asset, folder / asset.name)
+    if not (folder / "config.json").exists():
+        raise WeightSyncError(f"got no config.json in {checkpoint}; engines cannot load weights without it")

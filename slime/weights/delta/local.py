@@ -1,0 +1,262 @@
+"""The checkpoint that an engine loads from: of this host alone, whole at one version, changed in place by deltas.
+
+    state.json      which version the files are of, and the checksum of every tensor; absent while they change
+    model/          a Hugging Face folder
+    lock            held by who changes the files, shared by who loads them; agents of one host may use one folder
+
+Consumes: versions of the shared folder. Produces: `model/`. Waits for: the lock, which the kernel frees when its holder
+ends; nobody wakes it.
+
+Invariants
+1. `state.json` is removed, on disk, before the first byte changes, and written after the last one is on disk. So a copy
+   that somebody was killed in is never taken for a version.
+2. A patch is read if its checksum is right, and a tensor stays if its checksum is; else the copy has no state.
+3. What cannot be made from the copy is made from the newest full version, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from slime.core.durable import sync_to_disk
+from slime.core.errors import WeightSyncError
+from slime.weights.delta import chain, encodings
+from slime.weights.delta.checksums import checksum
+from slime.weights.delta.files import read_json, write_json
+from slime.weights.delta.manifest import MANIFEST, Base, Entry, Manifest, tensor_checksums, whole_checksum
+from slime.weights.delta.planes import Bytes
+from slime.weights.delta.tensor_files import places, width_of
+
+logger = logging.getLogger(__name__)
+
+MOST_THREADS = 8
+"""That decode and check tensors side by side."""
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the copy holds."""
+
+    version: int
+    digest: str
+    """Of the version's manifest."""
+    tensors: Mapping[str, str]
+    """Name -> checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What it took to bring a copy to a version."""
+
+    full: int
+    """Full versions that were copied."""
+    deltas: int
+    """Deltas that were applied."""
+    num_bytes: int
+    """Of the patches that were read."""
+
+
+class _Damaged(WeightSyncError):
+    """The copy itself is not what its state says; another one can be made."""
+
+
+class LocalCheckpoint:
+    """One copy, in `folder`, of what a trainer wrote to `source`."""
+
+    def __init__(self, folder: Path, source: Path, note: Callable[[str], object] = lambda doing: None) -> None:
+        """`note` gets what is done, before it is done."""
+        self._folder, self._source, self._note = folder, source, note
+        self.model = folder / "model"
+        """What an engine loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def state(self) -> State | None:
+        """What the copy holds; None while that is nothing whole."""
+        found = read_json(self._folder / "state.json")
+        if found is None:
+            return None
+        try:
+            return State(int(found["version"]), str(found["digest"]), dict(found["tensors"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def bring_to(self, target: Base) -> Done:
+        """Makes the copy that version. Raises `WeightSyncError` if it cannot be; the copy is then the version that its
+        state says, or has no state.
+        """
+        with self._locked(fcntl.LOCK_EX):
+            state = self.state
+            if state is not None:
+                try:
+                    return self._follow(target, state)
+                except _Damaged as error:
+                    logger.warning("%s: the local copy is made again: %s", self._folder, error)
+                except WeightSyncError as error:
+                    logger.warning("%s: from version %d it cannot go on: %s", self._folder, state.version, error)
+            return self._follow(target, None)
+
+    @contextmanager
+    def reading(self) -> Iterator[Path]:
+        """The folder to load from, which does not change meanwhile."""
+        with self._locked(fcntl.LOCK_SH):
+            yield self.model
+
+    def _follow(self, target: Base, state: State | None) -> Done:
+        steps = chain.steps_to(target, state.digest if state else None, self._read)
+        done = Done(0, 0, 0)
+        for manifest in steps:
+            self._note(f"applying version {manifest.version}")
+            self._forget()
+            if manifest.base is None:
+                tensors = self._copy(manifest)
+            else:
+                assert state is not None, "a chain begins with a full version, or with what is held"
+                tensors = self._apply(manifest, state.tensors)
+            if whole_checksum(tensors) != manifest.whole:
+                raise WeightSyncError(f"got version {manifest.version} without all of its tensors; send a full version")
+            state = State(manifest.version, manifest.digest, tensors)
+            self._remember(state)
+            size = sum(entry.size for entry in manifest.entries)
+            is_full = manifest.base is None
+            done = Done(done.full + is_full, done.deltas + (not is_full), done.num_bytes + size)
+        return done
+
+    def _copy(self, manifest: Manifest) -> dict[str, str]:
+        """A full version: its files, and whatever lies beside them."""
+        folder = self._source / chain.folder_of(manifest.version)
+        shutil.rmtree(self.model, ignore_errors=True)
+        self.model.mkdir()
+        files = {entry.file for entry in manifest.entries}
+        for file in sorted(folder.iterdir()):
+            wanted = file.name in files or not file.name.endswith(SUFFIX)
+            if file.is_file() and wanted and file.name != MANIFEST:
+                self._note(f"copying {file.name} of version {manifest.version}")
+                shutil.copyfile(file, self.model / file.name)
+        with _Mapped(self.model, files, write=False) as mapped:
+            self._side_by_side(manifest, lambda entry: _require_whole(manifest, entry, mapped.views[entry.file]))
+        for name in files:
+            sync_to_disk(self.model / name)
+        sync_to_disk(self.model)
+        return tensor_checksums(manifest.entries)
+
+    def _apply(self, manifest: Manifest, tensors: Mapping[str, str]) -> dict[str, str]:
+        """A delta, onto the files."""
+        folder = self._source / chain.folder_of(manifest.version)
+        files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
+        where = {name: (file, place) for file in files for name, place in places(self.model / file).items()}
+        patches = {entry.file: (folder / entry.file).open("rb") for entry in manifest.entries}
+        try:
+            with _Mapped(self.model, files, write=True) as mapped:
+
+                def change(entry: Entry) -> None:
+                    self._note(f"applying {entry.name} of version {manifest.version}")
+                    if entry.name not in where:
+                        raise _Damaged(f"got {entry.name}, which the copy does not have")
+                    file, place = where[entry.name]
+                    if (place.dtype, place.shape, place.num_bytes) != (entry.dtype, entry.shape, entry.num_bytes):
+                        raise _Damaged(f"got {entry.name} as {entry.dtype} {entry.shape}, the copy has {place}")
+                    data = mapped.views[file][place.offset : place.offset + place.num_bytes]
+                    _change(manifest, entry, data, _patch(manifest, entry, patches[entry.file]))
+
+                self._side_by_side(manifest, change)
+        except OSError as error:
+            raise WeightSyncError(f"got version {manifest.version}, which cannot be read: {error}") from error
+        finally:
+            for opened in patches.values():
+                opened.close()
+        return {**tensors, **tensor_checksums(manifest.entries)}
+
+    def _side_by_side(self, manifest: Manifest, do: Callable[[Entry], None]) -> None:
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="weights-apply") as pool:
+            for _ in pool.map(do, manifest.entries):
+                pass
+
+    def _read(self, version: int) -> Manifest:
+        return Manifest.read(self._source / chain.folder_of(version))
+
+    def _forget(self) -> None:
+        (self._folder / "state.json").unlink(missing_ok=True)
+        sync_to_disk(self._folder)
+
+    def _remember(self, state: State) -> None:
+        content = {"version": state.version, "digest": state.digest, "tensors": dict(state.tensors)}
+        write_json(self._folder / "state.json", content, durable=True)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        with (self._folder / "lock").open("a") as lock:
+            fcntl.flock(lock, how)
+            yield
+
+
+class _Mapped:
+    """Files in memory as flat bytes; what was written is on disk when the block ends well."""
+
+    def __init__(self, folder: Path, names: set[str], *, write: bool) -> None:
+        self._folder, self._names, self._write = folder, names, write
+        self.views: dict[str, Bytes] = {}
+        self._maps: list[mmap.mmap] = []
+        self._open: list[IO[bytes]] = []
+
+    def __enter__(self) -> _Mapped:
+        for name in self._names:
+            opened = (self._folder / name).open("r+b" if self._write else "rb")
+            self._open.append(opened)
+            access = mmap.ACCESS_WRITE if self._write else mmap.ACCESS_READ
+            self._maps.append(mmap.mmap(opened.fileno(), 0, access=access))
+            self.views[name] = np.frombuffer(self._maps[-1], np.uint8)
+        return self
+
+    def __exit__(self, kind: Any, *rest: object) -> None:
+        self.views.clear()
+        for mapped in self._maps:
+            if kind is None and self._write:
+                mapped.flush()
+            with contextlib.suppress(BufferError):  # a traceback still holds a view; the map goes with it
+                mapped.close()
+        for opened in self._open:
+            opened.close()
+
+
+def _require_whole(manifest: Manifest, entry: Entry, file: Bytes) -> None:
+    """A tensor of a full version is in its file as it should be."""
+    data = file[entry.offset : entry.offset + entry.size]
+    if entry.encoding != encodings.RAW or len(data) != entry.num_bytes:
+        raise WeightSyncError(f"got {entry.name} of the full version {manifest.version} with {len(data)} bytes")
+    if not checksum(manifest.checksum, data) == entry.patch_checksum == entry.tensor_checksum:
+        raise WeightSyncError(f"got {entry.name} of version {manifest.version} with another checksum; it is damaged")
+
+
+def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
+    patch = os.pread(file.fileno(), entry.size, entry.offset)
+    if len(patch) != entry.size or checksum(manifest.checksum, patch) != entry.patch_checksum:
+        raise WeightSyncError(
+            f"got the patch of {entry.name} of version {manifest.version} damaged: its checksum differs"
+        )
+    return patch
+
+
+def _change(manifest: Manifest, entry: Entry, data: Bytes, patch: bytes) -> None:
+    if entry.encoding == encodings.RAW:
+        if len(patch) != len(data):
+            raise WeightSyncError(f"got {len(patch)} bytes for {entry.name}, which has {len(data)}")
+        data[:] = np.frombuffer(patch, np.uint8)
+    elif len(data) % width_of(entry.dtype) == 0:
+        encodings.apply(entry.encoding, data, patch, width_of(entry.dtype))
+    if checksum(manifest.checksum, data) != entry.tensor_checksum:
+        raise _Damaged(f"got {entry.name} with another checksum than version {manifest.version} has")

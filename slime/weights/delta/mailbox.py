@@ -1,0 +1,115 @@
+"""Calls through a folder: a trainer asks the agent beside an engine, which answers. There is no other channel.
+
+    agents/<engine>/agent.json      who answers there, since when
+    agents/<engine>/call.json       the newest call: id, method, arguments
+    agents/<engine>/answer.json     its answer: the same id, and a result or an error
+
+Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, opened again at each look, with a
+limit; nobody wakes it.
+
+Invariants
+1. A call replaces the one before; an agent runs the newest one that it has not answered, also after it was killed in
+   the middle of it. So every method can be called twice.
+2. An answer belongs to a call by its id, which is random.
+3. A call that nobody waits for any more is taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.core.errors import DeadlineExceeded, EngineError
+from slime.weights.delta.files import read_json, write_json
+
+AGENTS = "agents"
+POLL_S = 0.01
+"""Between two looks at a file."""
+SILENT_S = 30.0
+"""How long there may be no agent at all."""
+
+
+def name_of(address: str) -> str:
+    """The name of an engine in the folder, by its address (host:port, with or without http://)."""
+    return re.sub(r"[^A-Za-z0-9.-]", "_", address.split("://")[-1].rstrip("/"))
+
+
+def mailbox(folder: Path, address: str) -> Path:
+    """The folder of an engine's calls."""
+    return folder / AGENTS / name_of(address)
+
+
+def call(
+    box: Path, method: str, arguments: Mapping[str, Any], *, limit_s: float, is_lost: Callable[[], bool] = lambda: False
+) -> Any:
+    """Asks the agent of a mailbox. Raises `EngineError` with its error, or if there is no agent, `DeadlineExceeded`."""
+    box.mkdir(parents=True, exist_ok=True)
+    own, began = secrets.token_hex(8), time.monotonic()
+    write_json(box / "call.json", {"id": own, "method": method, "arguments": dict(arguments)}, durable=False)
+    try:
+        while True:
+            answer = read_json(box / "answer.json")
+            if answer is not None and answer.get("id") == own:
+                if "error" in answer:
+                    raise EngineError(f"the weights agent of engine {box.name} cannot {method}: {answer['error']}")
+                return answer.get("result")
+            waited_s = time.monotonic() - began
+            if is_lost():
+                raise EngineError(f"engine {box.name} was lost before its weights agent could {method}")
+            if waited_s > min(SILENT_S, limit_s) and not (box / "agent.json").exists():
+                raise EngineError(
+                    f"got no weights agent in {box} within {waited_s:.0f} s; start `slime weights-agent` beside the "
+                    "engine, with this folder as it is seen there"
+                )
+            if waited_s > limit_s:
+                raise DeadlineExceeded.waiting(
+                    owner="weight sync",
+                    for_what=f"the weights agent in {box} to {method}",
+                    limit_s=limit_s,
+                    last_progress=str((read_json(box / "agent.json") or {}).get("doing", "none")),
+                )
+            time.sleep(POLL_S)
+    finally:
+        current = read_json(box / "call.json")
+        if current is not None and current.get("id") == own:
+            with contextlib.suppress(OSError):
+                (box / "call.json").unlink()
+
+
+class Answering:
+    """The agent's end of a mailbox."""
+
+    def __init__(self, box: Path, about: Mapping[str, Any]) -> None:
+        """`about`: what the trainer may know of this agent."""
+        self._box, self._about = box, dict(about)
+        box.mkdir(parents=True, exist_ok=True)
+        self.note("waiting")
+
+    def note(self, doing: str) -> None:
+        """What it does now, for whoever waits."""
+        write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
+
+    def pending(self) -> tuple[str, str, dict[str, Any]] | None:
+        """(id, method, arguments) of a call that has no answer."""
+        found = read_json(self._box / "call.json")
+        if found is None:
+            return None
+        own, method, arguments = found.get("id"), found.get("method"), found.get("arguments")
+        if not (isinstance(own, str) and isinstance(method, str) and isinstance(arguments, dict)):
+            return None
+        answered = read_json(self._box / "answer.json") or {}
+        return None if answered.get("id") == own else (own, method, arguments)
+
+    def answer(self, own: str, **said: Any) -> None:
+        """`result=...` or `error=...` to the call of this id."""
+        write_json(self._box / "answer.json", {"id": own, **said}, durable=False)
+
+    def close(self) -> None:
+        """Nobody answers here any more."""
+        with contextlib.suppress(OSError):
+            (self._box / "agent.json").unlink()
