@@ -10,7 +10,7 @@ second one reads them. Each delta is undone into the tensors before and after it
 two entropies, each as if its parts were independent: which elements changed (n times the binary entropy of the density
 of that tensor), and by what (the number of changed elements times the entropy of the distribution of their XOR in that
 tensor, whose table costs nothing). A code that knows more, such as in which rows changes lie, may go below it.
-`bytes` are all files of a version, the manifest among them. `encode_s` is on one core.
+`bytes` are all files of a version, the manifest among them. `encode_s` is of all patches in one encoding.
 """
 
 from __future__ import annotations
