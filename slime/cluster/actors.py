@@ -52,9 +52,9 @@ class Actors:
         return wait_for(refs, for_what=what, limit_s=TRAINERS_LIMIT_S, on_poll=on_poll)
 
     def give_up(self, engine: EngineInfo) -> None:
-        """Tells the training rank that sends weights that an engine is lost. Its answer is not waited for."""
-        for sender in self.trainers[:1]:
-            sender.give_up.remote(engine.url, engine.incarnation)
+        """Tells the training ranks, of which several send, that an engine is lost. No answer is waited for."""
+        for trainer in self.trainers:
+            trainer.give_up.remote(engine.url, engine.incarnation)
 
     def on_lenders(self, method: str, *arguments: Any) -> None:
         """Calls a method of every engine that answers and lends its memory to trainers."""

@@ -1,8 +1,8 @@
 """One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
 
 Consumes the trainer's weights and the engines that are to have them, once per weight sync. Produces the outcome, which
-all ranks share. Waits for the other ranks (a gloo group of their own) and, on the sender, for engines, each with a
-limit; the driver calls it on all ranks.
+all ranks share. Waits for the other ranks (in gloo groups of their own, one for collectives and one for the word whose
+turn it is) and, where it sends, for engines, each with a limit; the driver calls it on all ranks.
 
 Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
 """
@@ -10,23 +10,27 @@ Composed here because only this room sees the trainer, the weights and the contr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime.cluster.actors import EngineInfo
+from slime.core.errors import DeadlineExceeded
 from slime.serving.control import HttpEngineControl
-from slime.serving.wire import digest, serialize_bucket
+from slime.serving.wire import digest, serialize_bucket, shareable
 from slime.settings import Args
 from slime.training.backend import MegatronBackend
+from slime.weights.buckets import Buffers
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
 
-SENDER = 0
-"""The training rank that talks to engines."""
+CONDUCTOR = 0
+"""The training rank that pauses engines, verifies what they hold and lets them serve."""
 
 
 class RankWeightSync:
@@ -43,9 +47,17 @@ class RankWeightSync:
     ) -> None:
         """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
         self._args, self._backend = args, backend
-        self._table = backend.table
-        self._group = dist.new_group(backend="gloo")
-        self._peers = Peers(is_sender=rank == SENDER, broadcast=self._broadcast, gather=self._gather)
+        self._rank = rank
+        self._group, self._words = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        self._peers = Peers(
+            rank=rank,
+            broadcast=self._broadcast,
+            gather=self._gather,
+            share=self._share,
+            tell=self._tell,
+            hear=self._hear,
+        )
+        self._outgoing = backend.outgoing(getattr(torch, args.sglang["dtype"]))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
         """By address and incarnation, those of the weight sync before. What was started again is a new one: it is in no
@@ -60,11 +72,13 @@ class RankWeightSync:
                 training_gpus=frozenset(gpu_of_slot.values()),
                 address=address,
                 timeout_s=args.weight_sync_timeout_s,
-                table=self._table,
+                table=backend.table,
                 hf_checkpoint=Path(args.hf_checkpoint),
                 serialize=serialize_bucket,
+                shareable=shareable,
             )
         )
+        self._buffers = Buffers(lambda num_bytes: self._channel.allocate(num_bytes, backend.device))
 
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends to these engines, verifies, resumes. Returns `perf/update_weights_*`.
@@ -74,17 +88,22 @@ class RankWeightSync:
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
         self._known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
-        metrics = sync_weights(
-            self._backend.iter_hf_tensors(getattr(torch, self._args.sglang["dtype"])),
-            table=self._table,
-            receivers=list(self._known.values()),
-            channel=self._channel,
-            digest=digest,
-            version=self._backend.weight_version,
-            buffer_bytes=self._args.update_weight_buffer_size,
-            peers=self._peers,
-            pause_mode=self._args.pause_generation_mode,
-        )
+        self._backend.require_weights()
+        try:
+            metrics = sync_weights(
+                self._outgoing,
+                receivers=list(self._known.values()),
+                channel=self._channel,
+                digest=digest,
+                version=self._backend.weight_version,
+                buffer_bytes=self._args.update_weight_buffer_size,
+                peers=self._peers,
+                pause_mode=self._args.pause_generation_mode,
+                buffers=self._buffers,
+            )
+        finally:
+            if self._backend.device.type == "cuda":  # shared memory of a host takes ten times as long to fill when new
+                self._buffers.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in metrics.items()}
 
@@ -100,6 +119,7 @@ class RankWeightSync:
     def close(self) -> None:
         """Leaves the group with the engines."""
         self._channel.close()
+        self._buffers.free()
 
     def _gpus(self, slot: int) -> dict[int, str]:
         """Slot -> GPU of the training rank there; empty on a CPU. Collective."""
@@ -112,10 +132,28 @@ class RankWeightSync:
 
     def _broadcast(self, value: Any) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, src=SENDER, group=self._group)
+        dist.broadcast_object_list(box, src=CONDUCTOR, group=self._group)
         return box[0]
 
     def _gather(self, value: Any) -> list[Any] | None:
-        out: list[Any] | None = [None] * dist.get_world_size() if self._peers.is_sender else None
-        dist.gather_object(value, out, dst=SENDER, group=self._group)
+        out: list[Any] | None = [None] * dist.get_world_size() if self._peers.conducts else None
+        dist.gather_object(value, out, dst=CONDUCTOR, group=self._group)
         return out
+
+    def _share(self, memory: Tensor, source: int) -> None:
+        if dist.get_world_size() > 1:
+            dist.broadcast(memory, src=source)
+
+    def _tell(self, rank: int, good: bool) -> None:
+        dist.send(torch.tensor([good]), dst=rank, group=self._words)
+
+    def _hear(self, rank: int) -> bool:
+        good, limit_s = torch.zeros(1, dtype=torch.bool), self._args.weight_sync_timeout_s
+        try:
+            word = dist.irecv(good, src=rank, group=self._words)
+            assert word is not None, "this rank is in the group"
+            word.wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            what = f"training rank {rank} to send its buckets (rank {self._rank} is next)"
+            raise DeadlineExceeded.waiting(owner="weight sync", for_what=what, limit_s=limit_s) from error
+        return bool(good)

@@ -108,7 +108,7 @@ class TrainActor:
 
     @ray.method(concurrency_group="tell")
     def give_up(self, url: str, incarnation: int) -> None:
-        """An engine is lost: the weight sync under way waits for it no longer. For the rank that sends."""
+        """An engine is lost: the weight sync under way waits for it no longer."""
         if self._weight_sync is not None:
             self._weight_sync.give_up(url, incarnation)
 

@@ -145,7 +145,7 @@ class WeightSyncSequence:
         return metrics or [{}]
 
     def _tended(self, takers: Sequence[Engine]) -> Callable[[], str]:
-        """`Engines.tended`, which tells the sender of those that are lost meanwhile."""
+        """`Engines.tended`, which tells the senders of those that are lost meanwhile."""
         told: set[int] = set()
 
         def tended() -> str:

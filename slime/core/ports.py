@@ -6,7 +6,7 @@ weight sync in `weights/` talks to engines through it alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,34 @@ ROUTED_EXPERTS_MARK = "-experts-"
 """In a request's id, and behind it a number: return the routed experts of the tokens from that one on. The id is what
 sglang-router 0.3.2 hands on as it is; fields that it does not know it drops."""
 
-Digest = Callable[[Any], str]
-"""Tensor -> hex digest, the same function that the engine applies to its resident tensors on that device."""
+
+class Hasher(Protocol):
+    """The digest of one tensor that comes in parts."""
+
+    def add(self, parts: Sequence[Any]) -> None:
+        """Tensors of one device that follow what was added, as if all were stacked along dim 0. They may be kept until
+        `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Reads what is kept and lets it go. On a GPU that is queued; nothing waits."""
+        ...
+
+    def finish(self) -> str:
+        """Hex digest of all parts."""
+        ...
+
+
+class Digest(Protocol):
+    """The function that an engine applies to its resident tensors, on the device that tensors are on."""
+
+    def __call__(self, parts: Any) -> str:
+        """Hex digest of a tensor, or of several as if they were stacked along dim 0."""
+        ...
+
+    def begin(self) -> Hasher:
+        """For a tensor that comes in parts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +108,12 @@ class EngineControl(Protocol):
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
+        load_format: str | None,
         flush_cache: bool,
         weight_version: WeightVersion,
-    ) -> None: ...
+    ) -> None:
+        """`load_format`: None, a broadcast for each tensor; "flattened_bucket", one for all, end to end."""
+        ...
 
     def update_weights_from_disk(
         self, *, model_path: str, flush_cache: bool, weight_version: WeightVersion

@@ -94,12 +94,15 @@ class HttpEngineControl:
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
+        load_format: str | None,
         flush_cache: bool,
         weight_version: WeightVersion,
     ) -> None:
         body = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes]}
         update = _update(flush_cache, weight_version)
-        self._post("update_weights_from_distributed", {**body, "group_name": group_name, **update})
+        self._post(
+            "update_weights_from_distributed", {**body, "group_name": group_name, "load_format": load_format, **update}
+        )
 
     def update_weights_from_disk(self, *, model_path: str, flush_cache: bool, weight_version: WeightVersion) -> None:
         self._post("update_weights_from_disk", {"model_path": model_path, **_update(flush_cache, weight_version)})

@@ -5,7 +5,7 @@ A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16): of `{
 name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang reads it with a restricted unpickler, so only torch's
 own rebuild functions and `SimpleNamespace` appear.
 
-Nothing here imports SGLang on a CPU (its import takes 10 s); on CUDA only its hash kernel is imported, on first use.
+Nothing here imports SGLang, whose import takes 10 s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import base64
 import contextlib
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -25,42 +25,53 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from slime.core.ports import Hasher
 from slime.serving.shm import SHM
+from slime.serving.tensor_hash import TileHasher
 from slime.weights.byte_runs import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
 """Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
-_TILE_WORDS = 8192
-"""32-bit words that one program of SGLang's hash kernel takes."""
 _born: dict[str, reductions.StorageWeakRef] = {}
 """Files in /dev/shm of buffers made here."""
-WARM_WORDS = (1, 16, 17, 16 * _TILE_WORDS, 2 * _TILE_WORDS + 1)
-"""Lengths that need each form of the hash kernels."""
 
 
 def serialize_bucket(
     named_tensors: Sequence[tuple[str, Tensor]],
     num_receivers: int,
-    reuse: object = None,
+    *,
     runs: Sequence[tuple[str, int]] | None = None,
+    only: Container[str] | None = None,
 ) -> tuple[list[str], object]:
     """One payload per receiver, and the owner of the memory, which must live until every receiver has answered.
 
-    `named_tensors`: (name, tensor), all on one device. Receivers count references, so none may share a payload.
-    `reuse`: an owner that was returned before and that no receiver reads any more; on a CPU its memory is filled again
-    if it is large enough (fresh shared memory takes ten times as long to fill as pages that exist).
+    `named_tensors`: (name, tensor), all on one device; those that lie end to end in `shareable` memory are shared as
+    they are, others copied into such. Receivers count references, so none may share a payload.
     `runs`: (name, number of tensors) that a loader of one's own gets instead, each run of several in one dimension.
+    `only`: names of the tensors that receivers hear of.
     """
     assert named_tensors, "empty bucket"
-    buffer, metadata = _flatten(named_tensors, reuse if isinstance(reuse, Tensor) else None)
-    flat = buffer[: metadata[-1].end_idx]
+    flat, metadata = _flatten(named_tensors)
+    if only is not None:
+        metadata = [meta for meta in metadata if meta.name in only]
 
     def content() -> Any:
         if runs is None:
             return {"flattened_tensor": _shared(flat), "metadata": metadata}
         return [(name, _shared(tensor)) for name, tensor in _views(flat, metadata, runs)]
 
-    return [_payload(content()) for _ in range(num_receivers)], buffer
+    return [_payload(content()) for _ in range(num_receivers)], flat
+
+
+def shareable(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes] uint8 of memory that other processes of the host can map: shared memory on a CPU, any on a GPU."""
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # sharing an ordinary one would copy it once more
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    _remove_abandoned()
+    _born[storage._share_filename_cpu_()[1].decode().lstrip("/")] = reductions.StorageWeakRef(storage)
+    return flat
 
 
 def _views(
@@ -74,30 +85,24 @@ def _views(
         yield name, view if num > 1 else view.view(metas[0].shape)
 
 
-def _flatten(named_tensors: Sequence[tuple[str, Tensor]], reuse: Tensor | None) -> tuple[Tensor, list[SimpleNamespace]]:
-    """All bytes at the start of one buffer [>= bytes] uint8 (on a CPU shared memory), and where each tensor lies."""
+def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
+    """All bytes end to end [bytes] uint8 in memory that can be shared, and where each tensor lies."""
     metadata, start = [], 0
     for name, tensor in named_tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         where = {"start_idx": start, "end_idx": start + num_bytes, "numel": num_bytes}
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **where))
         start += num_bytes
-    device = named_tensors[0][1].device
-    if device.type == "cpu" and reuse is not None and reuse.device == device and reuse.numel() >= start:
-        flat = reuse
-    elif device.type == "cpu":  # born in shared memory: sharing an ordinary tensor would copy it once more
-        storage = torch.UntypedStorage._new_using_filename_cpu(start)
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        _remove_abandoned()
-        _born[storage._share_filename_cpu_()[1].decode().lstrip("/")] = reductions.StorageWeakRef(storage)
+    runs = byte_runs(tensor for _, tensor in named_tensors)
+    if len(runs) == 1 and runs[0].untyped_storage().is_shared():
+        flat = runs[0]
     else:
-        flat = torch.empty(start, dtype=torch.uint8, device=device)
-    filled = 0
-    for run in byte_runs(tensor for _, tensor in named_tensors):
-        flat[filled : filled + len(run)].copy_(run)
-        filled += len(run)
+        flat, filled = shareable(start, runs[0].device), 0
+        for run in runs:
+            flat[filled : filled + len(run)].copy_(run)
+            filled += len(run)
     if flat.is_cuda:  # the receiver reads on a stream of its own
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.current_stream(flat.device).synchronize()
     return flat, metadata
 
 
@@ -144,36 +149,47 @@ class _CudaHandle:
         return rebuild, arguments
 
 
-def digest(tensor: Tensor | Sequence[Tensor]) -> str:
-    """The digest that `/weights_checker` reports for a tensor on this kind of device: 16 hex digits.
+class _Digest:
+    """What `/weights_checker` reports for a tensor on this kind of device: 16 hex digits. See `core.ports.Digest`.
 
-    A tensor may come as several, which the engine holds stacked along dim 0. CPU: the first 8 bytes of SHA-256 of the
-    bytes in order. CUDA: SGLang's own kernel, `gpu_tensor_hash`.
+    CPU: the first 8 bytes of SHA-256 of the bytes in order. CUDA: as `tensor_hash` says.
     """
-    flat = byte_runs([tensor] if isinstance(tensor, Tensor) else tensor)
-    if flat[0].is_cuda:
-        return _cuda_digest(flat)
-    hasher = hashlib.sha256()
-    for part in flat:
-        hasher.update(part.numpy().data)
-    return hasher.digest()[:8].hex()
+
+    def __call__(self, parts: Tensor | Sequence[Tensor]) -> str:
+        hasher = self.begin()
+        hasher.add([parts] if isinstance(parts, Tensor) else parts)
+        return hasher.finish()
+
+    def begin(self) -> Hasher:
+        return _PartsHasher()
+
+
+class _PartsHasher:
+    """Chooses by the device of the first part."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+        self._tiles: TileHasher | None = None
+
+    def add(self, parts: Sequence[Tensor]) -> None:
+        if parts and parts[0].is_cuda:
+            self._tiles = self._tiles or TileHasher()
+            self._tiles.add(parts)
+            return
+        for run in byte_runs(parts):
+            self._sha.update(run.numpy().data)
+
+    def flush(self) -> None:
+        if self._tiles is not None:
+            self._tiles.flush()
+
+    def finish(self) -> str:
+        return self._sha.digest()[:8].hex() if self._tiles is None else self._tiles.finish()
+
+
+digest = _Digest()
 
 
 def warm_digest(device: torch.device) -> None:
-    """Imports SGLang's hash kernels and compiles them in the forms that a model's tensors need: takes seconds, once.
-
-    Triton compiles a form for lengths that divide by 16 and one for others, of the hash and of the sum over its tiles;
-    a single word is a form of its own.
-    """
-    for num_words in WARM_WORDS:
-        digest(torch.zeros(4 * num_words, dtype=torch.uint8, device=device))
-
-
-def _cuda_digest(parts: Sequence[Tensor]) -> str:
-    # What `sglang.srt.managers.mm_utils.tensor_hash` calls for one tensor; that module imports all of SGLang.
-    from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
-
-    flat = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    if flat.storage_offset() % 4:  # the kernel reads 32-bit words
-        flat = flat.clone()
-    return f"{gpu_tensor_hash(flat):016x}"
+    """Compiles the kernel of digests on a GPU: takes seconds, once."""
+    digest(torch.zeros(4, dtype=torch.uint8, device=device))

@@ -50,6 +50,7 @@ from slime.training.state.checkpoint import Seal
 from slime.training.state.hf_export import export
 from slime.training.state.hf_files import CHAT_TEMPLATE_FILE, Writers
 from slime.training.state.memory_plan import MemoryPlan
+from slime.training.state.outgoing import TrainerWeights
 from slime.training.state.rank_state import Kept, Snapshot, load_rank, rank_state
 from slime.training.state.sharded_model import ShardedModel
 from slime.training.state.sleeping import Held, Parts, build_sleeper
@@ -250,8 +251,19 @@ class MegatronBackend:
         `dtype` converts; None keeps the training dtype. Adapters are merged into what they adapt, one tensor at a time.
         Tensors may alias parameters: read only.
         """
-        assert self._sleeper.held is not Held.NOTHING, "weights of a sleeping trainer; call wake() first"
+        self.require_weights()
         return hf_weights.iter_hf_tensors(self.model, dtype=dtype, merged=True)
+
+    def outgoing(self, dtype: torch.dtype | None = None) -> TrainerWeights:
+        """The weights of this rank, whatever they are when they are sent, with adapters merged. Collective.
+
+        `dtype` converts; None keeps the training dtype.
+        """
+        return TrainerWeights(self.model, dtype)
+
+    def require_weights(self) -> None:
+        """Sending is for a trainer that has its weights."""
+        assert self._sleeper.held is not Held.NOTHING, "weights of a sleeping trainer; call wake() first"
 
     def note_synced(self) -> None:
         """The engines serve the weights as they are now."""

@@ -188,4 +188,20 @@ def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
 
 
 def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
+    """One tensor; a view where the shards lie end to end in memory, as those that were gathered may."""
+    first = shards[0]
+    if len(shards) == 1:
+        return first
+    if dim == 0 and _end_to_end(shards):
+        shape = (sum(shard.shape[0] for shard in shards), *first.shape[1:])
+        return first.as_strided(shape, first.stride())
+    return torch.cat(list(shards), dim)
+
+
+def _end_to_end(shards: Sequence[Tensor]) -> bool:
+    end, place = shards[0].storage_offset(), shards[0].untyped_storage().data_ptr()
+    for shard in shards:
+        if shard.storage_offset() != end or shard.untyped_storage().data_ptr() != place or not shard.is_contiguous():
+            return False
+        end += shard.numel()
+    return True

@@ -14,19 +14,20 @@ Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py
 
 Invariants
 1. Ranks that hold the same bytes share one digest, whatever engines they belong to: it is computed once.
-2. Where tensors come in table order, one incomplete resident tensor is kept at a time: never a second copy of the
-   model.
+2. Digests take what comes and let it go: kept are the HF tensors of one parameter (one expert), where they come in
+   table order, and never a whole resident tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.layout import EngineLayout, EngineRank
-from slime.core.ports import Digest
+from slime.core.ports import Digest, Hasher
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Unit
 from slime.weights.convert import padded_slice, segments_of, slice_shards, unit_count
 from slime.weights.holding import Holding, Share, holdings
@@ -106,16 +107,35 @@ def _up(size: int, multiple: int) -> int:
     return size + -size % multiple
 
 
+Digests = Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]]
+"""Layout -> rank -> resident name -> digest."""
+
+
+@dataclass(slots=True)
+class _Resident:
+    """One resident tensor while its entries come."""
+
+    held: Sequence[Entry]
+    """In stacking order."""
+    parts: dict[Holding, tuple[Hasher, bool]]
+    """What ranks hold of it: the digest, and whether that is the HF tensors as they are."""
+    places: list[tuple[EngineLayout, EngineRank, str, Holding]]
+    """Who holds it, under which name, and what of it."""
+    waiting: dict[str, Tensor] = field(default_factory=dict)
+    """HF tensors of the next entry, which is not complete."""
+    num_taken: int = 0
+    """Entries of which digests have been taken."""
+
+
 class ExpectedDigests:
-    """Digests of every resident tensor, on engines of the same kind of device, built while HF tensors stream by."""
+    """Digests of resident tensors, on engines of the same kind of device, built while HF tensors stream by."""
 
     def __init__(self, table: FamilyTable, layouts: Iterable[EngineLayout], digest: Digest) -> None:
         self._table, self._digest = table, digest
-        self._digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {
-            layout: {rank: {} for rank in layout.ranks()} for layout in layouts
-        }
-        self._waiting: dict[str, dict[str, Tensor]] = {}
-        self._num_parts = {name: len({n for e in held for n in e.hf}) for name, held in table.resident.items()}
+        self._layouts = tuple(dict.fromkeys(layouts))
+        self._open: dict[str, _Resident] = {}
+        self._complete: list[_Resident] = []
+        self._sums: dict[str, str] = {}
         self._seen: set[str] = set()
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
@@ -127,42 +147,74 @@ class ExpectedDigests:
             raise WeightSyncError(f"got {hf_name} of shape {tuple(tensor.shape)}; want {want}")
         self._seen.add(hf_name)
         name = self._table.resident_of[hf_name]
-        waiting = self._waiting.setdefault(name, {})
-        waiting[hf_name] = tensor.detach()
-        if len(waiting) == self._num_parts[name]:
-            del self._waiting[name]
-            self._complete(self._table.resident[name], waiting)
+        resident = self._open.get(name)
+        if resident is None:
+            resident = self._open[name] = self._begin(name, on_cpu=not tensor.is_cuda)
+        resident.waiting[hf_name] = tensor.detach()
+        self._take(resident)
+        if resident.num_taken == len(resident.held):
+            for hasher, _ in resident.parts.values():
+                hasher.flush()
+            self._complete.append(self._open.pop(name))
 
-    def _complete(self, held: Sequence[Entry], state: Mapping[str, Tensor]) -> None:
-        on_cpu = not state[held[0].hf[0]].is_cuda
-        known: dict[Holding, str] = {}
-        sums: dict[str, str] = {}
-        for layout, ranks in self._digests.items():
-            for rank, name, holding in holdings(self._table, held, layout):
-                if holding not in known:
-                    known[holding] = self._digest(self._held(holding, held, state, on_cpu=on_cpu))
-                    sums = sums or {e.plus_one: self._digest([state[e.hf[0]] + 1.0]) for e in held if e.plus_one}
-                ranks[rank].update(sums)
-                ranks[rank][name] = known[holding]
+    def _begin(self, name: str, *, on_cpu: bool) -> _Resident:
+        held = self._table.resident[name]
+        resident = _Resident(held, {}, [])
+        for layout in self._layouts:
+            for rank, own_name, holding in holdings(self._table, held, layout):
+                resident.places.append((layout, rank, own_name, holding))
+                if holding not in resident.parts:
+                    as_given = held_as_given(self._table, holding.entries(held), holding.share, on_cpu=on_cpu)
+                    resident.parts[holding] = self._digest.begin(), as_given
+        return resident
 
-    def _held(
-        self, holding: Holding, held: Sequence[Entry], state: Mapping[str, Tensor], *, on_cpu: bool
-    ) -> list[Tensor]:
-        """What is to be stacked along dim 0: the tensors of the entries as they are, or their shards in order."""
-        entries = holding.entries(held)
-        if held_as_given(self._table, entries, holding.share, on_cpu=on_cpu):
-            return [state[name] for e in entries for name in e.hf]
-        return [
-            shard
-            for entry in entries
-            for shard in engine_shards(self._table, entry, [state[n] for n in entry.hf], holding.share, on_cpu=on_cpu)
-        ]
+    def _take(self, resident: _Resident) -> None:
+        """Takes digests of the entries that are complete, in stacking order."""
+        held, waiting = resident.held, resident.waiting
+        while resident.num_taken < len(held):
+            number, entry = resident.num_taken, held[resident.num_taken]
+            if any(name not in waiting for name in entry.hf):
+                return
+            tensors = [waiting[name] for name in entry.hf]
+            for holding, (hasher, as_given) in resident.parts.items():
+                if holding.experts is None or number in holding.experts:
+                    hasher.add(tensors if as_given else self._shards(entry, tensors, holding))
+            if entry.plus_one and resident.parts:
+                self._sums[entry.plus_one] = self._digest([tensors[0] + 1.0])
+            resident.num_taken += 1
+            following = held[resident.num_taken].hf if resident.num_taken < len(held) else ()
+            for name in entry.hf:
+                if name not in following:  # experts may share their tensors
+                    waiting.pop(name, None)
 
-    def finish(self) -> Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]]:
-        """Layout -> rank -> resident name -> digest. Raises `WeightSyncError` if tensors are missing."""
-        missing = [name for name in self._table.hf_names if name not in self._seen]
+    def _shards(self, entry: Entry, tensors: Sequence[Tensor], holding: Holding) -> list[Tensor]:
+        return engine_shards(self._table, entry, tensors, holding.share, on_cpu=not tensors[0].is_cuda)
+
+    def finish(self, hf_names: Iterable[str] | None = None) -> Digests:
+        """Of these tensors, or all of the table. Raises `WeightSyncError` if some have not come."""
+        wanted = self._table.hf_names if hf_names is None else hf_names
+        missing = [name for name in wanted if name not in self._seen]
         if missing:
             raise WeightSyncError(
                 f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor"
             )
-        return self._digests
+        assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
+        digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
+        for resident in self._complete:
+            found = {holding: hasher.finish() for holding, (hasher, _) in resident.parts.items()}
+            sums = [entry.plus_one for entry in resident.held if entry.plus_one]
+            for layout, rank, name, holding in resident.places:
+                of_rank = digests.setdefault(layout, {}).setdefault(rank, {})
+                of_rank[name] = found[holding]
+                of_rank.update({name: self._sums[name] for name in sums})
+        return digests
+
+
+def merged(parts: Iterable[Digests]) -> Digests:
+    """What several senders expect, together. No two send the same tensor."""
+    out: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
+    for part in parts:
+        for layout, ranks in part.items():
+            for rank, digests in ranks.items():
+                out.setdefault(layout, {}).setdefault(rank, {}).update(digests)
+    return out

@@ -60,6 +60,15 @@ def holdings(
             yield rank, TIED_HEAD, Holding(_head(layout, rank.tp_rank))
 
 
+def hf_names_held(table: FamilyTable, layout: EngineLayout) -> dict[EngineRank, frozenset[str]]:
+    """Rank -> the HF tensors of which it holds anything."""
+    names: dict[EngineRank, set[str]] = {rank: set() for rank in layout.ranks()}
+    for held in table.resident.values():
+        for rank, _, holding in holdings(table, held, layout):
+            names[rank].update(name for entry in holding.entries(held) for name in entry.hf)
+    return {rank: frozenset(own) for rank, own in names.items()}
+
+
 def _stages(table: FamilyTable, entry: Entry, layout: EngineLayout) -> range:
     """The pipeline stages that hold an entry."""
     last = layout.pp_size - 1

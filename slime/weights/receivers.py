@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.core.ports import EngineControl
+
+if TYPE_CHECKING:  # transports are imported where torch is not
+    from torch import Tensor
 
 T = TypeVar("T")
 GRACE_S = 5.0
@@ -36,20 +39,27 @@ class Receiver:
     """Whether the supervisor of the fleet has given it up; nothing it answers is worth waiting for then."""
 
 
-def _alone(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The training ranks, as the weight sync sees them. The defaults are a trainer of one rank."""
 
-    is_sender: bool = True
-    """Exactly one rank talks to engines."""
-    broadcast: Callable[[Any], Any] = _alone
-    """Collective: every rank gets the sender's (picklable) object."""
+    rank: int = 0
+    """This one. Rank 0 conducts: it pauses engines, verifies and lets them serve."""
+    broadcast: Callable[[Any], Any] = lambda value: value
+    """Collective: every rank gets the conductor's (picklable) object."""
     gather: Callable[[Any], list[Any] | None] = lambda value: [value]
-    """Collective: the sender gets every rank's (picklable) object in rank order, the others None."""
+    """Collective: the conductor gets every rank's (picklable) object in rank order, the others None."""
+    share: Callable[[Tensor, int], None] = lambda memory, source: None
+    """Collective: the content of one rank's memory in that of all, which are equally large."""
+    tell: Callable[[int, bool], None] = lambda rank, good: None
+    """Tells another rank that it is its turn, and whether all went well so far. From one thread."""
+    hear: Callable[[int], bool] = lambda rank: True
+    """Waits for what a rank tells this one. From one thread. Raises `DeadlineExceeded`."""
+
+    @property
+    def conducts(self) -> bool:
+        """Whether this rank does what is done once."""
+        return self.rank == 0
 
 
 def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], what: str) -> list[T]:

@@ -1,17 +1,20 @@
 """The weight sync of one weight version: pause -> drain -> send -> verify -> resume.
 
-Consumes the trainer's tensors, once, in table order. Produces engines that serve them, or the error that every rank
+Consumes the trainer's tensors, once, turn by turn. Produces engines that serve them, or the error that every rank
 raises. Waits for each engine's answers, with the limit of its control, and for the other ranks; nobody wakes it.
 
-Called collectively on every training rank: iterating the tensors is a collective of the trainer, so every rank walks
-the whole stream even if the sender has already failed; at the end all ranks agree on the sender's outcome, and all
-raise or none does.
+Called collectively on every training rank. Each walks through all turns (`turns`): filling buckets is a collective of
+those who have parts of the tensors, whatever has failed. Rank 0 conducts: pauses engines, verifies, lets them serve. At
+the end all ranks agree on the outcome, and all raise or none does. Where a bucket goes from its sender to the engines
+it does so beside the filling of the next one (`delivery`); where all ranks must have it (`Channel.everywhere`), turns
+follow one another.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
 2. After a failure the engines stay paused; another weight sync may start from any such state.
-3. Digests are taken of the trainer's own tensors, not of what travels; beside the model two buckets are
-   alive, where its tensors are copies a third one.
+3. Digests are taken of the trainer's own tensors, not of what travels: by the rank that sends them, before they are
+   copied into the bucket. Beside the model a rank has two buckets, what it gathers included; where one tensor is
+   larger than a bucket, that tensor twice.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
    With `retract` and `in_place` requests stay, so nothing can be flushed. What such an engine has cached is divided by
@@ -25,26 +28,25 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.core.ports import Digest
-from slime.models.common.table import FamilyTable
-from slime.weights.buckets import Bucket, split
-from slime.weights.engine_layout import ExpectedDigests
+from slime.weights.buckets import Bucket, Buffers
+from slime.weights.delivery import Delivery
+from slime.weights.engine_layout import Digests, ExpectedDigests, merged
+from slime.weights.outgoing import Outgoing
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.transports import Channel
+from slime.weights.turns import Turn
 from slime.weights.verify import require_equal
 
 
 def sync_weights(
-    named_tensors: Iterable[tuple[str, Tensor]],
+    outgoing: Outgoing,
     *,
-    table: FamilyTable,
     receivers: Sequence[Receiver],
     channel: Channel,
     digest: Digest,
@@ -52,33 +54,23 @@ def sync_weights(
     buffer_bytes: int,
     peers: Peers | None = None,
     pause_mode: str = "abort",
+    buffers: Buffers | None = None,
 ) -> dict[str, float]:
-    """Sends `version` to all engines and returns its cost.
+    """Sends `version` to all engines and returns its cost. Collective among training ranks.
 
-    `pause_mode`: what becomes of running requests: `abort`, `retract` or `in_place`.
-    `named_tensors`: (HF name, full tensor) in the engine's dtype, the same stream on every training rank.
+    `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: of a bucket. `pause_mode`: what becomes of running
+    requests: `abort`, `retract` or `in_place`. `buffers`: memory of this rank's buckets, from an earlier weight sync.
 
-    Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time`,
-    `update_weights_verify_time` (engines' digests and the comparison), `update_weights_digest_time` (the trainer's
-    digests; overlaps sending on a CPU), `update_weights_bytes`. The rest of the total is iterating the tensors.
+    Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time` (in
+    which a bucket was on its way), `update_weights_verify_time` (engines' digests and the comparison),
+    `update_weights_digest_time` (the trainer's digests, of the rank that took longest; beside the sending),
+    `update_weights_bytes`.
     Raises on every rank: `WeightSyncError` if an engine does not hold what was meant, `EngineError` or
     `DeadlineExceeded` if one cannot be reached.
     """
-    peers = peers or Peers()
-    run = _WeightSync(table, receivers, channel, digest, version, peers, pause_mode)
-    buckets = split(named_tensors, buffer_bytes, table.together)
-    if peers.is_sender:
-        run.guarded(run.pause)
-    for bucket in buckets:
-        with run.timed("send"):
-            prepared = channel.prepare(bucket, receivers)
-        if peers.is_sender:
-            run.guarded(run.send, bucket, prepared)
-        del bucket, prepared  # or they would live while the next ones are made
-    if peers.is_sender:
-        run.guarded(run.complete)
-        run.guarded(run.resume)
-    outcome: SlimeError | dict[str, float] = peers.broadcast(run.outcome() if peers.is_sender else None)
+    run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode)
+    run.send_all(buffers or run.buffers(), buffer_bytes)
+    outcome = run.agree()
     if isinstance(outcome, SlimeError):
         channel.abandon()
         raise outcome
@@ -86,12 +78,26 @@ def sync_weights(
     return outcome
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank tells the conductor when all turns are over."""
+
+    failure: SlimeError | None
+    digests: Digests = field(default_factory=dict)
+    """Of the tensors that it sent."""
+    report: Any = None
+    """Of its channel; None from those that send nothing."""
+    sends: bool = False
+    send_s: float = 0.0
+    digest_s: float = 0.0
+
+
 class _WeightSync:
-    """The sender's side of one weight sync."""
+    """One rank's side of one weight sync."""
 
     def __init__(
         self,
-        table: FamilyTable,
+        outgoing: Outgoing,
         receivers: Sequence[Receiver],
         channel: Channel,
         digest: Digest,
@@ -99,82 +105,180 @@ class _WeightSync:
         peers: Peers,
         pause_mode: str,
     ) -> None:
-        self._table, self._receivers, self._channel, self._version = table, receivers, channel, version
-        self._pause_mode = pause_mode
-        layouts = [receiver.control.layout for receiver in receivers] if peers.is_sender else []
-        self._expected = ExpectedDigests(table, layouts, digest)
+        self._outgoing, self._receivers, self._channel, self._version = outgoing, receivers, channel, version
+        self._peers, self._pause_mode = peers, pause_mode
+        layouts = [receiver.control.layout for receiver in receivers]
+        self._expected = ExpectedDigests(outgoing.table, layouts, digest)
         self._failure: SlimeError | None = None
         self._started = time.monotonic()
         self._times = dict.fromkeys(("pause", "send", "verify", "digest"), 0.0)
+        self._begun = False
+        self._sent: list[Turn] = []
         self._num_bytes = 0
 
-    def guarded(self, step: Any, *args: Any) -> None:
-        """Runs a step unless an earlier one failed; a failure is kept for the agreement at the end."""
-        if self._failure is not None:
-            return
-        try:
-            step(*args)
-        except SlimeError as error:
-            self._failure = error
-        except Exception as error:
-            kind = type(error).__name__
-            self._failure = WeightSyncError(f"weight sync of version {self._version} failed with {kind}: {error}")
-            self._failure.__cause__ = error
+    def buffers(self) -> Buffers:
+        """Memory for this weight sync alone."""
+        return Buffers(lambda num_bytes: self._channel.allocate(num_bytes, self._outgoing.device))
 
-    def timed(self, name: str) -> _Timer:
-        """Adds the seconds of a block to the cost of `name`."""
-        return _Timer(self._times, name)
+    # --- turns --------------------------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
+    def send_all(self, buffers: Buffers, buffer_bytes: int) -> None:
+        """Walks through all turns; when it returns, this rank's buckets have arrived or something has failed."""
+        turns = tuple(self._outgoing.turns(buffer_bytes))
+        self._num_bytes = sum(turn.num_bytes for turn in turns)
+        if self._peers.conducts:
+            self._guarded(self._require_whole, turns)
+            self._guarded(self._pause)
+        if self._channel.everywhere:
+            self._send_everywhere(turns, buffers)
+        else:
+            self._send_in_turn(turns, buffers, buffer_bytes)
+
+    def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers, limit_bytes: int) -> None:
+        delivery = Delivery(turns, self._peers, self._deliver)
+        delivery.open(self._failure is None)
+        for number, turn in enumerate(turns):
+            if turn.sender == self._peers.rank:
+                delivery.room()
+                if turn.num_bytes > limit_bytes:  # it is gathered whole, which takes as much again
+                    delivery.drain()
+                    buffers.free()
+                bucket = buffers.next(turn.specs)
+                delivery.send(number, bucket if self._fill(turn, bucket) else None)
+            else:
+                self._take_part(turn)
+        self._note(delivery.close())
+        self._times["send"] += delivery.seconds
+
+    def _send_everywhere(self, turns: Sequence[Turn], buffers: Buffers) -> None:
+        for turn in turns:
+            bucket = buffers.next(turn.specs)
+            if turn.sender == self._peers.rank:
+                self._fill(turn, bucket)
+            else:
+                self._take_part(turn)
+            with self._timed("send"):
+                self._peers.share(bucket.flat, turn.sender)
+                prepared = self._channel.prepare(bucket, self._receivers)
+                if self._peers.conducts:
+                    self._guarded(self._channel.deliver, prepared, self._receivers, version=self._version)
+
+    def _take_part(self, turn: Turn) -> None:
+        for _ in self._outgoing.tensors(turn):
+            raise AssertionError("tensors are for the rank that sends them")
+
+    def _fill(self, turn: Turn, bucket: Bucket) -> bool:
+        """Takes digests of a turn's tensors and copies them into the bucket. False if something is wrong with one."""
+        self._sent.append(turn)
+        views, good = dict(bucket.tensors), True
+        for name, tensor in self._outgoing.tensors(turn):
+            with self._timed("digest"):
+                good = self._guarded(self._expected.add, name, tensor) and good
+            views[name].copy_(tensor)
+        return good
+
+    def _deliver(self, bucket: Bucket) -> None:
+        """In this rank's turn, in a thread of its own."""
+        if not self._begun and not self._peers.conducts:
+            self._begun = True
+            self._channel.begin(self._receivers, version=self._version)
+        prepared = self._channel.prepare(bucket, self._receivers)
+        self._channel.deliver(prepared, self._receivers, version=self._version)
+
+    # --- what is done once --------------------------------------------------------------------------------------------
+
+    def _require_whole(self, turns: Sequence[Turn]) -> None:
+        """Raises `WeightSyncError` if tensors are missing, before an engine hears of it."""
+        sent = {name for turn in turns for portion in turn.portions for entry in portion.entries for name in entry.hf}
+        missing = [name for name in self._outgoing.table.hf_names if name not in sent]
+        if missing:
+            raise WeightSyncError(
+                f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor"
+            )
+
+    def _pause(self) -> None:
         """Stops every engine; with `abort`, ends its requests and sees that nothing runs any more."""
-        with self.timed("pause"):
+        with self._timed("pause"):
             on_all(self._receivers, lambda c: c.pause(self._pause_mode), "pause")
             if self._pause_mode == "abort":
                 on_all(self._receivers, lambda c: c.flush_cache(), "flush the cache")
             self._channel.begin(self._receivers, version=self._version)
 
-    def send(self, bucket: Bucket, prepared: Any) -> None:
-        """Delivers one bucket; on a CPU the digests of the trainer's own tensors are taken meanwhile."""
-        self._num_bytes += bucket.num_bytes
-        if bucket.tensors[0][1].is_cuda:  # digests queue on the same device: no gain from a thread
-            self._take_digests(bucket)
-            with self.timed("send"):
-                self._channel.deliver(prepared, self._receivers, version=self._version)
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as pool, self.timed("send"):
-            digests: Future[None] = pool.submit(self._take_digests, bucket)
-            self._channel.deliver(prepared, self._receivers, version=self._version)
-            digests.result()
+    def agree(self) -> SlimeError | dict[str, float]:
+        """What all ranks end with: the failure, or the cost."""
+        parts = self._peers.gather(self._part())
+        outcome: SlimeError | dict[str, float] | None = None
+        if parts is not None:
+            self._failure = next((part.failure for part in parts if part.failure is not None), None)
+            self._guarded(self._complete, parts)
+            self._guarded(self._resume)
+            outcome = self._failure or self._cost(parts)
+        agreed: SlimeError | dict[str, float] = self._peers.broadcast(outcome)
+        return agreed
 
-    def _take_digests(self, bucket: Bucket) -> None:
-        with self.timed("digest"):
-            for name, tensor in bucket.tensors:
-                self._expected.add(name, tensor)
+    def _part(self) -> _Part:
+        if not self._sent:
+            return _Part(self._failure)
+        digests: list[Digests] = []
+        names = [n for turn in self._sent for portion in turn.portions for e in portion.entries for n in e.hf]
+        with self._timed("digest"):
+            self._guarded(lambda: digests.append(self._expected.finish(names)))
+        report = self._channel.report()
+        seconds = self._times["send"], self._times["digest"]
+        return _Part(self._failure, digests[0] if digests else {}, report, True, *seconds)
 
-    def complete(self) -> None:
+    def _complete(self, parts: Sequence[_Part]) -> None:
         """Ends the transfer, then verifies every tensor of every rank of every engine."""
-        expected = self._expected.finish()
-        with self.timed("send"):
-            self._channel.finish(self._receivers, version=self._version)
-        with self.timed("verify"):
-            reports = on_all(self._receivers, lambda c: c.weight_checksums(), "report weight checksums")
+        expected = merged(part.digests for part in parts)
+        with self._timed("send"):
+            reports = [part.report for part in parts if part.sends]
+            self._channel.finish(self._receivers, version=self._version, reports=reports)
+        with self._timed("verify"):
+            told = on_all(self._receivers, lambda c: c.weight_checksums(), "report weight checksums")
             named = {
                 receiver.control.url: (receiver.control.layout, report)
-                for receiver, report in zip(self._receivers, reports, strict=True)
+                for receiver, report in zip(self._receivers, told, strict=True)
             }
-            require_equal(self._table, expected, named, version=self._version, transport=type(self._channel).__name__)
+            table, transport = self._outgoing.table, type(self._channel).__name__
+            require_equal(table, expected, named, version=self._version, transport=transport)
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
         """Lets every engine serve the verified version."""
         on_all(self._receivers, lambda c: c.resume(), "resume")
 
-    def outcome(self) -> SlimeError | dict[str, float]:
-        """What all ranks agree on: the failure, or the cost."""
+    def _cost(self, parts: Sequence[_Part]) -> dict[str, float]:
+        times = {**self._times, "digest": max(part.digest_s for part in parts)}
+        times["send"] += sum(part.send_s for part in parts[1:])
+        total = {"update_weights_time": time.monotonic() - self._started}
+        seconds = {f"update_weights_{name}_time": value for name, value in times.items()}
+        return {**total, **seconds, "update_weights_bytes": float(self._num_bytes)}
+
+    # --- failures and times -------------------------------------------------------------------------------------------
+
+    def _guarded(self, step: Callable[..., Any], *args: Any, **named: Any) -> bool:
+        """Runs a step unless an earlier one failed; a failure is kept for the agreement at the end."""
         if self._failure is not None:
-            return self._failure
-        times = {f"update_weights_{name}_time": seconds for name, seconds in self._times.items()}
-        total = time.monotonic() - self._started
-        return {"update_weights_time": total, **times, "update_weights_bytes": float(self._num_bytes)}
+            return False
+        try:
+            step(*args, **named)
+        except Exception as error:
+            self._note(error)
+        return self._failure is None
+
+    def _note(self, error: BaseException | None) -> None:
+        """Keeps the first failure of this rank."""
+        if error is None or self._failure is not None:
+            return
+        if isinstance(error, SlimeError):
+            self._failure = error
+            return
+        kind = type(error).__name__
+        self._failure = WeightSyncError(f"weight sync of version {self._version} failed with {kind}: {error}")
+        self._failure.__cause__ = error
+
+    def _timed(self, name: str) -> _Timer:
+        """Adds the seconds of a block to the cost of `name`."""
+        return _Timer(self._times, name)
 
 
 class _Timer:

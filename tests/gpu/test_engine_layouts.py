@@ -29,6 +29,7 @@ from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.wire import digest, serialize_bucket, warm_digest
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
@@ -110,7 +111,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
         for gpu in GPUS:  # here, because two threads that import and compile the same for the first time may never end
             with torch.cuda.device(gpu):
                 warm_digest(torch.device("cuda", gpu))
-                serialize_bucket([("warm", torch.zeros(1, device="cuda"))], 1, None, None)
+                serialize_bucket([("warm", torch.zeros(1, device="cuda"))], 1)
         yield found
     finally:
         with ThreadPoolExecutor(len(CASES)) as pool:
@@ -151,8 +152,7 @@ def sync(case: Case, state: StateDict, name: str, version: int, folder: Path, ta
         channel = TRANSPORTS.build(name, settings).open(context)
         try:
             return sync_weights(
-                ((n, t.to(f"cuda:{number}")) for n, t in state.items()),
-                table=case.table,
+                Whole(case.table, ((n, t.to(f"cuda:{number}")) for n, t in state.items()), rank=number),
                 receivers=[Receiver(control, tuple(uuids))],
                 channel=channel if tamper is None else TamperingChannel(channel, tamper),
                 digest=digest,

@@ -191,15 +191,23 @@ def test_collecting_mismatch_and_suspects_waits_for_nothing_before_the_end() -> 
     assert flag is not None and not bool(flag)
 
 
-def test_the_digest_is_the_engine_s_and_warm_when_it_was_warmed() -> None:
-    """Law: the kernel that is imported alone gives the engine's digest, in every form that is warmed."""
+WORDS = (1, 16, 17, 8191, 8192, 8193, 100_003, 5 * 8192)
+
+
+def test_the_digest_is_the_engine_s_in_parts_too_and_warm_when_it_was_warmed() -> None:
+    """Law: our own kernel gives the engine's digest, and one form of it is all there is to compile."""
     mm_utils = pytest.importorskip("sglang.srt.managers.mm_utils")
-    from slime.serving.wire import WARM_WORDS, digest, warm_digest
+    from slime.serving.wire import digest, warm_digest
 
     warm_digest(GPU)
-    for num_words in (*WARM_WORDS, 8192, 100_003):
-        tensor = torch.randint(0, 255, (4 * num_words,), dtype=torch.uint8, device=GPU)
+    for num_bytes in (*(4 * words for words in WORDS), 4 * 8192 + 2, 7):
+        tensor = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=GPU)
         began_s = time.perf_counter()
         found = digest(tensor)
-        assert time.perf_counter() - began_s < 0.2, f"{num_words} words: compiled again"
+        assert time.perf_counter() - began_s < 0.2, f"{num_bytes} bytes: compiled again"
         assert found == f"{mm_utils.tensor_hash(tensor):016x}"
+        hasher = digest.begin()
+        for part in tensor.tensor_split((num_bytes // 3, num_bytes // 2)):
+            hasher.add([part])
+            hasher.flush()
+        assert hasher.finish() == found

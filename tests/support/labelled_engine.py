@@ -24,6 +24,7 @@ from slime.models.common.table import FamilyTable
 from slime.rollout.client import EngineClient, RequestScope
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
@@ -92,8 +93,7 @@ class LabelledEngine:
 
     def _sync(self, state: StateDict, version: int, pause_mode: str) -> None:
         metrics = sync_weights(
-            iter(state.items()),
-            table=self._table,
+            Whole(self._table, state.items()),
             receivers=[Receiver(self._control)],
             channel=self._channel,
             digest=digest,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from slime.core.layout import ONE_RANK, EngineLayout, EngineRank
 from slime.core.ports import RankChecksums
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
-from slime.serving.wire import digest, serialize_bucket
+from slime.serving.wire import digest, serialize_bucket, shareable
 from slime.weights.buckets import Bucket
 from slime.weights.engine_layout import engine_shards
 from slime.weights.holding import holdings
@@ -75,6 +77,7 @@ def transport_context(**changes: Any) -> TransportContext:
         "table": model()[0],
         "hf_checkpoint": Path("no checkpoint"),
         "serialize": serialize_bucket,
+        "shareable": shareable,
     }
     return TransportContext(**{**alone, **changes})
 
@@ -89,6 +92,10 @@ class TamperingChannel(Channel):
 
     def __init__(self, inner: Channel, tamper: Tamper) -> None:
         self._inner, self._tamper = inner, tamper
+        self.everywhere = inner.everywhere
+
+    def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        return self._inner.allocate(num_bytes, device)
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         self._inner.begin(receivers, version=version)
@@ -99,8 +106,11 @@ class TamperingChannel(Channel):
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
         self._inner.deliver(prepared, receivers, version=version)
 
-    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
-        self._inner.finish(receivers, version=version)
+    def report(self) -> Any:
+        return self._inner.report()
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:
+        self._inner.finish(receivers, version=version, reports=reports)
 
     def abandon(self) -> None:
         self._inner.abandon()
@@ -141,7 +151,8 @@ class FakeEngine:
         assert update["flush_cache"] is False
         assert len(set(payloads)) == self.layout.num_ranks, "ranks must not share a payload"
         self._did("update")
-        self.loaded.update(self.wire.open(payloads[0]))
+        for payload in payloads:
+            self.loaded.update(self.wire.open(payload))
 
     def weight_checksums(self) -> list[RankChecksums]:
         self._did("checksums")
@@ -159,9 +170,9 @@ class FakeWire:
     def __init__(self) -> None:
         self.tickets: dict[str, tuple[tuple[str, torch.Tensor], ...]] = {}
 
-    def serialize(self, tensors: Any, num: int, reuse: object = None, runs: object = None) -> tuple[list[str], object]:
+    def serialize(self, tensors: Any, num: int, *, runs: object = None, only: Any = None) -> tuple[list[str], object]:
         names = [f"ticket-{len(self.tickets) + i}" for i in range(num)]
-        self.tickets.update({n: tuple((k, t.clone()) for k, t in tensors) for n in names})
+        self.tickets.update({n: tuple((k, t.clone()) for k, t in tensors if only is None or k in only) for n in names})
         return names, None
 
     def open(self, ticket: str) -> State:
@@ -169,11 +180,13 @@ class FakeWire:
 
 
 class Ranks:
-    """Trainer ranks as threads, with the two collectives that `Peers` needs."""
+    """Trainer ranks as threads, with what `Peers` needs."""
 
     def __init__(self, size: int, limit_s: float = 10) -> None:
         self.size, self.barrier = size, threading.Barrier(size, timeout=limit_s)
         self.slots: list[Any] = [None] * size
+        self.words: dict[tuple[int, int], queue.Queue[bool]] = defaultdict(queue.Queue)
+        self.limit_s = limit_s
 
     def peers(self, rank: int) -> Peers:
         def exchange(value: Any) -> list[Any]:
@@ -183,8 +196,15 @@ class Ranks:
             self.barrier.wait()
             return out
 
+        def share(memory: torch.Tensor, source: int) -> None:
+            content = exchange(memory.clone() if rank == source else None)[source]
+            memory.copy_(content)
+
         return Peers(
-            is_sender=rank == 0,
+            rank=rank,
             broadcast=lambda v: exchange(v)[0],
             gather=lambda v: out if (out := exchange(v)) and rank == 0 else None,
+            share=share,
+            tell=lambda to, good: self.words[rank, to].put(good),
+            hear=lambda source: self.words[source, rank].get(timeout=self.limit_s),
         )

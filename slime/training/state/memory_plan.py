@@ -80,17 +80,14 @@ class MemoryPlan:
         return "; ".join(f"{phase}: {peak}" for phase, peak in self.peaks.items())
 
 
-def predicted_peaks(
-    rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int, gathers: bool = False
-) -> dict[str, Peak]:
+def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
     """Phase -> its peak; of training without activations, until they are known.
 
-    Two buckets of a weight sync are alive, no larger than all; a third one if it `gathers` its tensors, which are not
-    the parameters themselves then.
+    Two buckets of a weight sync are alive, no larger than all; what ranks gather for them is counted in.
     """
     return {
         "train": Peak(rank.weights + rank.gradients + rank.others, 0),
-        "sync": Peak(rank.weights + (3 if gathers else 2) * min(bucket_bytes, engine.weights), engine.weights),
+        "sync": Peak(rank.weights + 2 * min(bucket_bytes, engine.weights), engine.weights),
         "generate": Peak(0, engine.pool),
     }
 

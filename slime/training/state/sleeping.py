@@ -29,9 +29,6 @@ from slime.training.state.memory_plan import MemoryPlan, RankBytes, engine_bytes
 from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
 
-SPLITS = ("tensor", "pipeline", "expert")
-"""Of the model over ranks; a weight sync sends copies of what is gathered over them."""
-
 
 class Held(enum.Enum):
     """What is on the GPU."""
@@ -202,8 +199,7 @@ def build_sleeper(args: Args, table: FamilyTable, parts: Callable[[], Parts], de
             gpu_bytes=gpu_bytes,
             fraction=args.sglang.get("mem_fraction_static"),
         )
-        gathers = bool(args.lora_rank) or any((args.megatron[f"{s}_model_parallel_size"] or 1) > 1 for s in SPLITS)
         bucket_bytes = args.update_weight_buffer_size
-        peaks = predicted_peaks(parts().num_bytes(device), engine, bucket_bytes=bucket_bytes, gathers=gathers)
+        peaks = predicted_peaks(parts().num_bytes(device), engine, bucket_bytes=bucket_bytes)
         sleeper.plan = MemoryPlan(gpu_bytes, peaks)
     return sleeper

@@ -1,17 +1,23 @@
 """What the weight sync asks of a transport, and the registry of transports.
 
 A `Transport` is the choice of the user: its fields are its settings, `check` says where it works. On every training
-rank it opens a `Channel`, which is called for every bucket in the same order on all ranks:
+rank it opens a `Channel`. A weight sync is a row of turns, each a bucket that one rank sends (`weights.turns`); rank 0
+conducts:
 
-    begin                   sender       once per weight sync
-    prepare, deliver        every rank prepares a bucket, the sender delivers it; for every bucket
-    finish                  sender       after the last bucket
-    settle or abandon       every rank   when all engines have all, or after a failure anywhere
-    close                   every rank   once, at the end of the run
+    allocate            a sender      for the memory of its buckets, as often as they grow
+    begin               a sender      once per weight sync, in its first turn; the conductor before all others
+    prepare, deliver    a sender      for each of its buckets, in its turn
+    report              a sender      after its last turn
+    finish              the conductor with all reports, when all turns are over
+    settle or abandon   every rank    when all engines have all, or after a failure anywhere
+    close               every rank    once, at the end of the run
 
-`prepare` may be a collective among training ranks and must not raise (it returns what went wrong, so that the
-collectives of the ranks stay matched); `begin`, `deliver` and `finish` run on the sender alone and may raise. When
-`finish` returns, every engine has every tensor; the weight sync then compares digests, whatever the transport did.
+Where engines read the memory of the training rank beside them (`everywhere`), each bucket is brought to all ranks:
+all of them `prepare` it, and the conductor alone delivers. `prepare` may then be a collective, and must not raise: it
+returns what went wrong, so that the collectives of the ranks stay matched. All else may raise. When `finish` returns,
+every engine has every tensor; the weight sync then compares digests, whatever the transport did.
+
+One thread calls `begin`, `prepare` and `deliver` of a rank, not always the same one.
 
 A new transport is a new module beside this one. The command line imports it for its settings, so it imports torch
 inside functions only.
@@ -20,24 +26,40 @@ inside functions only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slime.core.registry import Registry
 from slime.weights.receivers import Peers, Receiver
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from slime.models.common.table import FamilyTable
     from slime.settings import Args
     from slime.weights.buckets import Bucket
 
-Serialize = Callable[
-    [Sequence[tuple[str, Any]], int, object, Sequence[tuple[str, int]] | None], tuple[list[str], object]
-]
-"""(named tensors, number of receivers, an owner to reuse or None, runs or None) -> a payload per receiver, and the
-owner of the memory, which must stay alive until all have read it. `runs`: as `weights.expert_runs` names them."""
+
+class Serialize(Protocol):
+    """Makes payloads for engines that can map the memory of tensors."""
+
+    def __call__(
+        self,
+        named_tensors: Sequence[tuple[str, Any]],
+        num_receivers: int,
+        *,
+        runs: Sequence[tuple[str, int]] | None = None,
+        only: Container[str] | None = None,
+    ) -> tuple[list[str], object]:
+        """A payload per receiver, and the owner of the memory, which must stay alive until all have read it.
+
+        Tensors end to end in memory of `TransportContext.shareable` are not copied. `runs`: as `weights.expert_runs`
+        names them. `only`: names of those that these receivers are to load; the memory holds all.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +84,8 @@ class TransportContext:
     """The folder whose config.json and tokenizer belong to the weights."""
     serialize: Serialize
     """Makes payloads that engines of this host read."""
+    shareable: Callable[[int, torch.device], Tensor]
+    """[bytes] uint8 of memory that engines of this host can map."""
 
 
 class Channel(ABC):
@@ -70,19 +94,33 @@ class Channel(ABC):
     `receivers` are the engines, the same in every call of one weight sync.
     """
 
+    everywhere = False
+    """Whether every training rank has to have each bucket."""
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """A sender: [num_bytes] uint8 of memory that buckets are filled in and sent from."""
+        import torch
+
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
-        """Sender: connects to engines that are new to it. Engines are paused, with `abort` also drained."""
+        """A sender: connects to engines that are new to it. Engines are paused, with `abort` also drained."""
 
     @abstractmethod
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
-        """Every rank: makes the bucket ready to travel. Returns an exception instead of raising one."""
+        """A sender, or every rank: makes the bucket ready to travel."""
 
     @abstractmethod
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
-        """Sender: hands to all engines what its `prepare` returned, and returns once they have it."""
+        """A sender, or the conductor: hands what its `prepare` returned to all engines, and returns once they have it;
+        the memory of the bucket is filled again then."""
 
-    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
-        """Sender: after the last bucket."""
+    def report(self) -> Any:
+        """A sender: what `finish` has to know of what it sent; picklable."""
+        return None
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:  # noqa: B027
+        """The conductor: after the last turn. `reports`: of all senders, in the order of their ranks."""
 
     def abandon(self) -> None:  # noqa: B027
         """Every rank: the weight sync failed; forgets half-sent state, so that another one can start afresh."""

@@ -1,7 +1,8 @@
 """Anywhere with a common filesystem: a whole HF checkpoint per version, `<disk_dir>/weight_v000012`, loaded by engines.
 
-Buckets become safetensors files in a temporary directory, renamed when complete, so that a reader never sees half a
-version. Removed once all engines have loaded it, unless kept.
+Buckets become safetensors files in a temporary directory, each written by the rank that sends it; the conductor writes
+the index and renames the directory, so that a reader never sees half a version. Removed once all engines have loaded
+it, unless kept.
 """
 
 from __future__ import annotations
@@ -43,24 +44,31 @@ class DiskTransport(Transport):
     def open(self, context: TransportContext) -> DiskChannel:
         assert self.update_weight_disk_dir is not None, "the folder is derived where none is given"
         return DiskChannel(
-            Path(self.update_weight_disk_dir), context.hf_checkpoint, keep=self.update_weight_disk_keep_files
+            Path(self.update_weight_disk_dir),
+            context.hf_checkpoint,
+            keep=self.update_weight_disk_keep_files,
+            rank=context.peers.rank,
         )
+
+
+Files = dict[str, list[tuple[str, int]]]
+"""File -> (HF name, bytes) of its tensors."""
 
 
 class DiskChannel(Channel):
     """Writes a checkpoint and has engines load it."""
 
-    def __init__(self, disk_dir: Path, assets_from: Path, *, keep: bool) -> None:
+    def __init__(self, disk_dir: Path, assets_from: Path, *, keep: bool, rank: int) -> None:
         """`assets_from`: the HF checkpoint whose config and tokenizer belong to the weights."""
-        self._disk_dir, self._assets_from, self._keep = disk_dir, assets_from, keep
+        self._disk_dir, self._assets_from, self._keep, self._rank = disk_dir, assets_from, keep, rank
         self._writing: Path | None = None
-        self._index: dict[str, str] = {}
-        self._num_files = 0
-        self._num_bytes = 0
+        self._files: Files = {}
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         self._writing = self._disk_dir / f".weight_v{version:06d}.tmp"
-        self._index, self._num_files, self._num_bytes = {}, 0, 0
+        self._files = {}
+        if self._rank != 0:  # the conductor was here before
+            return
         shutil.rmtree(self._writing, ignore_errors=True)
         self._writing.mkdir(parents=True)
         for asset in self._assets_from.iterdir():
@@ -76,17 +84,21 @@ class DiskChannel(Channel):
         from safetensors.torch import save_file
 
         assert self._writing is not None, "deliver before begin"
-        self._num_files += 1
-        self._num_bytes += prepared.num_bytes
-        file_name = f"model-{self._num_files:05d}.safetensors"
+        file_name = f"model-{self._rank:05d}-{len(self._files):05d}.safetensors"
         tensors = {name: tensor.cpu() for name, tensor in prepared.tensors}
         save_file(tensors, self._writing / file_name, metadata={"format": "pt"})
         open_to_readers(self._writing / file_name)
-        self._index.update(dict.fromkeys(tensors, file_name))
+        self._files[file_name] = [(name, tensor.nbytes) for name, tensor in tensors.items()]
 
-    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
+    def report(self) -> Files:
+        return self._files
+
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Files]) -> None:
         assert self._writing is not None, "finish before begin"
-        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._index}
+        files = [item for report in reports for item in report.items()]
+        weight_map = {name: file for file, tensors in files for name, _ in tensors}
+        total = sum(size for _, tensors in files for _, size in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (self._writing / "model.safetensors.index.json").write_text(json.dumps(index))
         final = self._disk_dir / f"weight_v{version:06d}"
         shutil.rmtree(final, ignore_errors=True)
@@ -101,6 +113,9 @@ class DiskChannel(Channel):
         finally:
             if not self._keep:
                 shutil.rmtree(final, ignore_errors=True)
+
+    def settle(self) -> None:
+        self._writing = None
 
     def abandon(self) -> None:
         if self._writing is not None:

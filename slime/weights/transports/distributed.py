@@ -1,4 +1,5 @@
-"""Other hosts or GPUs: a process group of the sending training rank (rank 0) and every engine rank; broadcasts.
+"""Other hosts or GPUs: for each training rank that sends, a process group of it (rank 0) and every engine rank;
+broadcasts of whole buckets.
 
 The sender opens the rendezvous store on a free port of its own address alone and invites the engines; the group is
 made the way engines make theirs (`sglang.srt.utils.common.init_custom_process_group`), so the two ends meet in one
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.001
 """How often the sender looks whether broadcasts or engines are done."""
+LOAD_FORMAT = "flattened_bucket"
+"""SGLang's name of one broadcast for all tensors of a bucket, end to end."""
 COME_POLL_S = 0.01
 """How often it looks whether engines have come to a group."""
 
@@ -121,7 +124,7 @@ class DistributedChannel(Channel):
         import torch.distributed as dist
 
         assert self._group is not None, "deliver before begin"
-        tensors = prepared.tensors
+        tensors, flat = prepared.tensors, prepared.flat
 
         def update(control: EngineControl) -> None:
             control.update_weights_from_distributed(
@@ -129,32 +132,30 @@ class DistributedChannel(Channel):
                 dtypes=[str(t.dtype).removeprefix("torch.") for _, t in tensors],
                 shapes=[list(t.shape) for _, t in tensors],
                 group_name=self._group_name,
+                load_format=LOAD_FORMAT,
                 flush_cache=False,
                 weight_version=version,
             )
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights-call") as pool:
             called = pool.submit(on_all, receivers, update, "take a bucket from the group")
-            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for _, tensor in tensors]
-            self._wait(works, called)
+            self._wait(dist.broadcast(flat, src=0, group=self._group, async_op=True), called)
             called.result()
 
-    def _wait(self, works: Sequence[Any], called: Future[Any]) -> None:
-        """Waits for broadcasts; stops early if an engine has refused (it will never join them)."""
+    def _wait(self, work: Any, called: Future[Any]) -> None:
+        """Waits for a broadcast; stops early if an engine has refused (it will never join it)."""
         deadline = time.monotonic() + self._timeout_s
-        for number, work in enumerate(works):
-            while not work.is_completed():
-                if called.done() and called.exception() is not None:
-                    return
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded.waiting(
-                        owner="weight sync",
-                        for_what=f"engines to receive a broadcast in {self._group_name}",
-                        limit_s=self._timeout_s,
-                        last_progress=f"{number} of {len(works)} tensors of the bucket sent",
-                    )
-                time.sleep(POLL_S)
-            work.wait()
+        while not work.is_completed():
+            if called.done() and called.exception() is not None:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded.waiting(
+                    owner="weight sync",
+                    for_what=f"engines to receive a bucket in {self._group_name}",
+                    limit_s=self._timeout_s,
+                )
+            time.sleep(POLL_S)
+        work.wait()
 
     def abandon(self) -> None:
         """The group may hold unmatched broadcasts: leave it; the next weight sync makes another.

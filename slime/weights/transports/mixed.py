@@ -1,7 +1,8 @@
 """Some engines on GPUs of training ranks, others on GPUs of their own: each gets weights by the way that reaches it.
 
 Engines that share all their GPUs with training map the trainer's memory (`tensor`); the others take part in broadcasts
-(`distributed`). Both ways send the same buckets, one after the other.
+(`distributed`). Both ways send the same buckets, one after the other. Every bucket is brought to all training ranks, as
+the first way needs it; the conductor alone takes part in broadcasts.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class MixedTransport(Transport):
 class MixedChannel(Channel):
     """Two channels, each with the engines that it reaches. One without engines is not called."""
 
+    everywhere = True
+
     def __init__(self, shared: Channel, apart: Channel, training_gpus: frozenset[str]) -> None:
         """`shared` reaches engines that are on `training_gpus` alone, `apart` those that are on none of them."""
         self._shared, self._apart, self._training_gpus = shared, apart, training_gpus
@@ -63,9 +66,9 @@ class MixedChannel(Channel):
         for (way, own), part in zip(self._ways(receivers), prepared, strict=True):
             way.deliver(part, own, version=version)
 
-    def finish(self, receivers: Sequence[Receiver], *, version: int) -> None:
+    def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:
         for way, own in self._ways(receivers):
-            way.finish(own, version=version)
+            way.finish(own, version=version, reports=[None for _ in reports])
 
     def abandon(self) -> None:
         self._shared.abandon()

@@ -1,11 +1,12 @@
 """Same host: the engine maps the memory of the trainer (shared memory on a CPU, CUDA IPC on a GPU); no bytes over HTTP.
 
-Each engine rank gets a payload of its own, since receivers count references to the memory. On GPUs the payload for an
-engine rank comes from the training rank on the same GPU: every rank serialises its own copy of the bucket and the
-sender gathers the payloads (handles of a few hundred bytes). On a CPU the sender serves all.
+Each engine rank gets a payload of its own, since receivers count references to the memory, which names the
+tensors of which it holds anything. On GPUs the payload for an engine rank comes from the training rank on the same GPU: every
+bucket is brought to all training ranks, each makes handles of its own memory (a few hundred bytes), and the conductor
+gathers them. On a CPU the sender of a bucket serves all engine ranks.
 
-Invariant: a bucket's memory lives until the sender has passed the next collective, by which time every engine has
-answered for it. On a CPU it is kept, at most one bucket, and filled again.
+Invariant: a bucket's memory is filled again when the next but one is made, by which time every engine has answered for
+it, and the conductor has passed the next collective.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import WeightSyncError
+from slime.core.layout import EngineLayout, EngineRank
 from slime.core.ports import EngineControl
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
 from slime.weights.expert_runs import LOADER, named_runs, places_of
+from slime.weights.holding import hf_names_held
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from slime.settings import Args
     from slime.weights.buckets import Bucket
 
@@ -60,8 +66,13 @@ class TensorChannel(Channel):
 
     def __init__(self, context: TransportContext) -> None:
         self._serialize, self._peers, self._gpu_id = context.serialize, context.peers, context.gpu_id
+        self._shareable, self._table = context.shareable, context.table
+        self._names_held: dict[EngineLayout, dict[EngineRank, frozenset[str]]] = {}
         self._places = places_of(context.table, on_cpu=context.device == "cpu")
-        self._held: object = None
+        self.everywhere = self._gpu_id is not None
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return self._shareable(num_bytes, device)
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         for receiver in receivers:
@@ -74,19 +85,15 @@ class TensorChannel(Channel):
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
         mine: Any
-        held: object = None
-        # Alone, this rank knows that the bucket before has been read; on a GPU another rank may still be delivering it.
-        reuse = self._held if self._gpu_id is None else None
+        owner: object = None
         runs = None
         try:
             runs = self._runs(bucket, receivers)
-            num = self._num_payloads(receivers)
-            mine, held = self._serialize(bucket.tensors, num, reuse, runs) if num else ([], None)
-        except Exception as error:  # it must reach the sender through the gather that the other ranks are in
+            mine, owner = self._payloads(bucket, receivers, runs)
+        except Exception as error:  # it must reach the conductor through the gather that the other ranks are in
             mine = error
         gathered = self._peers.gather((self._gpu_id, mine)) if self._gpu_id is not None else [(None, mine)]
-        self._held = held  # only now may the bucket before this one go
-        return LOADER if runs else LOAD_FORMAT, gathered
+        return LOADER if runs else LOAD_FORMAT, gathered, owner
 
     def _runs(self, bucket: Bucket, receivers: Sequence[Receiver]) -> list[tuple[str, int]] | None:
         """What the bucket travels as, if it has experts and every engine is of one rank."""
@@ -96,45 +103,49 @@ class TensorChannel(Channel):
             return None
         return named_runs(bucket.tensors, self._places)
 
-    def _num_payloads(self, receivers: Sequence[Receiver]) -> int:
-        """Engine ranks that this training rank serves."""
-        if self._gpu_id is not None:
-            return sum(receiver.gpu_ids.count(self._gpu_id) for receiver in receivers)
-        return sum(receiver.control.layout.num_ranks for receiver in receivers) if self._peers.is_sender else 0
+    def _payloads(
+        self, bucket: Bucket, receivers: Sequence[Receiver], runs: Sequence[tuple[str, int]] | None
+    ) -> tuple[dict[tuple[str, int], str], object]:
+        """(engine, number of its rank) -> payload, for the engine ranks that this training rank serves; the owner."""
+        served: dict[frozenset[str] | None, list[tuple[str, int]]] = {}
+        for receiver in receivers:
+            layout = receiver.control.layout
+            for number, rank in enumerate(layout.ranks()):
+                if self._gpu_id is None or receiver.gpu_ids[number] == self._gpu_id:
+                    only = self._held_by(layout)[rank] if layout.num_ranks > 1 else None
+                    served.setdefault(only, []).append((receiver.control.url, number))
+        payloads: dict[tuple[str, int], str] = {}
+        owners = []
+        for only, ranks in served.items():
+            made, owner = self._serialize(bucket.tensors, len(ranks), runs=runs, only=only)
+            payloads.update(zip(ranks, made, strict=True))
+            owners.append(owner)
+        return payloads, owners
+
+    def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str]]:
+        if layout not in self._names_held:
+            self._names_held[layout] = hf_names_held(self._table, layout)
+        return self._names_held[layout]
 
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
-        load_format, gathered = prepared
-        payloads: dict[str | None, list[str]] = {}
+        load_format, gathered, _ = prepared
+        payloads: dict[tuple[str, int], str] = {}
         for gpu_id, mine in gathered:
             if isinstance(mine, Exception):
                 raise WeightSyncError(f"the training rank on GPU {gpu_id} cannot share its weights: {mine!r}") from mine
-            payloads.setdefault(gpu_id, []).extend(mine)
-        per_engine: dict[str, list[str]] = {}
+            payloads.update(mine)
         for receiver in receivers:
-            gpu_ids: Sequence[str | None] = (
-                receiver.gpu_ids if self._gpu_id is not None else [None] * receiver.control.layout.num_ranks
-            )
-            absent = [g for g in gpu_ids if not payloads.get(g)]
+            num_ranks = receiver.control.layout.num_ranks
+            absent = [n for n in range(num_ranks) if (receiver.control.url, n) not in payloads]
             if absent:
                 raise WeightSyncError(
-                    f"got engine {receiver.control.url} on GPUs {list(gpu_ids)}, but no training rank on {absent}; "
-                    "CUDA memory is shared within one GPU; colocate them or use --update-weight-transport distributed"
+                    f"got engine {receiver.control.url} on GPUs {list(receiver.gpu_ids)}, but no training rank on "
+                    f"{[receiver.gpu_ids[n] for n in absent]}; CUDA memory is shared within one GPU; colocate them or "
+                    "use --update-weight-transport distributed"
                 )
-            per_engine[receiver.control.url] = [payloads[g].pop() for g in gpu_ids]
 
         def update(control: EngineControl) -> None:
-            control.update_weights_from_tensor(
-                per_engine[control.url], load_format=load_format, flush_cache=False, weight_version=version
-            )
+            own = [payloads[control.url, number] for number in range(control.layout.num_ranks)]
+            control.update_weights_from_tensor(own, load_format=load_format, flush_cache=False, weight_version=version)
 
         on_all(receivers, update, "take a bucket from shared memory")
-
-    def abandon(self) -> None:
-        self._held = None
-
-    def settle(self) -> None:
-        if self._gpu_id is not None:
-            self._held = None
-
-    def close(self) -> None:
-        self._held = None

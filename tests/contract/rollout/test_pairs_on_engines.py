@@ -23,6 +23,7 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.router import Router
 from slime.serving.server import SGLangServer
 from slime.serving.wire import digest
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
@@ -140,8 +141,7 @@ async def test_weights_change_under_requests_that_go_on(pair: Pair, tiny_model_p
 
     def sync(weights: dict[str, Any], version: int) -> None:
         sync_weights(
-            iter(weights.items()),
-            table=table,
+            Whole(table, weights.items()),
             receivers=[Receiver(control) for control in controls],
             channel=channel,
             digest=digest,

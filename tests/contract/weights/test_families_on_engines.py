@@ -19,6 +19,7 @@ from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.control import HttpEngineControl
 from slime.serving.wire import digest
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
@@ -65,8 +66,7 @@ def sync_state(
     control: HttpEngineControl, table: FamilyTable, tensors: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> None:
     sync_weights(
-        iter(tensors),
-        table=table,
+        Whole(table, tensors),
         receivers=[Receiver(control)],
         channel=TensorTransport().open(transport_context(table=table)),
         digest=digest,

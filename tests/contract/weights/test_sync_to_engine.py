@@ -23,6 +23,7 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.ports import lease_meeting_point
 from slime.serving.server import SGLangServer
 from slime.serving.wire import digest
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
@@ -107,8 +108,7 @@ class Rig:
 
     def sync_weights(self, state: StateDict, channel: Channel, version: int, **kwargs: Any) -> dict[str, float]:
         return sync_weights(
-            iter(state.items()),
-            table=self.table,
+            Whole(self.table, state.items()),
             receivers=self.receivers,
             channel=channel,
             digest=digest,

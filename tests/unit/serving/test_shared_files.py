@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from slime.serving.process import ChildProcess
-from slime.serving.wire import serialize_bucket
+from slime.serving.wire import serialize_bucket, shareable
 
 HOLDS = """
 import mmap, sys, time
@@ -45,12 +45,20 @@ def test_a_bucket_whose_receiver_never_read_it_leaves_no_file_behind_the_next() 
     payloads, owner = serialize_bucket([("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))], 2)
     made = files_of_buckets() - before
     assert len(payloads) == 2 and len(made) == 1
-    _, again = serialize_bucket([("a", torch.zeros(3))], 1, owner)
-    assert again is owner and made <= files_of_buckets(), "its memory is filled again"
-    del owner, again
+    del owner
     gc.collect()
     _, other = serialize_bucket([("a", torch.zeros(3))], 1)
     assert other is not None and not made & files_of_buckets()
+
+
+def test_a_bucket_in_memory_that_can_be_shared_is_not_copied() -> None:
+    memory = shareable(20, torch.device("cpu"))
+    tensors = [("a", memory[:12].view(torch.float32)), ("b", memory[12:16].view(torch.bfloat16))]
+    before = files_of_buckets()
+    _, owner = serialize_bucket(tensors, 1)
+    assert isinstance(owner, torch.Tensor) and owner.data_ptr() == memory.data_ptr() and files_of_buckets() == before
+    _, apart = serialize_bucket(list(reversed(tensors)), 1)
+    assert isinstance(apart, torch.Tensor) and apart.data_ptr() != memory.data_ptr(), "they do not lie in this order"
 
 
 READS = """

@@ -11,7 +11,7 @@ from slime.core.errors import ConfigError, WeightSyncError
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models.common.table import Unit
 from slime.serving.wire import digest
-from slime.weights.buckets import Bucket, split
+from slime.weights.buckets import Bucket
 from slime.weights.engine_layout import ExpectedDigests, engine_shards, padded_vocab_size
 from slime.weights.holding import Share
 from slime.weights.verify import compare
@@ -76,20 +76,6 @@ def test_a_cpu_pads_heads_and_mlp_with_zeros() -> None:
 def test_vocabulary_is_padded_to_64_and_more_only_where_ranks_need_it() -> None:
     assert [padded_vocab_size(v, 1) for v in (64, 65, 128)] == [64, 128, 128]
     assert padded_vocab_size(64, 2) == 64 and padded_vocab_size(64, 3) == 192
-
-
-def test_buckets_hold_the_limit_the_order_and_one_dtype() -> None:
-    tensors = [(str(i), torch.zeros(n)) for i, n in enumerate((10, 10, 100, 5, 5))]
-    tensors.append(("half", torch.zeros(1, dtype=torch.bfloat16)))
-    buckets = list(split(iter(tensors), 80))
-    assert [[n for n, _ in b.tensors] for b in buckets] == [["0", "1"], ["2"], ["3", "4"], ["half"]]
-    assert all(b.num_bytes <= 80 for b in buckets if len(b.tensors) > 1)
-
-
-def test_what_an_engine_loads_at_once_is_in_one_bucket() -> None:
-    tensors = [(str(i), torch.zeros(10)) for i in range(5)]
-    buckets = list(split(iter(tensors), 80, together={"1": "ab", "2": "ab", "3": "cd", "4": "cd"}))
-    assert [[n for n, _ in b.tensors] for b in buckets] == [["0", "1", "2"], ["3", "4"]]
 
 
 def test_the_hook_for_faults_never_sees_the_trainers_own_tensor() -> None:

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.serving.wire import digest, serialize_bucket
-from slime.weights.buckets import split
+from slime.serving.wire import digest, serialize_bucket, shareable
+from slime.weights.buckets import Buffers
 from slime.weights.byte_runs import byte_runs
 from slime.weights.expert_runs import load, named_runs, places_of
+from slime.weights.outgoing import Whole
 from tests.support.weights import State, engine_tensors, model
 
 MOE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 5, "moe_intermediate_size": 32}
@@ -66,9 +67,13 @@ def shaped(stacked: torch.Tensor) -> torch.Tensor:
 
 def sent(engine: FakeModel, limit: int) -> None:
     """All weights, in buckets of at most `limit` bytes."""
-    places, reuse = places_of(TABLE, on_cpu=True), None
-    for bucket in split(STATE.items(), limit):
-        payloads, reuse = serialize_bucket(bucket.tensors, 1, reuse, named_runs(bucket.tensors, places))
+    places, outgoing = places_of(TABLE, on_cpu=True), Whole(TABLE, STATE.items())
+    buffers = Buffers(lambda num_bytes: shareable(num_bytes, outgoing.device))
+    for turn in outgoing.turns(limit):
+        bucket = buffers.next(turn.specs)
+        for (_, tensor), (_, view) in zip(outgoing.tensors(turn), bucket.tensors, strict=True):
+            view.copy_(tensor)
+        payloads, _ = serialize_bucket(bucket.tensors, 1, runs=named_runs(bucket.tensors, places))
         load(engine, opened(payloads[0]))
 
 

@@ -14,6 +14,7 @@ from slime.models import layout_problem
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights.engine_layout import ExpectedDigests
+from slime.weights.holding import hf_names_held
 from slime.weights.verify import require_equal
 from tests.support.weights import CONFIG, State, engine_tensors, model
 
@@ -93,19 +94,35 @@ def test_a_dense_mlp_may_be_whole_while_experts_and_shared_experts_are_not() -> 
     assert tensors["model.layers.1.mlp.experts.w13_weight"].shape == (64, 20), "one of two experts, whole"
 
 
+class CountingDigest:
+    """Counts the bytes of all digests."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def __call__(self, parts: Any) -> str:
+        hasher = self.begin()
+        hasher.add(parts)
+        return hasher.finish()
+
+    def begin(self) -> Any:
+        hasher, add = digest.begin(), digest.begin().add
+
+        def counted(parts: Any) -> None:
+            self.num_bytes += sum(t.numel() * t.element_size() for t in parts)
+            add(parts)
+
+        add, hasher.add = hasher.add, counted  # type: ignore[method-assign]
+        return hasher
+
+
 def expected_of(table: FamilyTable, state: State, layouts: list[EngineLayout]) -> tuple[Any, int]:
     """What `ExpectedDigests` says, and how many bytes it took digests of."""
-    taken = 0
-
-    def counting(tensors: Any) -> str:
-        nonlocal taken
-        taken += sum(t.numel() * t.element_size() for t in tensors)
-        return digest(tensors)
-
+    counting = CountingDigest()
     expected = ExpectedDigests(table, layouts, counting)
     for name, tensor in state.items():
         expected.add(name, tensor)
-    return expected.finish(), taken
+    return expected.finish(), counting.num_bytes
 
 
 def test_what_many_ranks_hold_alike_is_hashed_once() -> None:
@@ -116,6 +133,27 @@ def test_what_many_ranks_hold_alike_is_hashed_once() -> None:
     assert expected_of(table, state, [EngineLayout(tp_size=2)] * 3)[1] == once, "shares, and norms once for both"
     digests, taken = expected_of(table, state, [ONE_RANK, EngineLayout(tp_size=2)])
     assert taken == 2 * once - replicated and digests[ONE_RANK].keys() == {EngineRank(0, 0)}
+
+
+EVEN = {"moe_intermediate_size": 128, "intermediate_size": 128, "vocab_size": 256}
+"""Every rank's share has more than padding."""
+
+
+@pytest.mark.parametrize("layout", [STAGES, EXPERTS, EngineLayout(tp_size=2, pp_size=2, ep_size=2)])
+def test_a_rank_hears_of_what_it_holds_and_of_nothing_else(layout: EngineLayout) -> None:
+    table, state = model(**{**MOE, **EVEN})
+    heard = hf_names_held(table, layout)
+    assert set().union(*heard.values()) == set(state)
+    for rank, names in heard.items():
+        held = dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False))
+        unheard = {name: torch.full_like(state[name], torch.nan) for name in state.keys() - names}
+        blank = {**state, **unheard}
+        again = dict(engine_tensors(table, blank, layout=layout, rank=rank, on_cpu=False))
+        assert all(torch.equal(again[name], tensor) for name, tensor in held.items())
+        for name in names:
+            other = {**state, name: state[name] + 1.0}
+            changed = dict(engine_tensors(table, other, layout=layout, rank=rank, on_cpu=False))
+            assert any(not torch.equal(changed[key], held[key]) for key in held), name
 
 
 def reports(table: FamilyTable, state: State, layout: EngineLayout) -> list[RankChecksums]:

@@ -18,11 +18,13 @@ from slime.core.layout import EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights import receivers as receivers_module
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Channel
 from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.transports.tensor import TensorTransport
+from slime.weights.turns import Turn
 from tests.support.weights import FakeEngine, FakeWire, Ranks, State, TamperingChannel, model, transport_context
 
 TP2 = EngineLayout(tp_size=2)
@@ -34,8 +36,7 @@ def run(table: FamilyTable, state: State, engines: list[FakeEngine], wire: FakeW
     if tamper := kwargs.pop("tamper", None):
         channel = TamperingChannel(channel, tamper)
     return sync_weights(
-        iter(state.items()),
-        table=table,
+        Whole(table, state.items()),
         receivers=[Receiver(e) for e in engines],  # type: ignore[arg-type]
         channel=channel,
         digest=digest,
@@ -92,15 +93,15 @@ def test_a_failing_engine_leaves_all_paused_and_the_stream_is_walked_to_its_end(
     engines[1].fail_at = step
     walked: list[str] = []
 
-    def stream() -> Any:
-        for item in state.items():
-            walked.append(item[0])
-            yield item
+    class Walked(Whole):
+        def tensors(self, turn: Turn) -> Any:
+            for item in super().tensors(turn):
+                walked.append(item[0])
+                yield item
 
     with pytest.raises(EngineError, match="http://b refuses"):
         sync_weights(
-            stream(),
-            table=table,
+            Walked(table, state.items()),
             receivers=[Receiver(e) for e in engines],  # type: ignore[arg-type]
             channel=TensorTransport().open(transport_context(serialize=wire.serialize)),
             digest=digest,
@@ -123,11 +124,10 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
     outcomes: list[Any] = [None, None]
 
     def member(rank: int) -> None:
-        def serialize(tensors: Any, num: int, reuse: object, runs: object) -> tuple[list[str], object]:
-            assert reuse is None, "on GPUs another rank may still be delivering the bucket before"
+        def serialize(tensors: Any, num: int, **rest: Any) -> tuple[list[str], object]:
             if broken == "serialize" and rank == 1:
                 raise RuntimeError("no handle")
-            names, held = wires[rank].serialize(tensors, num)
+            names, held = wires[rank].serialize(tensors, num, **rest)
             tickets = [f"g{rank}-{n}" for n in names]
             shared.tickets.update({t: wires[rank].tickets[n] for t, n in zip(tickets, names, strict=True)})
             return tickets, held
@@ -135,8 +135,7 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
         context = transport_context(serialize=serialize, peers=ranks.peers(rank), gpu_id=f"g{rank}")
         try:
             outcomes[rank] = sync_weights(
-                iter(state.items()),
-                table=table,
+                Whole(table, state.items(), rank=rank),
                 receivers=[receiver],
                 channel=TensorTransport().open(context),
                 digest=digest,
@@ -274,8 +273,7 @@ def test_an_engine_that_does_not_come_to_the_group_keeps_nobody_there(monkeypatc
     try:
         with pytest.raises(EngineError, match="no such backend") as caught:
             sync_weights(
-                iter(state.items()),
-                table=table,
+                Whole(table, state.items()),
                 receivers=[Receiver(here), Receiver(absent)],  # type: ignore[arg-type]
                 channel=DistributedTransport().open(transport_context(timeout_s=10_000)),
                 digest=digest,
@@ -299,8 +297,7 @@ def test_a_refusal_during_broadcasts_is_reported_at_once(monkeypatch: pytest.Mon
     try:
         with pytest.raises(EngineError, match="no room"):
             sync_weights(
-                iter(state.items()),
-                table=table,
+                Whole(table, state.items()),
                 receivers=[Receiver(engine)],  # type: ignore[arg-type]
                 channel=DistributedTransport().open(transport_context(timeout_s=200)),
                 digest=digest,

@@ -11,6 +11,7 @@ from slime.core.errors import WeightSyncError
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.serving.wire import digest
 from slime.settings import parse_args
+from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
@@ -32,8 +33,7 @@ def synced(drop: str | None = None) -> list[FakeEngine]:
     engines[1].drop = drop
     channel = TRANSPORTS.build(args.update_weight_transport, args).open(transport_context(serialize=wire.serialize))
     sync_weights(
-        iter(state.items()),
-        table=table,
+        Whole(table, state.items()),
         receivers=[Receiver(engine) for engine in engines],
         channel=channel,
         digest=digest,

@@ -38,7 +38,7 @@ class ParcelChannel(Channel):
         num = sum(receiver.control.layout.num_ranks for receiver in receivers)
         parcels = []
         for start in range(0, len(bucket.tensors), self._size):
-            payloads, owner = self._context.serialize(bucket.tensors[start : start + self._size], num, None)
+            payloads, owner = self._context.serialize(bucket.tensors[start : start + self._size], num)
             self._alive.append(owner)
             parcels.append(payloads)
         return parcels

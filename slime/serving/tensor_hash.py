@@ -1,0 +1,146 @@
+"""SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), of one that comes in parts.
+
+The formula: 32-bit words (the last one padded with zero bytes) in tiles of 8192. In a tile, each word is mixed with its
+place in the whole tensor, in two ways, and each way is summed; both sums are mixed with the number of bytes and are one
+64-bit number; these are summed over the tiles and mixed once more. Sums do not ask for an order, so a part needs to
+know where it begins and nothing else, and what is kept of it is two words for a tile.
+
+Invariant: parts of any lengths give the digest of the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.weights.byte_runs import byte_runs
+
+TILE_WORDS = 8192
+BLOCK_WORDS = 256
+SEED = 0x243F6A88
+SECOND_SEED = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
+PLACE_FACTORS = 0x27D4EB2D, 0x165667B1
+PLACE_ROTATIONS = 15, 13
+MIX_FACTORS = 0x85EBCA6B, 0xC2B2AE35
+PENDING_BYTES = 64 * 2**20
+"""Parts are kept until they are so much together: a kernel for each expert would cost more than its bytes."""
+_WORD = 0xFFFFFFFF
+
+
+class TileHasher:
+    """`core.ports.Hasher` for tensors on a GPU."""
+
+    def __init__(self) -> None:
+        self._pending: list[Tensor] = []
+        self._pending_bytes = 0
+        self._num_words = 0
+        self._sums: list[Tensor] = []
+        """[tiles, 2] int32 each; where a part begins within a tile, the first row is of the same tile as the last one
+        before it."""
+        self._begins: list[int] = []
+        """First tile of each."""
+
+    def add(self, parts: Sequence[Tensor]) -> None:
+        """Hashes what is large by itself; what is small is kept, not copied, until more has come."""
+        for part in parts:
+            self._pending.append(part)
+            self._pending_bytes += part.numel() * part.element_size()
+        if self._pending_bytes >= PENDING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hashes what is kept, but for up to three bytes, which wait for the next part as a copy."""
+        self._read(last=False)
+
+    def _read(self, *, last: bool) -> None:
+        flat = _flat(self._pending)
+        num_whole = flat.numel() // 4 * 4
+        rest = flat[num_whole:]
+        if last and rest.numel():
+            flat = torch.cat([flat, flat.new_zeros(4 - rest.numel())])
+            num_whole, rest = flat.numel(), flat[:0]
+        self._pending = [rest.clone()] if rest.numel() else []
+        self._pending_bytes = rest.numel()
+        if num_whole:
+            words = flat[:num_whole].view(torch.int32)
+            self._begins.append(self._num_words // TILE_WORDS)
+            self._sums.append(tile_sums(words, self._num_words))
+            self._num_words += words.numel()
+
+    def finish(self) -> str:
+        """16 hex digits."""
+        if self._pending:
+            self._read(last=True)
+        if not self._sums:
+            return f"{0:016x}"
+        tiles = torch.zeros(-(-self._num_words // TILE_WORDS), 2, dtype=torch.int32, device=self._sums[0].device)
+        for begin, sums in zip(self._begins, self._sums, strict=True):
+            tiles[begin : begin + len(sums)] += sums
+        mixed = _mixed((tiles.long() & _WORD) ^ (self._num_words * 4 & _WORD))
+        return f"{_mixed_64(int((mixed[:, 0] << 32 | mixed[:, 1]).sum())):016x}"
+
+
+def tile_sums(words: Tensor, begin: int) -> Tensor:
+    """[tiles, 2] int32: both sums of each tile that `words` [n] int32, the words from number `begin` on, touch."""
+    num_tiles = (begin % TILE_WORDS + words.numel() - 1) // TILE_WORDS + 1
+    if not words.is_cuda:
+        return _tile_sums_in_torch(words, begin, num_tiles)
+    sums = torch.empty(num_tiles, 2, dtype=torch.int32, device=words.device)
+    skipped = begin % TILE_WORDS
+    first_place = _signed(begin - skipped)
+    _kernel()[(num_tiles,)](words, sums, words.numel(), skipped, first_place, num_warps=4)
+    return sums
+
+
+def _signed(number: int) -> int:
+    """Its low 32 bits as an int32."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+@functools.cache
+def _kernel() -> Any:
+    from slime.serving.tensor_hash_kernel import tile_sums_kernel
+
+    return tile_sums_kernel
+
+
+def _tile_sums_in_torch(words: Tensor, begin: int, num_tiles: int) -> Tensor:
+    """The same in 64-bit integers, for comparison and where there is no GPU."""
+    place = torch.arange(begin, begin + words.numel(), device=words.device) & _WORD
+    tile = place.new_tensor(range(num_tiles)).repeat_interleave(TILE_WORDS)[begin % TILE_WORDS :][: words.numel()]
+    sums = torch.zeros(num_tiles, 2, dtype=torch.int64, device=words.device)
+    for way, (factor, turn, seed) in enumerate(zip(PLACE_FACTORS, PLACE_ROTATIONS, (SEED, SECOND_SEED), strict=True)):
+        rotated = (place << turn | place >> 32 - turn) & _WORD
+        mixed = _mixed((words.long() & _WORD) ^ ((place * factor + seed) & _WORD) ^ rotated)
+        sums[:, way].index_add_(0, tile, mixed)
+    low = sums & _WORD
+    return torch.where(low > 0x7FFFFFFF, low - 2**32, low).to(torch.int32)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """MurmurHash3's finalizer of 32 bits, in int64."""
+    x = (x ^ x >> 16) * MIX_FACTORS[0] & _WORD
+    x = (x ^ x >> 13) * MIX_FACTORS[1] & _WORD
+    return x ^ x >> 16
+
+
+def _mixed_64(x: int) -> int:
+    """SplitMix64's finalizer."""
+    mask = 2**64 - 1
+    x &= mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return x ^ x >> 31
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    """The bytes of all parts at an address that words may be read from."""
+    runs = byte_runs(parts)
+    if not runs:
+        return torch.empty(0, dtype=torch.uint8)
+    flat = torch.cat(runs) if len(runs) > 1 else runs[0]
+    return flat.clone() if flat.storage_offset() % 4 else flat

@@ -1,0 +1,57 @@
+"""The kernel of `tensor_hash`; a file of its own, because Triton is imported on a GPU only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slime.serving import tensor_hash
+
+TILE: tl.constexpr = tl.constexpr(tensor_hash.TILE_WORDS)
+BLOCK: tl.constexpr = tl.constexpr(tensor_hash.BLOCK_WORDS)
+SEED_1: tl.constexpr = tl.constexpr(tensor_hash.SEED)
+SEED_2: tl.constexpr = tl.constexpr(tensor_hash.SECOND_SEED)
+FACTOR_1: tl.constexpr = tl.constexpr(tensor_hash.PLACE_FACTORS[0])
+FACTOR_2: tl.constexpr = tl.constexpr(tensor_hash.PLACE_FACTORS[1])
+TURN_1: tl.constexpr = tl.constexpr(tensor_hash.PLACE_ROTATIONS[0])
+TURN_2: tl.constexpr = tl.constexpr(tensor_hash.PLACE_ROTATIONS[1])
+MIX_1: tl.constexpr = tl.constexpr(tensor_hash.MIX_FACTORS[0])
+MIX_2: tl.constexpr = tl.constexpr(tensor_hash.MIX_FACTORS[1])
+
+
+@triton.jit
+def _mixed(x):  # type: ignore[no-untyped-def]
+    x ^= x >> 16
+    x *= tl.full((), MIX_1, tl.uint32)
+    x ^= x >> 13
+    x *= tl.full((), MIX_2, tl.uint32)
+    x ^= x >> 16
+    return x
+
+
+@triton.jit
+def _at(place, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    rotated = (place << TURN) | (place >> (32 - TURN))
+    return (place * tl.full((), FACTOR, tl.uint32) + tl.full((), SEED, tl.uint32)) ^ rotated
+
+
+@triton.jit(do_not_specialize=["num_words", "skipped", "first_place"])
+def tile_sums_kernel(words, sums, num_words, skipped, first_place):  # type: ignore[no-untyped-def]
+    """One program for each tile. `skipped`: words of the first tile that are not here; `first_place`: number of its
+    first word in the whole tensor, modulo 2^32, as int32."""
+    tile = tl.program_id(0)
+    sum_1 = tl.zeros((), dtype=tl.uint32)
+    sum_2 = tl.zeros((), dtype=tl.uint32)
+    base = tile.to(tl.int64) * TILE
+    for offset in tl.static_range(0, TILE, BLOCK):
+        in_tiles = base + offset + tl.arange(0, BLOCK)
+        index = in_tiles - skipped
+        there = (index >= 0) & (index < num_words)
+        word = tl.load(words + index, mask=there, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+        place = (in_tiles + first_place).to(tl.uint32)
+        mixed_1 = tl.where(there, _mixed(word ^ _at(place, FACTOR_1, SEED_1, TURN_1)), tl.zeros_like(place))
+        mixed_2 = tl.where(there, _mixed(word ^ _at(place, FACTOR_2, SEED_2, TURN_2)), tl.zeros_like(place))
+        sum_1 += tl.sum(mixed_1, axis=0).to(tl.uint32)
+        sum_2 += tl.sum(mixed_2, axis=0).to(tl.uint32)
+    tl.store(sums + 2 * tile, sum_1.to(tl.int32, bitcast=True))
+    tl.store(sums + 2 * tile + 1, sum_2.to(tl.int32, bitcast=True))

@@ -1,0 +1,238 @@
+"""The trainer's weights on their way to engines: each rank gives what it holds to the rank whose turn it is to send.
+
+A parameter lives on one pipeline stage, whose ranks send it. Shards of tensor-parallel ranks are gathered by the
+sender; experts are sent to it by the expert-parallel rank that has them. Many small parameters travel in one message.
+
+Consumes: the record of the sharded model. Produces: full HF tensors on the sender, one after the other. Waits for: the
+ranks of its tensor-parallel and expert-parallel group, in the collectives of those groups; nobody wakes it.
+
+Invariants
+1. Every rank walks through all turns and takes part in those of its groups' ranks, in the same order as they do.
+2. Beside its shards and its buckets a rank has one message of at most `limit / MESSAGES` bytes and what it is made of
+   and into: no more than four times that. A parameter that is larger by itself is its own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from slime.models.common.table import Entry, FamilyTable
+from slime.training.state.sharded_model import ShardedModel, ShardedTensor
+from slime.weights.buckets import Spec
+from slime.weights.convert import export, export_stack
+from slime.weights.turns import Portion, Turn, turns_of
+
+MESSAGES = 16
+"""Of a bucket's bytes, at least; four of them are taken off the two buckets of a sender."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Parameters that travel together between training ranks: of one dtype, and experts of one row and holder."""
+
+    tensors: tuple[ShardedTensor, ...]
+    dtype: torch.dtype
+
+    @property
+    def expert(self) -> bool:
+        """Whether it is of experts."""
+        return self.tensors[0].entry.expert is not None
+
+
+class TrainerWeights:
+    """`weights.outgoing.Outgoing` of one training rank. Made on all ranks together."""
+
+    def __init__(self, model: ShardedModel, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what engines serve; None keeps the training dtype. Rows that stay float32 are not converted."""
+        self._model, self._dtype = model, dtype
+        self.table: FamilyTable = model.base.table
+        self.device = model.device
+        self._senders = _senders(has_experts=self.table.sizes.num_experts > 0)
+        self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
+        self._expert_ranks = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
+        self._rank = dist.get_rank()
+        self._message_bytes = 0
+        self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
+
+    def turns(self, limit_bytes: int) -> Sequence[Turn]:
+        """Buckets leave room for what is gathered, so that a sender never has more than two times `limit_bytes`."""
+        self._message_bytes = max(1, limit_bytes // MESSAGES)
+        if self._turns[0] != limit_bytes:
+            limit, together = max(1, limit_bytes - 2 * self._message_bytes), self.table.together
+            turns = turns_of(self._portions(), senders=self._senders, limit_bytes=limit, together=together)
+            self._turns = limit_bytes, turns
+        return self._turns[1]
+
+    def _portions(self) -> Iterator[Portion]:
+        for run in self.table.runs:
+            groups = [run] if run[0].row.stacked else [(entry,) for entry in run]
+            for entries in groups:
+                first = self._model.tensors[entries[0].megatron]
+                shapes = zip(entries[0].hf, entries[0].row.shapes, strict=True)
+                lead = (len(entries),) if entries[0].row.stacked else ()
+                specs = tuple(Spec(name, (*lead, *shape), self._wanted(first)) for name, shape in shapes)
+                yield Portion(entries, specs, first.pp_rank)
+
+    def _wanted(self, tensor: ShardedTensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and not tensor.entry.row.wide else tensor.dtype
+
+    # --- one turn -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor); it may share memory with the parameters, or be gone when the next is asked for."""
+        if turn.sender not in self._tensor_ranks and turn.sender not in self._expert_ranks:
+            return
+        for stacked, portions in _stretches(turn.portions):
+            for portion in portions if stacked else ():
+                yield from self._stacked(portion, turn.sender)
+            if not stacked:
+                for message in self._messages([entry for portion in portions for entry in portion.entries]):
+                    yield from self._full(message, turn.sender)
+
+    def _messages(self, entries: Sequence[Entry]) -> Iterator[_Message]:
+        held: list[ShardedTensor] = []
+        size, key = 0, None
+        for entry in entries:
+            tensor, dtype = self._model.tensors[entry.megatron], self._wanted(self._model.tensors[entry.megatron])
+            num_bytes = dtype.itemsize * sum(torch.Size(shape).numel() for shape in entry.row.shapes)
+            of_experts = (entry.row.megatron, entry.layer, tensor.ep_rank) if entry.expert is not None else None
+            own = dtype, of_experts
+            if held and (own != key or size + num_bytes > self._message_bytes):
+                yield _Message(tuple(held), self._wanted(held[0]))
+                held, size = [], 0
+            held.append(tensor)
+            size, key = size + num_bytes, own
+        if held:
+            yield _Message(tuple(held), self._wanted(held[0]))
+
+    def _full(self, message: _Message, sender: int) -> Iterator[tuple[str, Tensor]]:
+        if message.expert:
+            stack = self._stack_at(message, sender)
+            if stack is not None:
+                yield from export_stack([tensor.entry for tensor in message.tensors], stack)
+            return
+        shards = self._shards_at(message, sender)
+        for tensor in message.tensors if shards else ():
+            yield from export(self.table, tensor.name, shards.pop(0))
+
+    def _stacked(self, portion: Portion, sender: int) -> Iterator[tuple[str, Tensor]]:
+        """HF tensors that hold all experts of a layer."""
+        whole: dict[str, Tensor] = {}
+        for message in self._messages(portion.entries):
+            stack = self._stack_at(message, sender)
+            if stack is None:
+                continue
+            entries = [tensor.entry for tensor in message.tensors]
+            parts = export_stack(entries, stack)
+            if len(entries) == len(portion.entries):
+                yield from parts
+                return
+            first = entries[0].expert
+            assert first is not None, f"{entries[0].megatron} is no expert"
+            for name, part in parts:
+                if name not in whole:
+                    whole[name] = part.new_empty((len(portion.entries), *part.shape[1:]))
+                whole[name][first : first + len(part)] = part
+        yield from whole.items()
+
+    # --- what ranks give ----------------------------------------------------------------------------------------------
+
+    def _own(self, tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
+        """This rank's shard, with its adapter, as it leaves."""
+        return self._model.merged(tensor).detach().to(dtype)
+
+    def _shards_at(self, message: _Message, sender: int) -> list[list[Tensor]]:
+        """On the sender the shards of each parameter, in rank order; else nothing."""
+        if sender not in self._tensor_ranks:
+            return []
+        split = [tensor for tensor in message.tensors if tensor.tp_size > 1]
+        gathered = self._gather([self._own(tensor, message.dtype) for tensor in split], sender) if split else []
+        if self._rank != sender:
+            return []
+        rows = iter(zip(*gathered, strict=True))
+        return [
+            list(next(rows)) if tensor.tp_size > 1 else [self._own(tensor, message.dtype)] for tensor in message.tensors
+        ]
+
+    def _gather(self, shards: Sequence[Tensor], sender: int) -> list[list[Tensor]]:
+        """On the sender, of each tensor-parallel rank its shards."""
+        group = mpu.get_tensor_model_parallel_group()
+        mine = _end_to_end(shards)
+        of_ranks = None
+        if self._rank == sender:  # end to end, so that shards of a parameter that is alone are one view
+            of_ranks = list(mine.new_empty(group.size() * mine.numel()).split(mine.numel()))
+        dist.gather(mine, of_ranks, dst=sender, group=group)
+        return [_apart(flat, shards) for flat in of_ranks or ()]
+
+    def _stack_at(self, message: _Message, sender: int) -> Tensor | None:
+        """On the sender the parameters [experts, *shape] of a message."""
+        if sender not in self._expert_ranks:
+            return None
+        holder = self._expert_ranks[message.tensors[0].ep_rank]
+        if self._rank == holder:
+            stack = self._own_stack(message)
+            if holder == sender:
+                return stack
+            self._pass(dist.isend, stack, sender)
+        elif self._rank == sender:
+            first = message.tensors[0]
+            stack = torch.empty((len(message.tensors), *first.shape), dtype=message.dtype, device=self.device)
+            self._pass(dist.irecv, stack, holder)
+            return stack
+        return None
+
+    def _own_stack(self, message: _Message) -> Tensor:
+        """A view of this rank's stack, where nothing changes on the way."""
+        first, last = message.tensors[0], message.tensors[-1]
+        adapted = any(self._model.adapter_of(tensor) is not None for tensor in message.tensors)
+        if first.here.number is not None and not adapted and first.dtype == message.dtype:
+            return first.here.parameter.detach()[first.here.number : (last.here.number or 0) + 1]
+        return torch.stack([self._own(tensor, message.dtype) for tensor in message.tensors])
+
+    def _pass(self, operation: Any, stack: Tensor, other: int) -> None:
+        """To or from another expert-parallel rank. As a batch it needs no communicator of the pair (NCCL)."""
+        group = mpu.get_expert_model_parallel_group()
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, stack.contiguous(), other, group)]):
+            work.wait()
+
+
+def _stretches(portions: Sequence[Portion]) -> Iterator[tuple[bool, list[Portion]]]:
+    """(whether HF tensors hold all experts, portions) of neighbours."""
+    held: list[Portion] = []
+    for portion in portions:
+        if held and held[-1].entries[0].row.stacked != portion.entries[0].row.stacked:
+            yield held[-1].entries[0].row.stacked, held
+            held = []
+        held.append(portion)
+    if held:
+        yield held[-1].entries[0].row.stacked, held
+
+
+def _senders(*, has_experts: bool) -> list[list[int]]:
+    """Of each pipeline stage the ranks that send: its first, with experts all that share them with it. Collective."""
+    experts = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mpu.get_pipeline_model_parallel_rank(), experts))
+    first: dict[int, list[int]] = {}
+    for rank, (stage, group) in enumerate(everyone):
+        first.setdefault(stage, list(group) if has_experts else [rank])
+    return [first[stage] for stage in range(mpu.get_pipeline_model_parallel_world_size())]
+
+
+def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    flats = [tensor.reshape(-1) for tensor in tensors]
+    return flats[0].contiguous() if len(flats) == 1 else torch.cat(flats)
+
+
+def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `_end_to_end`."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

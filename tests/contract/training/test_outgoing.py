@@ -1,0 +1,111 @@
+"""What ranks send of a sharded model is the model: every tensor once, bitwise, from the ranks that have their turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from slime.training.backend import MegatronBackend
+from slime.training.state.outgoing import MESSAGES, TrainerWeights
+from slime.weights.buckets import Buffers
+from tests.support.adapters import fill_b
+from tests.support.families import write_family
+from tests.support.qwen_next import write_qwen_next
+from tests.support.ranks import Ranks, Seat
+from tests.support.tiny import write_tiny_model
+from tests.support.training import training_args
+
+TP, PP, EP = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+SP = {"sequence_parallel": True}
+LIMIT_BYTES = 15_000
+"""So small that all who can send have turns."""
+ROOM_BYTES = 64_000
+"""So large that most parameters are smaller than a message; one that is larger is there up to four times."""
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "one": (1, "qwen3_moe", {}, {}),
+    "tp2_ep2": (2, "qwen3_moe", {**TP, **EP, **SP}, {}),
+    "pp2_tied": (2, "qwen3", PP, {}),
+    "ep2_lora": (2, "qwen3_moe", EP, {"lora_rank": 2}),
+    "ep2_files_stack_experts": (2, "qwen3_5_moe", EP, {}),
+    "ep2_latent": (2, "deepseek_v3", EP, {}),
+    "tp2_pp2_ep2": (4, "qwen3_moe", {**TP, **PP, **EP, **SP}, {}),
+}
+
+
+def send(seat: Seat, model: str, megatron: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+    """What this rank sends, in bfloat16, and what an export has of it."""
+    backend = MegatronBackend(training_args(Path(model), megatron=megatron, **args), **seat.place)
+    if backend.args.lora_rank:
+        fill_b(backend)
+    outgoing = backend.outgoing(torch.bfloat16)
+    turns = outgoing.turns(LIMIT_BYTES)
+    sent: list[tuple[str, torch.Tensor]] = []
+    for turn in turns:
+        got = [(name, tensor.clone()) for name, tensor in outgoing.tensors(turn)]
+        assert [name for name, _ in got] == [s.name for s in turn.specs if turn.sender == seat.rank]
+        for (_, tensor), spec in zip(got, turn.specs, strict=False):
+            assert tuple(tensor.shape) == spec.shape and tensor.dtype == spec.dtype
+        sent += got
+    peak = peak_bytes(backend, outgoing, seat.rank)
+    exported = dict(backend.iter_hf_tensors(torch.bfloat16))
+    same = all(torch.equal(tensor, exported[name]) for name, tensor in sent)
+    told = {
+        "same": same,
+        "sent": [name for name, _ in sent],
+        "all": list(exported),
+        "senders": [turn.sender for turn in turns],
+        "plan": [(turn.sender, [spec.name for spec in turn.specs]) for turn in turns],
+        "largest": max(turn.num_bytes for turn in turns if len(turn.portions) > 1),
+        "peak": peak,
+        "portion": max(portion.num_bytes for turn in turns for portion in turn.portions),
+        "many": len(outgoing.turns(ROOM_BYTES)) > 2,
+    }
+    backend.close()
+    return told
+
+
+def write(path: Path, family: str, *, tied: bool) -> Path:
+    if family == "qwen3_5_moe":
+        return write_qwen_next(path, family)
+    if family == "deepseek_v3":
+        return write_family(path, family)
+    return write_tiny_model(path, family, tied=tied)
+
+
+def peak_bytes(backend: MegatronBackend, outgoing: TrainerWeights, rank: int) -> int:
+    """Of all tensors that live beside the parameters, while each bucket is filled and the one before is on its way."""
+    turns = outgoing.turns(ROOM_BYTES)
+    buffers = Buffers(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    tracker = MemTracker()
+    tracker.track_external(*backend.model.parameters)
+
+    def total(kind: str) -> int:
+        return int(tracker.get_tracker_snapshot(kind)[torch.device("cpu")]["Total"])
+
+    with tracker:
+        before = total("current")
+        for turn in turns:
+            views = dict(buffers.next(turn.specs).tensors) if turn.sender == rank else {}
+            for name, tensor in outgoing.tensors(turn):
+                views[name].copy_(tensor)
+    return total("peak") - before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tensor_is_sent_once_and_is_what_an_export_has(layout: str, tmp_path: Path, ranks: Ranks) -> None:
+    world_size, family, megatron, args = LAYOUTS[layout]
+    model = write(tmp_path / "model", family, tied="tied" in layout)
+    told = ranks.run(send, world_size, str(model), megatron, args)
+    assert all(own["same"] for own in told)
+    assert all(own["plan"] == told[0]["plan"] for own in told), "all ranks know all turns"
+    names = [name for own in told for name in own["sent"]]
+    assert sorted(names) == sorted(told[0]["all"])
+    stages = 2 if "pp2" in layout else 1
+    assert len(set(told[0]["senders"])) == stages * (2 if "ep2" in layout else 1), "each stage, and those with experts"
+    assert told[0]["largest"] <= LIMIT_BYTES
+    room = 2 * ROOM_BYTES + 4 * max(0, told[0]["portion"] - ROOM_BYTES // MESSAGES)
+    assert told[0]["many"] and 0 < max(own["peak"] for own in told) <= room, "two buckets beside its shards"
