@@ -75,7 +75,8 @@ class RolloutDataSource:
             self._walk.load_state_dict(state["walk"])
 
     @staticmethod
-    def _file(folder: str, rollout_id: int) -> Path:
+    def _file(folder: str | None, rollout_id: int) -> Path:
+        assert folder is not None, "a step is saved, or restored, without a folder of checkpoints"
         return Path(folder) / "rollout" / f"data_source_{rollout_id}.json"
 
 

@@ -179,8 +179,7 @@ class MegatronBackend:
         """
         self._require_awake("measure_mismatch")
         prepared, evaluation = self._prepare(batch, one_step=True), LogProbs(self.args)
-        chunks, version = self._trainable.ddps, self.weight_version
-        return measure_mismatch(self._context, evaluation, chunks, prepared, version=version)
+        return measure_mismatch(self._context, evaluation, self._trainable.ddps, prepared, version=self.weight_version)
 
     def measure_loss(self, batch: TrainBatch) -> dict[str, float]:
         """`loss`, the mean negative log-prob of the trained tokens, and `num_tokens`, their number; trains nothing.
@@ -190,8 +189,7 @@ class MegatronBackend:
         """
         self._require_awake("measure_loss")
         prepared = self._prepare(batch, one_step=True, sampled=False)
-        evaluation = LogProbs(self.args, whole=True)
-        (log_probs,) = forward_batch(self._context, evaluation, self._trainable.ddps, prepared)
+        (log_probs,) = forward_batch(self._context, LogProbs(self.args, whole=True), self._trainable.ddps, prepared)
         check_log_probs(prepared, BatchLogProbs(old=log_probs), None, run_dir=self.args.run_dir)
         return mean_loss(log_probs, batch)
 
@@ -206,8 +204,7 @@ class MegatronBackend:
             flops=self._flops if self.args.balance_data else None,
             one_step=one_step,
         )
-        config = self._trainable.chunks[0].config
-        routing = BatchRouting.of(self.args, batch, config, self.device) if sampled else None
+        routing = BatchRouting.of(self.args, batch, self._trainable.chunks[0].config, self.device) if sampled else None
         return dataclasses.replace(prepared, routing=routing)
 
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:

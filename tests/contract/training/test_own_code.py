@@ -36,17 +36,17 @@ def test_functions_around_the_passes_are_called_in_their_places(
     tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
     CALLS.clear()
+    batch = random_batch(seed=1)
     backend = make_backend(
         tiny_qwen3,
         use_kl_loss=True,
         kl_loss_coef=0.1,
-        num_steps_per_rollout=2,
+        global_batch_size=batch.num_executions // 2,
         custom_megatron_init_path=f"{HERE}:initialize",
         custom_megatron_before_log_prob_hook_path=f"{HERE}:before_log_prob",
         custom_megatron_before_train_step_hook_path=f"{HERE}:before_step",
     )
     assert CALLS == [("init", True)]
-    batch = random_batch(seed=1)
     backend.train(batch)
     kinds = [call[:3] for call in CALLS[1:]]
     assert kinds[:2] == [("log_prob", 1, ""), ("log_prob", 1, "ref_")], "the policy's own pass, then the reference's"
