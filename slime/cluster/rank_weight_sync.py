@@ -111,7 +111,7 @@ class RankWeightSync:
             metrics = self._send()
         finally:
             if self._backend.device.type == "cuda":  # shared memory of a host takes ten times as long to fill when new
-                self._buffers.free()
+                self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
 
@@ -141,10 +141,14 @@ class RankWeightSync:
         gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
         return Receiver(control, gpus, lambda: (info.url, info.incarnation) in self._given_up)
 
+    def free(self) -> None:
+        """Gives the memory of buckets back, which the next weight sync takes again."""
+        self._buffers.free()
+
     def close(self) -> None:
         """Leaves the group with the engines."""
         self._channel.close()
-        self._buffers.free()
+        self.free()
 
     def _gpus(self, slot: int) -> dict[int, str]:
         """Slot -> GPU of the training rank there; empty on a CPU. Collective."""
