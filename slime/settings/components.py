@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -84,7 +85,10 @@ class Components:
         Raises `ConfigError` for a path at which no entry is, and for a field that two bases declare.
         """
         self.groups = tuple(groups)
-        self.own: Fields = {field.name: field for group in self.groups for field in own_fields(group)}
+        declarations = [field for group in self.groups for field in own_fields(group)]
+        self.own: Fields = {field.name: field for field in declarations}
+        doubled = [name for name, count in Counter(field.name for field in declarations).items() if count > 1]
+        assert not doubled, f"two groups declare {doubled}"
         self.choosers = tuple(
             Chooser(name, _registry(path), declared(field).chosen_by)
             for name, field in self.own.items()

@@ -71,8 +71,6 @@ class LaunchScriptSettings:
     """A norm on the output of the MLP; the family says it."""
     freeze_indexer: bool = False
     """Leave the indexer of sparse attention as it is, which the trainer does in any case."""
-    check_weight_update_equal: bool = False
-    """Compare engine and trainer after a weight sync; every sync does."""
     make_vocab_size_divisible_by: int | None = opt(None, ge=1, needs=_PADDING)
     """Padding of the vocabulary."""
     padded_vocab_size: int | None = opt(None, ge=1, needs=_PADDING)
