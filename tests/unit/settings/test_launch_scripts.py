@@ -24,8 +24,8 @@ DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
     "another family": r"which names no model family",
     "images": r"unknown flag --multimodal-keys|--spec .*, a model of images",
-    "speculation": r"--sglang-speculative-algorithm|--enable-mtp-training|mtp_num_layers",
-    "quantised": r"which is quantised|got fp8",
+    "a draft of GLM-5": r"with a draft: of a glm_moe_dsa",
+    "training in FP8": r"got fp8",
     "engines' exchange": r"--sglang-moe-a2a-backend",
     "prefill and decode on shared GPUs": r"with prefill and decode engines",
     "load that is not there": r"got load \S+, which is not a folder",
@@ -35,15 +35,12 @@ REFUSED = {
     "geo3k_vlm_run_geo3k_qwen35": {"images"},
     "kimi-k2-Thinking-int4": {"another family"},
     "kimi-k2-Instruct": {"another family"},
-    "mimo-7B-rl-eagle": {"speculation"},
+    "mimo-7B-rl-eagle": {"another family"},
     "minimax-m2": {"another family"},
-    "qwen3-235B-A22B-int4": {"quantised"},
-    "qwen3-30b-a3b-fp8": {"quantised"},
-    "qwen3-4b-fp8": {"quantised", "load that is not there"},
-    "glm4.7-355B-A32B": {"speculation"},
-    "glm5-744B-A40B": {"speculation", "prefill and decode on shared GPUs"},
-    "qwen3-235B-A22B": {"quantised", "engines' exchange"},
-    "qwen3.5-27B": {"speculation"},
+    "qwen3-30b-a3b-fp8": {"training in FP8"},
+    "qwen3-4b-fp8": {"load that is not there"},
+    "glm5-744B-A40B": {"a draft of GLM-5", "engines' exchange", "prefill and decode on shared GPUs"},
+    "qwen3-235B-A22B": {"engines' exchange"},
 }
 """Script -> all the reasons for which it is refused; the others parse."""
 
