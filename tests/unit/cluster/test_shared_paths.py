@@ -27,6 +27,7 @@ def args(tmp_path: Path) -> Any:
         hf_checkpoint=str(tmp_path / "model"),
         load=None,
         ref_load=str(tmp_path / "model"),
+        initial_weights=None,
         critic_load=None,
         opd_teacher_load=None,
         sglang_config=None,

@@ -110,7 +110,6 @@ def test_every_setting_that_the_router_reads_is_the_checkpoints(config: dict[str
         ("--moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type"),
         ("--moe-router-bias-update-rate 0.001", "moe_router_bias_update_rate"),
         ("--moe-router-num-groups 2", "moe-router-num-groups 2"),
-        ("--moe-token-dispatcher-type flex", "DeepEP"),
         ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2 --no-sequence-parallel", "no-sequence-parallel"),
     ],
 )

@@ -340,7 +340,7 @@ def _tokenizer(path: str) -> Any:
 
     tokenizer = load_tokenizer(path)
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     return tokenizer

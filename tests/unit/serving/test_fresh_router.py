@@ -13,7 +13,7 @@ def test_a_copy_is_written_over_in_its_place() -> None:
     gate, plain = torch.nn.Linear(4, 2, dtype=torch.bfloat16), torch.nn.Linear(4, 2)
     gate.register_buffer("_weight_fp32", None, persistent=False)
     runner = SimpleNamespace(model=torch.nn.ModuleList([gate, plain]))
-    manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), draft_worker=None)
     _renew(None, manager)
     assert gate._weight_fp32 is None, "a copy that nobody made yet is SGLang's to make"
     gate._weight_fp32 = torch.zeros(2, 4)
