@@ -110,6 +110,11 @@ ELSEWHERE = {
     "loss",
     "tis",
     "pg_loss_reducer",
+    "megatron_init",
+    "before_log_prob",
+    "before_train_step",
+    "post_write",
+    "pre_read",
 }
 """Kinds that the tests below run."""
 

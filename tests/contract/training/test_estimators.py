@@ -82,6 +82,7 @@ def test_kl_in_the_reward_acts(tiny_qwen3: Path, tmp_path: Path, make_backend: M
     batch = random_batch(seed=6)
     for estimator in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"):
         settings: dict[str, Any] = {"advantage_estimator": estimator, "ref_load": str(reference), "kl_loss_type": "k1"}
+        settings["initial_weights"] = str(tiny_qwen3)  # else training begins with the reference
         backend = make_backend(tiny_qwen3, kl_coef=0.5, **settings)
         prepared = backend.with_advantages(batch)
         advantages, metrics = prepared.aims.advantages, prepared.aims.metrics
