@@ -8,8 +8,10 @@ has loaded it. Waits for: calls, looking every `POLL_S`; for the engine, with a 
 signal to end, nothing else.
 
 Invariants
-1. An engine is asked to load only a copy whose every tensor has been compared with the manifest that the call names.
-2. It serves again only when somebody who has compared its digests says so: no method here does both.
+1. An engine is asked to load only a copy that has been compared with the manifest that the call names: every tensor
+   that was brought or changed for it, and all of them where nothing was.
+2. It serves again only when somebody who has compared its digests says so: no method here does both. It is paused
+   before it loads, whoever may have paused it, or have let it go on, before: the call may be of a trainer that is gone.
 3. What the calls name is versions, never paths or code.
 """
 
@@ -34,6 +36,8 @@ from slime.weights.delta.manifest import Base
 
 logger = logging.getLogger(__name__)
 
+KEEP_REQUESTS = "in_place"
+"""Mode of the agent's own pause: requests that a trainer meant to stay do so; where it ended them there are none."""
 PreRead = Callable[[str, int], object]
 """(folder of the version, its number), before anything of it is read."""
 
@@ -97,13 +101,14 @@ class WeightsAgent:
         return True
 
     def apply(self, version: int, digest: str) -> dict[str, Any]:
-        """Makes the local checkpoint that version, and has the engine load it. The engine is paused."""
+        """Makes the local checkpoint that version, and has the engine load it, which is paused then."""
         began = time.monotonic()
         if self._pre_read is not None:
             self._pre_read(str(self._folder / folder_of(int(version))), int(version))
         done = self.local.bring_to(Base(int(version), str(digest)))
         applied_s = time.monotonic() - began
         self._on_note("loading")
+        self._control.pause(KEEP_REQUESTS)
         with self.local.reading() as model:
             self._control.update_weights_from_disk(
                 model_path=str(model.absolute()), flush_cache=False, weight_version=int(version)

@@ -36,15 +36,19 @@ class Rig:
         self.state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
         self.locals = tmp_path / "local"
         self.folder_only = folder_only
-        self.channel = cast(
-            DeltaChannel,
-            delta_channel(self.folder, self.locals, table=self.table, hf_checkpoint=self.checkpoint, **more),
-        )
+        self.begin_again(**more)
         self.engines: list[FileEngine] = []
         self.agents: list[Any] = []
         self.receivers: list[Receiver] = []
         for url in urls or (URL,):
             self.join(url)
+
+    def begin_again(self, **more: Any) -> None:
+        """A trainer that starts, and knows nothing of what is in the folder."""
+        self.channel = cast(
+            DeltaChannel,
+            delta_channel(self.folder, self.locals, table=self.table, hf_checkpoint=self.checkpoint, **more),
+        )
 
     def join(self, url: str) -> FileEngine:
         engine = FileEngine(url, self.table)

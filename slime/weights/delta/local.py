@@ -11,7 +11,8 @@ Invariants
 1. `state.json` is removed, on disk, before the first byte changes, and written after the last one is on disk. So a copy
    that somebody was killed in is never taken for a version.
 2. A patch is read if its checksum is right, and a tensor stays if its checksum is; else the copy has no state.
-3. What cannot be made from the copy is made from the newest full version, once.
+3. What cannot be made from the copy is made from the newest full version, once. A copy that has the version already is
+   compared with its state, all of it: nothing else would find out that it was damaged, however often it is sent.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ class LocalCheckpoint:
 
     def _follow(self, target: Base, state: State | None) -> Done:
         steps = chain.steps_to(target, state.digest if state else None, self._read)
+        if state is not None and not steps:
+            self._require_intact(state)
         done = Done(0, 0, 0)
         for manifest in steps:
             self._note(f"applying version {manifest.version}")
@@ -180,6 +183,22 @@ class LocalCheckpoint:
             for opened in patches.values():
                 opened.close()
         return {**tensors, **tensor_checksums(manifest.entries)}
+
+    def _require_intact(self, state: State) -> None:
+        """Every tensor is in its file as it should be. Raises `_Damaged`."""
+        files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
+        kind = self._read(state.version).checksum
+        with _Mapped(self.model, files, write=False) as mapped:
+            held = {
+                name: checksum(kind, mapped.views[file][place.offset : place.offset + place.num_bytes])
+                for file in files
+                for name, place in places(self.model / file).items()
+            }
+        if held != state.tensors:
+            wrong = sorted(name for name in {*held, *state.tensors} if held.get(name) != state.tensors.get(name))
+            raise _Damaged(
+                f"got {wrong[:3]} ({len(wrong)} in all) with another checksum than version {state.version} has"
+            )
 
     def _side_by_side(self, manifest: Manifest, do: Callable[[Entry], None]) -> None:
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="weights-apply") as pool:

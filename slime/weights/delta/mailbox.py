@@ -1,7 +1,7 @@
 """Calls through a folder: a trainer asks the agent beside an engine, which answers. There is no other channel.
 
     agents/<engine>/agent.json      who answers there, since when
-    agents/<engine>/call.json       the newest call: id, method, arguments
+    agents/<engine>/call.json       the newest call: id, method, arguments, and until when somebody waits for it
     agents/<engine>/answer.json     its answer: the same id, and a result or an error
 
 Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, opened again at each look, with a
@@ -11,7 +11,8 @@ Invariants
 1. A call replaces the one before; an agent runs the newest one that it has not answered, also after it was killed in
    the middle of it. So every method can be called twice.
 2. An answer belongs to a call by its id, which is random.
-3. A call that nobody waits for any more is taken back.
+3. A call that nobody waits for any more is taken back. One that a caller left behind who was killed is not answered
+   after the end of its wait, by the caller's clock: an agent that comes much later leaves its engine alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def call(
     """Asks the agent of a mailbox. Raises `EngineError` with its error, or if there is no agent, `DeadlineExceeded`."""
     box.mkdir(parents=True, exist_ok=True)
     own, began = secrets.token_hex(8), time.monotonic()
-    write_json(box / "call.json", {"id": own, "method": method, "arguments": dict(arguments)}, durable=False)
+    asked = {"id": own, "method": method, "arguments": dict(arguments), "until": time.time() + limit_s}
+    write_json(box / "call.json", asked, durable=False)
     try:
         while True:
             answer = read_json(box / "answer.json")
@@ -95,12 +97,14 @@ class Answering:
         write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
 
     def pending(self) -> tuple[str, str, dict[str, Any]] | None:
-        """(id, method, arguments) of a call that has no answer."""
+        """(id, method, arguments) of a call that has no answer, and that somebody may still wait for."""
         found = read_json(self._box / "call.json")
         if found is None:
             return None
-        own, method, arguments = found.get("id"), found.get("method"), found.get("arguments")
+        own, method, arguments, until = (found.get(key) for key in ("id", "method", "arguments", "until"))
         if not (isinstance(own, str) and isinstance(method, str) and isinstance(arguments, dict)):
+            return None
+        if not isinstance(until, float) or time.time() > until:
             return None
         answered = read_json(self._box / "answer.json") or {}
         return None if answered.get("id") == own else (own, method, arguments)

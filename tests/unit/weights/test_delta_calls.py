@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +47,48 @@ def test_an_agent_that_does_not_answer_is_named_and_the_call_is_taken_back(tmp_p
 def test_an_agent_knows_its_own_methods_alone(rig: Rig, method: str) -> None:
     with pytest.raises(EngineError, match="which is none of apply"):
         call(mailbox(rig.folder, URL), method, {"model_path": "/tmp"}, limit_s=20)
+
+
+LIMIT_S = 60.0
+
+
+def left_behind(box: Path, method: str, arguments: dict[str, Any]) -> None:
+    """A call of a trainer that was killed while it waited, longer ago than it would have."""
+    program = "import json, sys; from pathlib import Path; from slime.weights.delta.mailbox import call; "
+    program += "call(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), limit_s=float(sys.argv[4]))"
+    words = [sys.executable, "-c", program, str(box), method, json.dumps(arguments), str(LIMIT_S)]
+    trainer = subprocess.Popen(words)
+    while not (box / "call.json").exists():
+        assert trainer.poll() is None, "the trainer ended"
+        time.sleep(0.01)
+    trainer.kill()
+    trainer.wait()
+    asked = json.loads((box / "call.json").read_text())
+    (box / "call.json").write_text(json.dumps({**asked, "until": asked["until"] - 2 * LIMIT_S}))
+
+
+@pytest.mark.parametrize("method", ["apply", "resume"])
+def test_an_agent_that_comes_late_does_nothing_for_a_trainer_that_is_gone(tmp_path: Path, method: str) -> None:
+    """Law: what somebody has let serve meanwhile goes on with the weights that it has."""
+    with ExitStack() as stack:
+        rig = Rig(tmp_path, stack)
+        rig.sync(1)
+        digest = rig.manifest(1).digest
+    box, engine = mailbox(rig.folder, URL), rig.engines[0]
+    left_behind(box, method, {"version": 1, "digest": digest} if method == "apply" else {})
+    engine.log.clear()
+    with agent_beside(cast(Any, engine), rig.folder, tmp_path / "late") as agent:
+        assert agent.answer_one() is False
+    assert engine.log == []
+
+
+def test_an_engine_is_paused_before_it_loads_whoever_asked(rig: Rig) -> None:
+    """Law: a call that was left behind can stop an engine; it cannot have it serve what nobody has compared."""
+    rig.sync(1)
+    engine = rig.engines[0]
+    engine.log.clear()
+    call(mailbox(rig.folder, URL), "apply", {"version": 1, "digest": rig.manifest(1).digest}, limit_s=20)
+    assert engine.log == ["pause", "load 1"]
 
 
 def test_an_engine_that_is_lost_is_not_waited_for(tmp_path: Path) -> None:

@@ -139,6 +139,16 @@ def test_a_copy_that_somebody_changed_is_made_anew(rig: Rig) -> None:
     rig.assert_served(2)
 
 
+def test_a_copy_that_was_damaged_after_it_was_loaded_is_made_again_for_the_same_version(rig: Rig) -> None:
+    """Law: a start that sends what the copy has already, whole, finds out and heals."""
+    rig.sync(1)
+    for file in (rig.locals / URL[-5:] / "model").glob("*.safetensors"):
+        flip(file, (file.stat().st_size - 1) * 8)
+    rig.begin_again()
+    rig.sync(1)
+    rig.assert_served(1)
+
+
 KILLED_COPY = """
 import os, signal, sys
 from pathlib import Path
