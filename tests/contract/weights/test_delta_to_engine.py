@@ -3,6 +3,7 @@ way, no token of it is served and one weight sync heals it."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -263,6 +265,39 @@ def test_the_agent_of_a_run_is_started_again_and_calls_the_users_hook(rig: Delta
     finally:
         agent.stop()
     assert (rig.tmp_path / "seen").read_text().split() == ["2", "3", "4"]
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment(rig: DeltaRig) -> None:
+    """Law: at moments that nobody chose, too, the weight sync goes on with the agent that is started again."""
+    settings = AgentSettings(str(rig.folder), str(rig.local), None, LIMIT_S)
+    agent, over, rng = AgentProcess(settings, rig.url, None, rig.tmp_path / "agent.log"), threading.Event(), Random(9)
+
+    def tend() -> None:
+        while not over.wait(0.05):
+            agent.tend()
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):  # it is not yet started again
+            os.kill(agent.pid, signal.SIGKILL)
+
+    tending = threading.Thread(target=tend)
+    tending.start()
+    try:
+        channel = rig.channel_of(timeout_s=LIMIT_S)
+        for version in range(2, 22):
+            kill = threading.Timer(rng.uniform(0, 0.3), end)
+            kill.start()
+            rig.sync_weights(rig.step(version), channel, version)
+            kill.join()
+            rig.assert_serves(rig.now, version)
+        assert sum(rig.is_full(int(path.name[-6:])) for path in rig.folder.glob("weight_v*")) == 1, (
+            "none was sent again"
+        )
+    finally:
+        over.set()
+        tending.join()
+        agent.stop()
 
 
 def resources(pid: int) -> tuple[int, int]:
