@@ -64,7 +64,7 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
     rooms = set(re.findall(r"^  (\w+)/", tree, re.M))
     assert rooms == ROOMS
     folders = set(re.findall(r"^(\w+)/", tree, re.M))
-    hidden = {"assets", "runs", "build", "dist", "shared"}
+    hidden = {"assets", "runs", "build", "dist", "shared", "__pycache__"}
     there = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - hidden
     assert folders == {name for name in there if not name.endswith(".egg-info")}
 

@@ -102,7 +102,7 @@ def test_memory_is_filled_again_when_its_bucket_is_the_last_but_one() -> None:
 @pytest.mark.parametrize("fails_at", [None, 0, 2])
 def test_senders_deliver_in_turn_and_after_a_failure_nobody_does(fails_at: int | None) -> None:
     """Law: engines get buckets in the order of the turns, whoever sends them, and agree with all of it or none."""
-    ranks, wire = Ranks(3), FakeWire()
+    ranks, wire = Ranks(3, limit_s=200), FakeWire()
     engine = FakeEngine("http://a", TABLE, wire, EngineLayout(tp_size=2))
     turns = Whole(TABLE, STATE.items(), senders=[range(3)]).turns(4096)
     got: list[str] = []
@@ -136,7 +136,7 @@ def test_senders_deliver_in_turn_and_after_a_failure_nobody_does(fails_at: int |
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(250)
     assert outcomes[0] is not None and outcomes[0] == outcomes[1] == outcomes[2]
     assert got == [turn.specs[0].name for turn in turns][:fails_at]
     assert ("resume" in engine.log) is (fails_at is None)
