@@ -79,5 +79,8 @@ class Delivery:
                 self.seconds += time.monotonic() - began
         except BaseException as error:
             self._good, self._failure = False, self._failure or error
-        if after < len(self._turns) and self._turns[after].sender != rank:
-            self._peers.tell(self._turns[after].sender, self._good)
+        try:
+            if after < len(self._turns) and self._turns[after].sender != rank:
+                self._peers.tell(self._turns[after].sender, self._good)
+        except BaseException as error:  # who is next is gone
+            self._good, self._failure = False, self._failure or error

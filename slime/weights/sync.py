@@ -13,8 +13,8 @@ Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
 2. After a failure the engines stay paused; another weight sync may start from any such state.
 3. Digests are taken of the trainer's own tensors, not of what travels: by the rank that sends them, before they are
-   copied into the bucket. Beside the model a rank has two buckets, what it gathers included; where one tensor is
-   larger than a bucket, that tensor twice.
+   copied into the bucket. Beside the model a rank has two buckets, and what it gathers for one tensor at a time, which
+   counts where that is more than a sixteenth of a bucket.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
    With `retract` and `in_place` requests stay, so nothing can be flushed. What such an engine has cached is divided by
@@ -203,6 +203,7 @@ class _WeightSync:
             if self._pause_mode == "abort":
                 on_all(self._receivers, lambda c: c.flush_cache(), "flush the cache")
             self._channel.begin(self._receivers, version=self._version)
+            self._begun = True
 
     def agree(self) -> SlimeError | dict[str, float]:
         """What all ranks end with: the failure, or the cost."""
@@ -223,7 +224,10 @@ class _WeightSync:
         names = [n for turn in self._sent for portion in turn.portions for e in portion.entries for n in e.hf]
         with self._timed("digest"):
             self._guarded(lambda: digests.append(self._expected.finish(names)))
-        report = self._channel.report()
+        reports: list[Any] = []  # of a channel that never began there is none
+        if self._begun:
+            self._guarded(lambda: reports.append(self._channel.report()))
+        report = reports[0] if reports else None
         seconds = self._times["send"], self._times["digest"]
         return _Part(self._failure, digests[0] if digests else {}, report, True, *seconds)
 

@@ -54,7 +54,9 @@ class TrainerWeights:
         self._model, self._dtype = model, dtype
         self.table: FamilyTable = model.base.table
         self.device = model.device
-        self._senders = _senders(has_experts=self.table.sizes.num_experts > 0)
+        # On a GPU a sender's part in the turn of another would wait on the stream on which its own bucket travels.
+        takes_turns = self.table.sizes.num_experts > 0 and self.device.type == "cpu"
+        self._senders = _senders(takes_turns=takes_turns)
         self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
         self._expert_ranks = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
         self._rank = dist.get_rank()
@@ -216,14 +218,14 @@ def _stretches(portions: Sequence[Portion]) -> Iterator[tuple[bool, list[Portion
         yield held[-1].entries[0].row.stacked, held
 
 
-def _senders(*, has_experts: bool) -> list[list[int]]:
-    """Of each pipeline stage the ranks that send: its first, with experts all that share them with it. Collective."""
+def _senders(*, takes_turns: bool) -> list[list[int]]:
+    """Of each pipeline stage the ranks that send: its first, or in turns all that share experts with it. Collective."""
     experts = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mpu.get_pipeline_model_parallel_rank(), experts))
     first: dict[int, list[int]] = {}
     for rank, (stage, group) in enumerate(everyone):
-        first.setdefault(stage, list(group) if has_experts else [rank])
+        first.setdefault(stage, list(group) if takes_turns else [rank])
     return [first[stage] for stage in range(mpu.get_pipeline_model_parallel_world_size())]
 
 
