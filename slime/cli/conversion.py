@@ -28,6 +28,7 @@ from slime.training.state.hf_files import HfReader, begin_export, commit_export,
 from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
 from slime.training.state.tensor_file import TensorFile
 from slime.weights import fp8
+from slime.weights.quantised.block_fp8 import SCALE_SUFFIX
 
 PEFT = "peft"
 """What `--to` says for the adapters alone."""
@@ -168,7 +169,7 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
             if to == "fp8" and fp8.quantises(part):
                 codes, scale = fp8.quantise(weight)
                 yield part, codes
-                yield part + fp8.SCALE_SUFFIX, scale
+                yield part + SCALE_SUFFIX, scale
             elif to in DTYPES and weight.is_floating_point() and _anywhere(part) not in wide:
                 yield part, weight.to(DTYPES[to])
             else:

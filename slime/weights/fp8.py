@@ -20,13 +20,10 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
+from slime.weights.quantised.block_fp8 import E4M3_MAX
 
 BLOCK = (128, 128)
 """Block size [rows, columns] that is written; a file that is read says its own."""
-SCALE_SUFFIX = "_scale_inv"
-"""What a scale tensor's name adds to that of its weight."""
-E4M3_MAX = 448.0
-"""Largest finite value of float8_e4m3fn."""
 _SMALLEST = 2.0**-90
 """A block without a larger entry is written as zeros: its scale would leave float32's normal range."""
 _DROPPED_BITS = 0b1111

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.core.errors import CheckpointError, ConfigError
-from slime.models.common.table import Row, Unit
-from slime.weights.quantised.format import QuantisedFormat
+from slime.core.errors import ConfigError
+from slime.models.common.table import Row
+from slime.weights.quantised.format import QuantisedFormat, require_finite
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +69,7 @@ class BlockFp8(QuantisedFormat):
         padded = torch.nn.functional.pad(weights, (0, more[1], 0, more[0])) if any(more) else weights
         blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
         scales = blocks.abs().amax((-3, -1)).float().clamp(min=SMALLEST) / E4M3_MAX
-        if not scales.isfinite().all():
-            raise CheckpointError(
-                f"got a weight {[out, size]} with an infinite or undefined entry; FP8 has neither: look at the step "
-                "that made it"
-            )
+        require_finite(scales, weights, "FP8")
         if self.powers_of_two:
             scales = power_of_two_above(scales)
         codes = (blocks.float() / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
@@ -87,11 +83,7 @@ class BlockFp8(QuantisedFormat):
         return dequantise(codes, scales, self.block)
 
     def rows(self, row: Row) -> tuple[Row, ...]:
-        if row.stacked or Unit.VOCAB in row.units:
-            raise ConfigError(
-                f"got {row.hf[0]} in {self.title}: engines hold vocabularies, and experts that files stack, as they "
-                "are; quantise linear layers alone"
-            )
+        self.require_linear(row)
         block = self.block
         if row.dim is not None and len(row.segments) > 1 and any(size % block[row.dim] for size in row.segments):
             raise ConfigError(

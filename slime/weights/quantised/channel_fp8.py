@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.models.common.table import Row, Unit
+from slime.models.common.table import Row
 from slime.weights.quantised.block_fp8 import E4M3_MAX
-from slime.weights.quantised.format import WHOLE, QuantisedFormat
+from slime.weights.quantised.format import WHOLE, QuantisedFormat, require_finite
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +62,7 @@ class ChannelFp8(QuantisedFormat):
 
         scales = weights.abs().amax(-1, keepdim=True) / E4M3_MAX
         scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
-        if not scales.isfinite().all():
-            raise CheckpointError(
-                f"got a weight {list(weights.shape[-2:])} with an infinite or undefined entry; FP8 has neither: look "
-                "at the step that made it"
-            )
+        require_finite(scales, weights, "FP8")
         codes = (weights / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return codes, scales.float()
 
@@ -80,11 +76,7 @@ class ChannelFp8(QuantisedFormat):
         return codes.float() * scales.float()
 
     def rows(self, row: Row) -> tuple[Row, ...]:
-        if row.stacked or Unit.VOCAB in row.units:
-            raise ConfigError(
-                f"got {row.hf[0]} in {self.title}: engines hold vocabularies, and experts that files stack, as they "
-                "are; quantise linear layers alone"
-            )
+        self.require_linear(row)
         split = row.dim == 0
         scales = dataclasses.replace(
             row,

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from slime.core.errors import ConfigError
-from slime.models.common.table import FamilyTable, Row
+from slime.models.common.table import Entry, FamilyTable, Row
 from slime.weights.quantised.format import QuantisedFormat
 
 
@@ -36,8 +36,7 @@ def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> Famil
 
 
 def _parts(row: Row, layer: int | None, quantised: QuantisedFormat) -> tuple[Row, ...]:
-    names = [name.replace("{layer}", str(layer)).replace("{expert}", "0") for name in row.hf]
-    return quantised.rows(row) if quantised.is_quantised(names) else (row,)
+    return quantised.rows(row) if quantised.is_quantised(Entry.of(row, layer, 0).hf) else (row,)
 
 
 def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:

@@ -14,14 +14,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.core.errors import CheckpointError, ConfigError
+from slime.models.common.table import Row, Unit
+
 if TYPE_CHECKING:  # torch is imported where it is used
     import torch
     from torch import Tensor
 
-    from slime.models.common.table import Row
-
 WHOLE = 0
 """In place of a number of rows or columns: all of them."""
+
+
+def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
+    """Raises `CheckpointError` if a scale of `weights` [..., out, in] is not finite, because an entry is not."""
+    if not scales.isfinite().all():
+        raise CheckpointError(
+            f"got a weight {list(weights.shape[-2:])} with an infinite or undefined entry; {kind} has neither: look at "
+            "the step that made it"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,14 @@ class QuantisedFormat(ABC):
 
         Raises `ConfigError` where engines cannot hold it so.
         """
+
+    def require_linear(self, row: Row) -> None:
+        """Raises `ConfigError` for a row that engines do not hold quantised."""
+        if row.stacked or Unit.VOCAB in row.units:
+            raise ConfigError(
+                f"got {row.hf[0]} in {self.title}: engines hold vocabularies, and experts that files stack, as they "
+                "are; quantise linear layers alone"
+            )
 
     def fake(self, weights: Tensor) -> Tensor:
         """Weights as engines have them, which get and multiply bfloat16: quantised, dequantised, in their own dtype."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import CheckpointError, ConfigError
-from slime.models.common.table import Row, Unit
-from slime.weights.quantised.format import QuantisedFormat
+from slime.models.common.table import EXPERT, Row
+from slime.weights.quantised.format import QuantisedFormat, require_finite
 
 if TYPE_CHECKING:
     import torch
@@ -83,11 +83,7 @@ class GroupedInt4(QuantisedFormat):
         groups = weights.unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1) / ((HIGHEST - LOWEST) / 2)
         scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
-        if not scales.isfinite().all():
-            raise CheckpointError(
-                f"got a weight {list(weights.shape[-2:])} with an infinite or undefined entry; INT4 has neither: look "
-                "at the step that made it"
-            )
+        require_finite(scales, weights, "INT4")
         codes = (groups / scales.unsqueeze(-1)).clamp(LOWEST, HIGHEST).round().to(torch.int32) - LOWEST
         words = codes.flatten(-2).unflatten(-1, (-1, PER_WORD))
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=weights.device)
@@ -110,11 +106,7 @@ class GroupedInt4(QuantisedFormat):
         return groups.flatten(-2)
 
     def rows(self, row: Row) -> tuple[Row, ...]:
-        if row.stacked or Unit.VOCAB in row.units:
-            raise ConfigError(
-                f"got {row.hf[0]} in {self.title}: engines hold vocabularies, and experts that files stack, as they "
-                "are; quantise linear layers alone"
-            )
+        self.require_linear(row)
         inputs = {shape[1] for shape in row.shapes} | (set(row.segments) if row.dim == 1 else set())
         if any(size % self.group for size in inputs):
             raise ConfigError(f"got {row.hf[0]} of {sorted(inputs)} input features in {self.title}; they must divide")
@@ -127,7 +119,7 @@ class GroupedInt4(QuantisedFormat):
                 segments=tuple(s // each for s in row.segments) if row.dim == 1 else row.segments,
                 engine=row.engine.removesuffix("weight") + what,
                 engines=tuple(name.removesuffix("weight") + what for name in row.engines),
-                transposed="{expert}" in row.megatron,
+                transposed=EXPERT in row.megatron,
             )
             for what, each in ((PACKED, PER_WORD), (SCALE, self.group))
         )
