@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from slime.core.durable import sync_to_disk
+from slime.core.durable import replace_text, sync_to_disk
 from slime.core.errors import CheckpointError
 
 
 def write_json(path: Path, text: str) -> None:
     """Writes JSON text durably; a crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_text(path, text)
     sync_to_disk(path.parent)
 
 

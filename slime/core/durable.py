@@ -6,6 +6,20 @@ import os
 from pathlib import Path
 
 
+def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Writes a file that is the old one or the new one, whatever happens. `durable`: it is on disk when this returns;
+    its name is once `sync_to_disk` has returned for its folder.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        if durable:
+            sync_to_disk(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def sync_to_disk(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -10,12 +10,12 @@ import torch
 
 from slime.serving.folder_control import FolderEngineControl
 from slime.serving.wire import digest
-from slime.weights.delta import chain
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.manifest import Manifest
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
+from slime.weights.version_folder import folder_of
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel
 from tests.support.weights import model
 
@@ -87,7 +87,7 @@ class Rig:
         return sorted(path.name for path in self.folder.iterdir() if path.name != "agents")
 
     def manifest(self, version: int) -> Manifest:
-        return Manifest.read(self.folder / chain.folder_of(version))
+        return Manifest.read(self.folder / folder_of(version))
 
 
 def patch_file(folder: Path) -> Path:

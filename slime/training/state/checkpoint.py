@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from slime.core.durable import sync_to_disk
+from slime.core.durable import replace_text, sync_to_disk
 from slime.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -254,10 +254,7 @@ def _json_sha256(data: object) -> str:
 
 
 def _write_json(path: Path, data: object) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    sync_to_disk(temporary)
-    temporary.replace(path)
+    replace_text(path, json.dumps(data, indent=1))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

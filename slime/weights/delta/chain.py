@@ -9,24 +9,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 from slime.core.errors import WeightSyncError
 from slime.weights.delta.manifest import Base, Manifest
-
-_FOLDER = re.compile(r"weight_v(\d{6,})")
-
-
-def folder_of(version: int) -> str:
-    """The name of a version's folder."""
-    return f"weight_v{version:06d}"
-
-
-def version_of(folder: str) -> int | None:
-    """The version of a folder's name; None if it is none of ours."""
-    found = _FOLDER.fullmatch(folder)
-    return int(found[1]) if found else None
+from slime.weights.version_folder import version_of
 
 
 def is_full(*, since_full: int | None, every: int, confirmed: bool, all_known: bool) -> bool:

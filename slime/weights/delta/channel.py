@@ -15,15 +15,13 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.core.durable import sync_to_disk
-from slime.core.errors import WeightSyncError
 from slime.core.ports import EngineControl
 from slime.weights.delta import chain
 from slime.weights.delta.files import sync_folder
@@ -32,7 +30,7 @@ from slime.weights.delta.manifest import Base, Manifest, Report, merged, tensor_
 from slime.weights.delta.writer import Memory, VersionWriter
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import Channel, TransportContext
-from slime.weights.transports.disk import WEIGHT_SUFFIXES
+from slime.weights.version_folder import add_assets, folder_of, write_index, written_as
 
 if TYPE_CHECKING:
     from slime.weights.buckets import Bucket
@@ -152,7 +150,7 @@ class DeltaChannel(Channel):
 
     @property
     def _writing(self) -> Path:
-        return self._folder / f".{chain.folder_of(self._version)}.tmp"
+        return self._folder / written_as(self._version)
 
     def _make_whole(self, manifest: Manifest) -> Path:
         """Puts beside the files what a reader needs, and shows them to readers."""
@@ -162,23 +160,14 @@ class DeltaChannel(Channel):
             if file.name not in wanted:
                 file.unlink()
         if manifest.base is None:
-            _add_assets(folder, self._context.hf_checkpoint)
+            # As files: who reads the folder may not see the checkpoint.
+            add_assets(folder, self._context.hf_checkpoint, shutil.copyfile)
             weight_map = {entry.name: entry.file for entry in manifest.entries}
-            index: dict[str, Any] = {"metadata": {"total_size": sum(e.num_bytes for e in manifest.entries)}}
-            (folder / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": weight_map}))
+            write_index(folder, weight_map, sum(entry.num_bytes for entry in manifest.entries))
         manifest.write(folder)
         sync_folder(folder)
-        final = self._folder / chain.folder_of(manifest.version)
+        final = self._folder / folder_of(manifest.version)
         shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
         sync_to_disk(self._folder)
         return final
-
-
-def _add_assets(folder: Path, checkpoint: Path) -> None:
-    """Config and tokenizer, as files: who reads the folder may not see the checkpoint."""
-    for asset in checkpoint.iterdir():
-        if asset.is_file() and not asset.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(asset, folder / asset.name)
-    if not (folder / "config.json").exists():
-        raise WeightSyncError(f"got no config.json in {checkpoint}; engines cannot load weights without it")

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from slime.core.durable import sync_to_disk
+from slime.core.durable import replace_text, sync_to_disk
 
 
 def write_json(file: Path, content: Any, *, durable: bool) -> None:
     """Replaces `file` at once. `durable`: it is on disk when this returns."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content))
-    if durable:
-        sync_to_disk(beside)
-    beside.replace(file)
+    replace_text(file, json.dumps(content), durable=durable)
     if durable:
         sync_to_disk(file.parent)
 

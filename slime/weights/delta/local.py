@@ -40,6 +40,7 @@ from slime.weights.delta.files import read_json, write_json
 from slime.weights.delta.manifest import MANIFEST, Base, Entry, Manifest, tensor_checksums, whole_checksum
 from slime.weights.delta.planes import Bytes
 from slime.weights.delta.tensor_files import places, width_of
+from slime.weights.version_folder import folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class LocalCheckpoint:
 
     def _copy(self, manifest: Manifest) -> dict[str, str]:
         """A full version: its files, and whatever lies beside them."""
-        folder = self._source / chain.folder_of(manifest.version)
+        folder = self._source / folder_of(manifest.version)
         shutil.rmtree(self.model, ignore_errors=True)
         self.model.mkdir()
         files = {entry.file for entry in manifest.entries}
@@ -159,7 +160,7 @@ class LocalCheckpoint:
 
     def _apply(self, manifest: Manifest, tensors: Mapping[str, str]) -> dict[str, str]:
         """A delta, onto the files."""
-        folder = self._source / chain.folder_of(manifest.version)
+        folder = self._source / folder_of(manifest.version)
         files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
         where = {name: (file, place) for file in files for name, place in places(self.model / file).items()}
         patches = {entry.file: (folder / entry.file).open("rb") for entry in manifest.entries}
@@ -206,7 +207,7 @@ class LocalCheckpoint:
                 pass
 
     def _read(self, version: int) -> Manifest:
-        return Manifest.read(self._source / chain.folder_of(version))
+        return Manifest.read(self._source / folder_of(version))
 
     def _forget(self) -> None:
         (self._folder / "state.json").unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from slime.core.durable import sync_to_disk
 from slime.core.errors import WeightSyncError
 from slime.core.file_mode import open_to_readers
 from slime.weights.delta import encodings
@@ -91,8 +92,7 @@ class VersionWriter:
         file = self._folder / f"model-r{self._rank:05d}-{self._num_files:05d}.safetensors"
         save_file(on_host, file, metadata={"format": "pt"})
         open_to_readers(file)
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
+        sync_to_disk(file)
         for name, place in places(file).items():
             data = flat_bytes(on_host[name])
             found = checksum(self._checksum, data)

@@ -10,26 +10,23 @@ each has brought; a version may then be what changed since the one before (`slim
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.core.errors import WeightSyncError
 from slime.core.file_mode import open_to_readers
 from slime.settings.fields import Need, derived, opt
 from slime.weights.receivers import Receiver, on_all
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
+from slime.weights.version_folder import add_assets, folder_of, write_index, written_as
 
 if TYPE_CHECKING:
     from slime.settings import Args
     from slime.weights.buckets import Bucket
 
 _DELTA = Need(lambda s: s.update_weight_mode == "delta", "--update-weight-mode delta")
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-"""Files of the source checkpoint that are not linked: they hold the old weights."""
 
 
 def _below_run_dir(settings: Any) -> str:
@@ -114,17 +111,13 @@ class DiskChannel(Channel):
         self._files: Files = {}
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
-        self._writing = self._disk_dir / f".weight_v{version:06d}.tmp"
+        self._writing = self._disk_dir / written_as(version)
         self._files = {}
         if self._rank != 0:  # the conductor was here before
             return
         shutil.rmtree(self._writing, ignore_errors=True)
         self._writing.mkdir(parents=True)
-        for asset in self._assets_from.iterdir():
-            if asset.is_file() and not asset.name.endswith(WEIGHT_SUFFIXES):
-                (self._writing / asset.name).symlink_to(asset.resolve())
-        if not (self._writing / "config.json").exists():
-            raise WeightSyncError(f"got no config.json in {self._assets_from}; engines cannot load weights without it")
+        add_assets(self._writing, self._assets_from, lambda asset, place: place.symlink_to(asset.resolve()))
 
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Bucket:
         return bucket
@@ -147,9 +140,8 @@ class DiskChannel(Channel):
         files = [item for report in reports for item in report.items()]
         weight_map = {name: file for file, tensors in files for name, _ in tensors}
         total = sum(size for _, tensors in files for _, size in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (self._writing / "model.safetensors.index.json").write_text(json.dumps(index))
-        final = self._disk_dir / f"weight_v{version:06d}"
+        write_index(self._writing, weight_map, total)
+        final = self._disk_dir / folder_of(version)
         shutil.rmtree(final, ignore_errors=True)
         self._writing.rename(final)
         self._writing = None

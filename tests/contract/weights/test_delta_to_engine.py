@@ -23,11 +23,11 @@ from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.serving.agent_process import AgentProcess, AgentSettings
 from slime.serving.folder_control import FolderEngineControl
 from slime.serving.server import SGLangServer
-from slime.weights.delta import chain
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.manifest import Manifest
 from slime.weights.receivers import Receiver
 from slime.weights.transports import Channel
+from slime.weights.version_folder import folder_of
 from tests.contract.weights.test_sync_to_engine import Rig, StateDict, is_paused, one_float
 from tests.support.weight_agents import agent_beside, agent_that_dies, delta_channel
 from tests.support.weights import TamperingChannel
@@ -63,7 +63,7 @@ class DeltaRig(Rig):
         return self.now
 
     def is_full(self, version: int) -> bool:
-        return Manifest.read(self.folder / chain.folder_of(version)).base is None
+        return Manifest.read(self.folder / folder_of(version)).base is None
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from slime.core.errors import EngineError, WeightSyncError
-from slime.weights.delta import chain
 from slime.weights.delta.local import LocalCheckpoint
 from slime.weights.delta.mailbox import call, mailbox
 from slime.weights.delta.manifest import Base, Manifest
+from slime.weights.version_folder import folder_of
 from tests.support.delta_rig import URL, Rig, flip, patch_file
 
 
@@ -48,7 +48,7 @@ def without_manifest(rig: Rig, folder: Path) -> None:
 def reordered(rig: Rig, folder: Path) -> None:
     """The delta before stands in the place of this one."""
     shutil.rmtree(folder)
-    shutil.copytree(folder.with_name(chain.folder_of(2)), folder)
+    shutil.copytree(folder.with_name(folder_of(2)), folder)
 
 
 def of_an_older_base(rig: Rig, folder: Path) -> None:

@@ -19,6 +19,7 @@ from slime.weights.delta import chain
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.delta.manifest import Base, Entry, Manifest, Report, merged
 from slime.weights.receivers import Peers, Receiver
+from slime.weights.version_folder import folder_of
 from tests.support.delta_rig import URL, Rig
 from tests.support.weight_agents import FileEngine, agent_beside, delta_channel
 
@@ -37,7 +38,7 @@ def test_after_fifty_updates_a_copy_is_the_trainers_bit_for_bit(tmp_path: Path, 
             rig.step(version, density=0.9 if version == 7 else 0.05)
             rig.sync(version)
         rig.assert_served(50)
-        assert rig.names() == [chain.folder_of(v) for v in range(41, 51)], "a full one each twenty; older ones went"
+        assert rig.names() == [folder_of(v) for v in range(41, 51)], "a full one each twenty; older ones went"
         assert [rig.manifest(v).base is None for v in range(41, 51)] == [True] + [False] * 9
 
 
@@ -63,7 +64,7 @@ def test_agents_also_bring_whole_versions(tmp_path: Path) -> None:
             rig.step(version)
             rig.sync(version)
             rig.assert_served(version)
-            assert rig.names() == [chain.folder_of(version)] and rig.manifest(version).base is None
+            assert rig.names() == [folder_of(version)] and rig.manifest(version).base is None
         assert rig.channel._memory is None
 
 
@@ -214,10 +215,8 @@ def test_pruning_leaves_every_chain_whole(fulls: list[bool], data: st.DataObject
         base = None if full else Base(version - 1, made[version - 1].digest)
         made[version] = Manifest(version, base, "xxh3-128", f"{version}", ())
     newest_full = max(version for version, full in enumerate(fulls, 1) if full)
-    gone = chain.prunable(
-        [chain.folder_of(v) for v in made] + ["agents", ".weight_v000001.tmp"], newest_full=newest_full
-    )
-    left = {v: m for v, m in made.items() if chain.folder_of(v) not in gone}
+    gone = chain.prunable([folder_of(v) for v in made] + ["agents", ".weight_v000001.tmp"], newest_full=newest_full)
+    left = {v: m for v, m in made.items() if folder_of(v) not in gone}
 
     def read(version: int) -> Manifest:
         if version not in left:
