@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from slime.data.chat import ChatRenderer
+from slime.data.sft import SftTokens
 from tests.support.chat_hooks import tokenizer_folder
 from tests.support.tiny import write_tokenizer
 
@@ -166,3 +167,14 @@ def _loaded(package: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         return AutoTokenizer.from_pretrained(folder)
+
+
+def spans(tokenizer: Any, row: SftTokens) -> list[str]:
+    """The texts of the runs of trained tokens."""
+    out: list[list[int]] = [[]]
+    for token, mask in zip(row.tokens[len(row.tokens) - row.response_length :], row.loss_mask, strict=True):
+        if mask:
+            out[-1].append(token)
+        elif out[-1]:
+            out.append([])
+    return [tokenizer.decode(ids) for ids in out]

@@ -5,18 +5,17 @@ The tokenizers are real where a package brings them (`tests/support/chat_templat
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from slime.core.errors import DataError
-from slime.data.sft import SftTokens, sft_tokens
+from slime.data.sft import sft_tokens
 from tests.support.chat_templates import (
     DEEPSEEK_END,
     PUBLISHED,
     ids_of,
     published_chat,
     published_tokenizer,
+    spans,
     tekken_file,
 )
 
@@ -28,17 +27,6 @@ TALK = [
 ]
 GOES_ON = [*TALK, {"role": "user", "content": "Thanks."}]
 NO_THOUGHT = "\n<think></think>"
-
-
-def spans(tokenizer: Any, row: SftTokens) -> list[str]:
-    """The texts of the runs of trained tokens."""
-    out: list[list[int]] = [[]]
-    for token, mask in zip(row.tokens[len(row.tokens) - row.response_length :], row.loss_mask, strict=True):
-        if mask:
-            out[-1].append(token)
-        elif out[-1]:
-            out.append([])
-    return [tokenizer.decode(ids) for ids in out]
 
 
 CASES = {

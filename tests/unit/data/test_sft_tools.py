@@ -9,7 +9,7 @@ import pytest
 
 from slime.core.errors import DataError
 from slime.data.sft import STEP_MASK_KEY, sft_tokens
-from tests.support.chat_templates import published_chat, published_tokenizer
+from tests.support.chat_templates import published_chat, published_tokenizer, spans
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 TOOLS = [{"type": "function", "function": {"name": "calculate", "description": "Sums.", "parameters": PARAMETERS}}]
@@ -26,17 +26,6 @@ def conversation(content: str, *, as_text: bool) -> list[dict[str, Any]]:
         {"role": "user", "content": "and 2+2?"},
         {"role": "assistant", "content": "4."},
     ]
-
-
-def spans(tokenizer: Any, row: Any) -> list[str]:
-    """The texts of the runs of trained tokens."""
-    out: list[list[int]] = [[]]
-    for token, mask in zip(row.tokens[len(row.tokens) - row.response_length :], row.loss_mask, strict=True):
-        if mask:
-            out[-1].append(token)
-        elif out[-1]:
-            out.append([])
-    return [tokenizer.decode(ids) for ids in out]
 
 
 def test_calls_and_answers_are_trained_and_results_are_not() -> None:
