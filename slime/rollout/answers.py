@@ -34,12 +34,6 @@ class Answer:
     """What the engine read."""
     generation: Generation
 
-    @property
-    def versions(self) -> Sequence[int]:
-        """Of each token."""
-        version = self.generation.weight_version
-        return [version] * len(self.generation.tokens) if isinstance(version, int) else version
-
 
 ANSWERS: ContextVar[list[Answer] | None] = ContextVar("slime_answers", default=None)
 
@@ -66,7 +60,8 @@ def complete(sample: Sample, answers: Sequence[Answer]) -> None:
             continue
         generation = answer.generation
         same = 0
-        for token, log_prob, version in zip(generation.tokens, generation.log_probs, answer.versions, strict=True):
+        sampled = zip(generation.tokens, generation.log_probs, generation.versions, strict=True)
+        for token, log_prob, version in sampled:
             place = begin + same - prompt_length
             if place >= num or tokens[begin + same] != token:
                 break

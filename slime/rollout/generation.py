@@ -67,6 +67,12 @@ class Generation:
     routed_experts: RoutedExperts | None = None
     """Of prompt and sampled tokens but the last; None if they were not asked for, or nothing was sampled."""
 
+    @property
+    def versions(self) -> list[WeightVersion]:
+        """[T] the weight version of each token."""
+        version = self.weight_version
+        return [version] * len(self.tokens) if isinstance(version, int) else list(version)
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:

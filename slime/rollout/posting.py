@@ -120,15 +120,14 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
 
 def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
     """As SGLang answers."""
-    version = generation.weight_version
-    versions = [version] * len(generation.tokens) if isinstance(version, int) else list(version)
+    versions = generation.versions
     pairs = zip(generation.log_probs, generation.tokens, strict=True)
     meta = {
         "finish_reason": {"type": generation.finish_reason},
         "prompt_tokens": len(ids),
         "completion_tokens": len(generation.tokens),
         "cached_tokens": generation.cached_tokens,
-        "weight_version": str(versions[-1] if versions else version),
+        "weight_version": str(versions[-1] if versions else generation.weight_version),
         TOKEN_VERSIONS_KEY: versions,
         "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
     }

@@ -212,16 +212,12 @@ def joined(parts: Sequence[Generation]) -> Generation:
     """The parts of a stream as one answer; without one, an answer of no tokens that a length limit ended."""
     if not parts:
         return Generation((), (), "length", NOT_SAMPLED, "")
-    versions: list[int] = []
-    for part in parts:
-        version = part.weight_version
-        versions += [version] * len(part.tokens) if isinstance(version, int) else version
     last = parts[-1]
     return Generation(
         tokens=tuple(token for part in parts for token in part.tokens),
         log_probs=tuple(value for part in parts for value in part.log_probs),
         finish_reason=last.finish_reason,
-        weight_version=tuple(versions),
+        weight_version=tuple(version for part in parts for version in part.versions),
         text="".join(part.text for part in parts),
         prompt_tokens=last.prompt_tokens,
         cached_tokens=max(part.cached_tokens for part in parts),
