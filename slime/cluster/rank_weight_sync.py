@@ -134,10 +134,12 @@ class RankWeightSync:
 
     def _receiver(self, info: EngineInfo) -> Receiver:
         limit_s = self._args.weight_sync_timeout_s
-        control: EngineControl = HttpEngineControl(info.url, info.layout, limit_s, info.api_key)
+        control: EngineControl
         if self._args.update_weight_folder_only:
             folder = Path(self._args.components["update_weight_disk_dir"])
             control = FolderEngineControl(folder, info.url, info.layout, limit_s)
+        else:
+            control = HttpEngineControl(info.url, info.layout, limit_s, info.api_key)
         gpus = tuple(self._gpu_of_slot.get(slot, f"slot {slot}") for slot in info.slots) if self._gpu_of_slot else ()
         return Receiver(control, gpus, lambda: (info.url, info.incarnation) in self._given_up)
 

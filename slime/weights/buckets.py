@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,10 +33,7 @@ class Spec:
     @property
     def num_bytes(self) -> int:
         """Of the tensor."""
-        size: int = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime.core.errors import CheckpointError, ConfigError
 from slime.models.common.table import Entry, FamilyTable, ModelSizes, Row, Unit
+from slime.weights.byte_runs import byte_runs
 
 ReadHF = Callable[[str], Tensor]
 """HF tensor name -> the full tensor."""
@@ -206,16 +207,7 @@ def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
     first = shards[0]
     if len(shards) == 1:
         return first
-    if dim == 0 and _end_to_end(shards):
+    if dim == 0 and all(shard.is_contiguous() for shard in shards) and len(byte_runs(shards)) == 1:
         shape = (sum(shard.shape[0] for shard in shards), *first.shape[1:])
         return first.as_strided(shape, first.stride())
     return torch.cat(list(shards), dim)
-
-
-def _end_to_end(shards: Sequence[Tensor]) -> bool:
-    end, place = shards[0].storage_offset(), shards[0].untyped_storage().data_ptr()
-    for shard in shards:
-        if shard.storage_offset() != end or shard.untyped_storage().data_ptr() != place or not shard.is_contiguous():
-            return False
-        end += shard.numel()
-    return True

@@ -3,7 +3,7 @@
 Consumes: filled buckets (`send`), from the thread that fills them. Produces: engines that have them; for the rank whose
 turn is next, the word that it is, and whether all went well. Waits for: the ranks whose turns come before, and engines,
 each with a limit. Is woken by: a bucket, then the word of the rank before. Who fills waits for the bucket before the
-last one (`room`), because its memory is filled again.
+last one (`wait`), because its memory is filled again.
 
 Engines load one bucket at a time and take part in one broadcast at a time, in the order of the turns: two senders that
 reached two engines in different orders would wait for each other.
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from slime.weights.buckets import NUM_BUFFERS, Bucket
+from slime.weights.buckets import Bucket
 from slime.weights.receivers import Peers
 from slime.weights.turns import Turn
 
@@ -45,14 +45,9 @@ class Delivery:
         if self._peers.conducts and self._turns[0].sender != self._peers.rank:
             self._running.append(self._pool.submit(self._peers.tell, self._turns[0].sender, good))
 
-    def room(self) -> None:
-        """Waits until the next bucket's memory is free."""
-        while len(self._running) >= NUM_BUFFERS:
-            self._running.popleft().result()
-
-    def drain(self) -> None:
-        """Waits until no bucket is on its way."""
-        while self._running:
+    def wait(self, most: int) -> None:
+        """Waits until at most so many buckets are on their way."""
+        while len(self._running) > most:
             self._running.popleft().result()
 
     def send(self, number: int, bucket: Bucket | None) -> None:
@@ -61,7 +56,7 @@ class Delivery:
 
     def close(self) -> BaseException | None:
         """Waits for all of it. What went wrong in turns of this rank."""
-        self.drain()
+        self.wait(0)
         self._pool.shutdown()
         return self._failure
 

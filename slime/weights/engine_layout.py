@@ -20,7 +20,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -129,6 +129,13 @@ class _Resident:
     """Entries of which digests have been taken."""
 
 
+def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
+    """Raises `WeightSyncError` for tensors that are not `sent`."""
+    missing = [name for name in hf_names if name not in sent]
+    if missing:
+        raise WeightSyncError(f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor")
+
+
 class ExpectedDigests:
     """Digests of resident tensors, on engines of the same kind of device, built while HF tensors stream by."""
 
@@ -194,12 +201,7 @@ class ExpectedDigests:
 
     def finish(self, hf_names: Iterable[str] | None = None) -> Digests:
         """Of these tensors, or all of the table. Raises `WeightSyncError` if some have not come."""
-        wanted = self._table.hf_names if hf_names is None else hf_names
-        missing = [name for name in wanted if name not in self._seen]
-        if missing:
-            raise WeightSyncError(
-                f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor"
-            )
+        require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
         for resident in self._complete:

@@ -34,9 +34,9 @@ from typing import Any
 
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.core.ports import Digest
-from slime.weights.buckets import Bucket, Buffers
+from slime.weights.buckets import NUM_BUFFERS, Bucket, Buffers
 from slime.weights.delivery import Delivery
-from slime.weights.engine_layout import Digests, ExpectedDigests, merged
+from slime.weights.engine_layout import Digests, ExpectedDigests, merged, require_all
 from slime.weights.outgoing import Outgoing
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.transports import Channel
@@ -127,7 +127,8 @@ class _WeightSync:
         turns = tuple(self._outgoing.turns(buffer_bytes))
         self._num_bytes = sum(turn.num_bytes for turn in turns)
         if self._peers.conducts:
-            self._guarded(self._require_whole, turns)
+            sent = {name for turn in turns for name in turn.hf_names}
+            self._guarded(require_all, self._outgoing.table.hf_names, sent)  # before an engine hears of it
             self._guarded(self._pause)
         if self._channel.everywhere:
             self._send_everywhere(turns, buffers)
@@ -139,10 +140,10 @@ class _WeightSync:
         delivery.open(self._failure is None)
         for number, turn in enumerate(turns):
             if turn.sender == self._peers.rank:
-                delivery.room()
                 if turn.num_bytes > limit_bytes:  # it is gathered whole, which takes as much again
-                    delivery.drain()
+                    delivery.wait(0)
                     buffers.free()
+                delivery.wait(NUM_BUFFERS - 1)
                 bucket = buffers.next(turn.specs)
                 delivery.send(number, bucket if self._fill(turn, bucket) else None)
             else:
@@ -187,15 +188,6 @@ class _WeightSync:
 
     # --- what is done once --------------------------------------------------------------------------------------------
 
-    def _require_whole(self, turns: Sequence[Turn]) -> None:
-        """Raises `WeightSyncError` if tensors are missing, before an engine hears of it."""
-        sent = {name for turn in turns for portion in turn.portions for entry in portion.entries for name in entry.hf}
-        missing = [name for name in self._outgoing.table.hf_names if name not in sent]
-        if missing:
-            raise WeightSyncError(
-                f"got a weight sync without {missing[:8]} ({len(missing)} missing); send every tensor"
-            )
-
     def _pause(self) -> None:
         """Stops every engine; with `abort`, ends its requests and sees that nothing runs any more."""
         with self._timed("pause"):
@@ -221,7 +213,7 @@ class _WeightSync:
         if not self._sent:
             return _Part(self._failure)
         digests: list[Digests] = []
-        names = [n for turn in self._sent for portion in turn.portions for e in portion.entries for n in e.hf]
+        names = [name for turn in self._sent for name in turn.hf_names]
         with self._timed("digest"):
             self._guarded(lambda: digests.append(self._expected.finish(names)))
         reports: list[Any] = []  # of a channel that never began there is none

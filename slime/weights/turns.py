@@ -55,6 +55,11 @@ class Turn:
         return tuple(spec for portion in self.portions for spec in portion.specs)
 
     @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The HF tensors of its portions."""
+        return tuple(name for portion in self.portions for entry in portion.entries for name in entry.hf)
+
+    @property
     def num_bytes(self) -> int:
         """Of the bucket."""
         return sum(portion.num_bytes for portion in self.portions)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -60,14 +61,14 @@ class TrainerWeights:
         self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
         self._expert_ranks = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
         self._rank = dist.get_rank()
-        self._message_bytes = 0
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
+        """Of a limit in bytes."""
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
         """Buckets leave room for what is gathered, so that a sender never has more than two times `limit_bytes`."""
-        self._message_bytes = max(1, limit_bytes // MESSAGES)
         if self._turns[0] != limit_bytes:
-            limit, together = max(1, limit_bytes - 2 * self._message_bytes), self.table.together
+            limit = max(1, limit_bytes - 2 * max(1, limit_bytes // MESSAGES))
+            together = self.table.together
             turns = turns_of(self._portions(), senders=self._senders, limit_bytes=limit, together=together)
             self._turns = limit_bytes, turns
         return self._turns[1]
@@ -92,12 +93,17 @@ class TrainerWeights:
         """(HF name, full tensor); it may share memory with the parameters, or be gone when the next is asked for."""
         if turn.sender not in self._tensor_ranks and turn.sender not in self._expert_ranks:
             return
-        for stacked, portions in _stretches(turn.portions):
-            for portion in portions if stacked else ():
-                yield from self._stacked(portion, turn.sender)
-            if not stacked:
+        for stacked, portions in groupby(turn.portions, lambda portion: portion.entries[0].row.stacked):
+            if stacked:
+                for portion in portions:
+                    yield from self._stacked(portion, turn.sender)
+            else:
                 for message in self._messages([entry for portion in portions for entry in portion.entries]):
                     yield from self._full(message, turn.sender)
+
+    @property
+    def _message_bytes(self) -> int:
+        return max(1, self._turns[0] // MESSAGES)
 
     def _messages(self, entries: Sequence[Entry]) -> Iterator[_Message]:
         held: list[ShardedTensor] = []
@@ -204,18 +210,6 @@ class TrainerWeights:
         group = mpu.get_expert_model_parallel_group()
         for work in dist.batch_isend_irecv([dist.P2POp(operation, stack.contiguous(), other, group)]):
             work.wait()
-
-
-def _stretches(portions: Sequence[Portion]) -> Iterator[tuple[bool, list[Portion]]]:
-    """(whether HF tensors hold all experts, portions) of neighbours."""
-    held: list[Portion] = []
-    for portion in portions:
-        if held and held[-1].entries[0].row.stacked != portion.entries[0].row.stacked:
-            yield held[-1].entries[0].row.stacked, held
-            held = []
-        held.append(portion)
-    if held:
-        yield held[-1].entries[0].row.stacked, held
 
 
 def _senders(*, takes_turns: bool) -> list[list[int]]:

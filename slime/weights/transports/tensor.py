@@ -67,7 +67,7 @@ class TensorChannel(Channel):
     def __init__(self, context: TransportContext) -> None:
         self._serialize, self._peers, self._gpu_id = context.serialize, context.peers, context.gpu_id
         self._shareable, self._table = context.shareable, context.table
-        self._names_held: dict[EngineLayout, dict[EngineRank, frozenset[str]]] = {}
+        self._names_held: dict[EngineLayout, dict[EngineRank, frozenset[str] | None]] = {}
         self._places = places_of(context.table, on_cpu=context.device == "cpu")
         self.everywhere = self._gpu_id is not None
 
@@ -125,9 +125,13 @@ class TensorChannel(Channel):
             owners.append(owner)
         return payloads, owners
 
-    def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str]]:
+    def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str] | None]:
+        """Of each rank the names that it holds part of, None for all; equal sets are one, or each bucket would be
+        compared name by name."""
         if layout not in self._names_held:
-            self._names_held[layout] = hf_names_held(self._table, layout)
+            known: dict[frozenset[str], frozenset[str] | None] = {frozenset(self._table.hf_names): None}
+            held = hf_names_held(self._table, layout)
+            self._names_held[layout] = {rank: known.setdefault(names, names) for rank, names in held.items()}
         return self._names_held[layout]
 
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
