@@ -109,7 +109,7 @@ def records_are_no_pickles(args: Args) -> str | None:
         return None
     return (
         f"got load_debug_rollout_data {path}, a pickle, which could run code; give what --save-debug-rollout-data of "
-        "this slime wrote"
+        f"this slime wrote, or this: slime convert {path} {path.removesuffix(_PICKLE)}.jsonl.zst --trust-pickle"
     )
 
 

@@ -1,4 +1,4 @@
-"""Files of other programs: Megatron-core's `torch_dist` folders, both ways, and the pickled rollout dumps of public slime.
+"""Files of other programs: Megatron-core's `torch_dist` folders, both ways, and pickled rollouts of the public slime.
 
 The plan
 1. A pickle is a program, and both kinds of file are made of pickles. `slime convert` reads them only with

@@ -34,7 +34,7 @@ LIMIT_S = 600.0
 """The longest silence: opening a large `.metadata`, reading the largest tensor from a slow disk."""
 MAX_REPLY_BYTES = 1 << 30
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-_WHAT = {NETWORK: "user namespaces, against the network", FILES: "Landlock, against other files"}
+_WHAT = {NETWORK: "the network (no user namespaces)", FILES: "other files (no Landlock)"}
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class Confined:
 
     content: dict[str, Any]
     """What the process says of the whole path, once the block is entered."""
+    lacks: tuple[str, ...]
+    """From what this machine cannot hold the process: of `NETWORK`, `FILES`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()
@@ -63,13 +65,14 @@ class Confined:
         try:
             reply = self._ask({})[0]
             self.content = dict(reply["content"])
-            missing = [_WHAT[name] for name in _WHAT if name not in reply["held"]]
+            self.lacks = tuple(name for name in _WHAT if name not in reply["held"])
         except BaseException:
             self._end()
             raise
-        if missing:
+        if self.lacks:
+            lacks = " and ".join(_WHAT[name] for name in self.lacks)
             logger.warning(
-                "pickles of %s are read as data alone, but this machine lacks %s", self._path, " and ".join(missing)
+                "%s is read as data alone, but in a process that this machine lets near %s", self._path, lacks
             )
         return self
 

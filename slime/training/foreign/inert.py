@@ -66,7 +66,7 @@ def _nested(owner: Any, name: Any) -> type[Record]:
 
 
 _NUMPY = {
-    (f"{place}.multiarray", name): getattr(numpy._core.multiarray, name)  # type: ignore[attr-defined]  # noqa: SLF001
+    (f"{place}.multiarray", name): getattr(numpy._core.multiarray, name)  # type: ignore[attr-defined]
     for place in ("numpy.core", "numpy._core")
     for name in ("_reconstruct", "scalar")
 }
@@ -75,9 +75,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): numpy.ndarray,
     ("numpy", "dtype"): numpy.dtype,
     ("torch", "Size"): tuple,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,  # noqa: SLF001
-    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,  # noqa: SLF001
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,  # noqa: SLF001
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin1"),
     **{(place, "getattr"): _nested for place in ("builtins", "__builtin__")},

@@ -26,7 +26,7 @@ METADATA = ".metadata"
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """The folder with the tensors: `folder` itself, or the one that its tracker names; None if it is no `torch_dist`."""
+    """Where the tensors are: `folder` itself, or the one that its tracker names; None if it is no `torch_dist`."""
     if (folder / METADATA).is_file():
         return folder
     tracker = folder / TRACKER
@@ -89,9 +89,9 @@ class TorchDist:
         unknown += [f"{name} beyond {n}" for name, n in used.items() if self._count(name, axes[name]) > n]
         if missing or unknown:
             raise CheckpointError(
-                f"got {self._folder} with {len(stored)} tensors of weights for {self.table.family} of "
-                f"{self.table.sizes.num_layers} layers: missing {some_of(missing)}, unknown {some_of(sorted(unknown))}; "
-                "give the --hf-checkpoint that it was made of"
+                f"got {self._folder} with {len(stored)} tensors of weights, which are not those of a "
+                f"{self.table.family} of {self.table.sizes.num_layers} layers: missing {some_of(missing)}, unknown "
+                f"{some_of(sorted(unknown))}; give the --hf-checkpoint that it was made of"
             )
 
     def _count(self, key: str, axes: int) -> int:

@@ -1,4 +1,4 @@
-"""Weights to a `torch_dist` folder, by Megatron-core's own `dist_checkpointing`: on one rank, on a CPU, without a model.
+"""Weights to a `torch_dist` folder, by Megatron-core's own `dist_checkpointing`: one rank, no GPU, no model.
 
 Layers are written by themselves (what Megatron calls non-homogeneous layers), which the folder says, and which a loader
 asks it (`dist_checkpointing.load_content_metadata`). All weights are in memory, or mapped, while they are written:
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slime.compat.megatron_cpu import activate
-from slime.core.durable import sync_to_disk
 from slime.models.common.table import EMBEDDING, HEAD, FamilyTable
 from slime.training.foreign.names import Places
 from slime.training.foreign.torch_dist import RELEASE, TRACKER
@@ -32,7 +29,9 @@ CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 LIMIT = timedelta(minutes=10)
 
 
-def write_torch_dist(folder: Path, table: FamilyTable, read_hf: ReadHF, advance: Any = lambda: None) -> None:
+def write_torch_dist(
+    folder: Path, table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None] = lambda: None
+) -> None:
     """Writes all parameters of a model to `folder`, which is empty, as a release: `release/` and the tracker.
 
     `read_hf`: HF name -> the full tensor, in the type that is to be written; asked once for each, in table order.
@@ -49,13 +48,12 @@ def write_torch_dist(folder: Path, table: FamilyTable, read_hf: ReadHF, advance:
         state["model"] = _sharded(table, read_hf, advance)
         dist_checkpointing.save(state, str(release), content_metadata=dict(CONTENT))
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
-    for path in (*folder.rglob("*"), folder):
-        sync_to_disk(path)
 
 
-def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Any) -> dict[str, Any]:
-    """Parameter -> its tensor, with its place in the folder."""
+def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -> dict[str, Any]:
+    """Parameter -> its tensor, with its place in the folder; and what a loader wants for each linear layer."""
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
     places, sharded = Places(table), {}
     for entry in table.entries:
@@ -69,8 +67,24 @@ def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Any) -> dict[str, Any
             prepend_axis_num=len(axes),
             allow_shape_mismatch=entry.megatron in (EMBEDDING, HEAD),
         )
+        for module in _modules_with_state(place.key):
+            state = make_sharded_object_for_checkpoint(
+                None, f"{module}._extra_state", tuple(axes), replica_id=(0, 0, 0)
+            )
+            sharded[f"{entry.megatron} {state.unique_key}"] = state
         advance()
     return sharded
+
+
+def _modules_with_state(key: str) -> list[str]:
+    """The modules of Transformer Engine, seen from a weight, that keep more than weights: of FP8, and here nothing.
+
+    A loader refuses a folder that does not name it.
+    """
+    module, _, kind = key.rpartition(".")
+    found = [module] if kind == "weight" and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) else []
+    attention, is_output, _ = module.partition("self_attention.linear_proj")
+    return [*found, *([f"{attention}self_attention.core_attention"] if is_output and found else [])]
 
 
 def _arguments(table: FamilyTable) -> argparse.Namespace:
