@@ -50,13 +50,14 @@ class Places:
 
     def written(self, parameter: str) -> Place:
         """Where slime writes it: layers by themselves, norms in the names of Transformer Engine, experts stacked."""
-        name = self._fused(parameter) or parameter
+        fused, linear = _fused(parameter)
+        name = fused if linear in self._own else parameter
         *_, (key, at) = _unstacked(name, _EXPERT, _EXPERTS)
         return Place(key, at)
 
     def forms(self, parameter: str) -> Iterator[tuple[Place, ...]]:
         """All that it may look like."""
-        for name in filter(None, (parameter, self._fused(parameter))):
+        for name in dict.fromkeys((parameter, _fused(parameter)[0])):
             for key, layer in _unstacked(name, _LAYER, _LAYERS):
                 for stored, expert in _unstacked(key, _EXPERT, _EXPERTS):
                     at = layer + expert
@@ -64,13 +65,16 @@ class Places:
                     if _GATED.search(stored):
                         yield Place(f"{stored}_w", at), Place(f"{stored}_v", at)
 
-    def _fused(self, parameter: str) -> str | None:
-        """A norm's name as a part of the linear layer behind it, if the model has that layer."""
-        for norm, linear in _FUSED.items():
-            prefix, found, kind = parameter.rpartition(norm)
-            if found and f"{prefix}{linear}weight" in self._own:
-                return f"{prefix}{linear}layer_norm_{kind}"
-        return None
+
+def _fused(parameter: str) -> tuple[str, str]:
+    """A norm's name as a part of the linear layer behind it, which layers of experts have, too, in Megatron's local
+    layers; and the weight of that layer. What is no such norm keeps its name.
+    """
+    for norm, linear in _FUSED.items():
+        prefix, found, kind = parameter.rpartition(norm)
+        if found:
+            return f"{prefix}{linear}layer_norm_{kind}", f"{prefix}{linear}weight"
+    return parameter, ""
 
 
 def is_weight(key: str) -> bool:

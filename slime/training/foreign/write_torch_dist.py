@@ -106,7 +106,8 @@ def _one_rank() -> Iterator[None]:
     """A process group of this process alone, for the block."""
     before = dict(os.environ)
     keep_gloo_on("127.0.0.1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=LIMIT)
     try:
         yield
     finally:

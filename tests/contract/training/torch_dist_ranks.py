@@ -17,6 +17,10 @@ from slime.core.hf_config import num_experts_of
 from tests.support.ranks import Seat
 
 
+AHEAD_OF_EXPERTS = "pre_mlp_layernorm."
+"""The norm that local layers and those of Transformer Engine call otherwise where experts follow."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How Megatron's model is spread, and what it writes."""
@@ -27,7 +31,7 @@ class Layout:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Of `sharded_state_dict`, when it is written; empty: layers stacked."""
     te_names: bool = True
-    """Names of Transformer Engine's layers for norms ahead of experts."""
+    """The names of Transformer Engine's layers, also where local ones have others."""
 
     @property
     def world_size(self) -> int:
@@ -40,6 +44,9 @@ def rewrite(seat: Seat, source: Path, target: Path, config: dict[str, Any], layo
         from megatron.core import dist_checkpointing
 
         _load(model, source)
+        if not layout.te_names:
+            for layer in model.decoder.layers:
+                layer.submodules_config.sharded_state_dict_keys_map[AHEAD_OF_EXPERTS] = "mlp.linear_fc1.layer_norm_"
         if seat.rank == 0:
             target.mkdir()
         torch.distributed.barrier()
@@ -66,8 +73,8 @@ def _load(model: Any, source: Path) -> None:
     content = dist_checkpointing.load_content_metadata(str(source))
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
-    state = dist_checkpointing.load(model.sharded_state_dict(metadata=content), str(source))
-    model.load_state_dict(state)
+    state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=content)}, str(source))
+    model.load_state_dict(state["model"])
 
 
 def _moments(model: Any, layout: Layout) -> dict[str, Any]:
@@ -130,8 +137,8 @@ def _model(config: dict[str, Any], layout: Layout) -> Iterator[Any]:
         **(routed if experts else {}),
     )
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
-    if experts and layout.te_names:
-        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    if experts:
+        del spec.submodules.sharded_state_dict_keys_map[AHEAD_OF_EXPERTS]
     model = GPTModel(
         own,
         spec,
