@@ -17,7 +17,7 @@ from slime.training.foreign.trust import require_trust
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     """Writes `target`; says what it holds and what was left out.
 
-    Raises `ConfigError` if `source` is not `trusted`, `CheckpointError` if it is no rollout or asks for code, or if
+    Raises `ConfigError` if `source` is not `trusted`, `CheckpointError` if it is not a rollout or asks for code, or if
     `target` is there, `DataError` for samples that cannot be replayed.
     """
     require_trust(source, trusted=trusted)

@@ -104,7 +104,7 @@ class Confined:
             raise self._died() from None
         length, num_follow = HEADER.unpack(self._read(HEADER.size))
         if length > MAX_REPLY_BYTES:
-            raise CheckpointError(f"got a description of {length} bytes of {self._path}; that is no checkpoint")
+            raise CheckpointError(f"got a description of {length} bytes of {self._path}; that is not a checkpoint")
         reply: dict[str, Any] = json.loads(self._read(length))
         if "error" in reply:
             what = f"{request['tensor']} in {self._path}" if "tensor" in request else str(self._path)

@@ -68,7 +68,7 @@ class Places:
 
 def _fused(parameter: str) -> tuple[str, str]:
     """A norm's name as a part of the linear layer behind it, which layers of experts have, too, in Megatron's local
-    layers; and the weight of that layer. What is no such norm keeps its name.
+    layers; and the weight of that layer. What is not such a norm keeps its name.
     """
     for norm, linear in _FUSED.items():
         prefix, found, kind = parameter.rpartition(norm)

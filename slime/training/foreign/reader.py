@@ -116,7 +116,7 @@ def plain(value: Any, where: str = "it") -> Any:
         return plain(value.given[0], where) if enum else plain(value.fields, where)
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a tensor, an array or a number of numpy
         return plain(value.tolist(), where)
-    raise ValueError(f"{where} is of {type(value).__name__}, which is no JSON")
+    raise ValueError(f"{where} is of {type(value).__name__}, which is not JSON")
 
 
 class Dump:

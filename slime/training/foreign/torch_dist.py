@@ -26,7 +26,7 @@ METADATA = ".metadata"
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Where the tensors are: `folder` itself, or the one that its tracker names; None if it is no `torch_dist`."""
+    """Where the tensors are: `folder` itself, or the one that its tracker names; None if it is not a `torch_dist`."""
     if (folder / METADATA).is_file():
         return folder
     tracker = folder / TRACKER

@@ -16,7 +16,6 @@ from slime.compat import megatron_cpu, megatron_moe
 from slime.core.hf_config import num_experts_of
 from tests.support.ranks import Seat
 
-
 AHEAD_OF_EXPERTS = "pre_mlp_layernorm."
 """The norm that local layers and those of Transformer Engine call otherwise where experts follow."""
 
@@ -90,28 +89,18 @@ def _moments(model: Any, layout: Layout) -> dict[str, Any]:
     return out
 
 
-@contextmanager
-def _model(config: dict[str, Any], layout: Layout) -> Iterator[Any]:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
+def _transformer_config(config: dict[str, Any], layout: Layout) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
-    megatron_cpu.activate("cpu")
-    megatron_moe.activate()
-    mpu.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random.model_parallel_cuda_manual_seed(1)
-    experts = num_experts_of(config) or None
     routed = {
-        "num_moe_experts": experts,
+        "num_moe_experts": num_experts_of(config),
         "moe_router_topk": config.get("num_experts_per_tok"),
         "moe_ffn_hidden_size": config.get("moe_intermediate_size"),
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "allgather",
         "expert_model_parallel_size": layout.ep,
     }
-    own = TransformerConfig(
+    return TransformerConfig(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         num_attention_heads=config["num_attention_heads"],
@@ -134,23 +123,36 @@ def _model(config: dict[str, Any], layout: Layout) -> Iterator[Any]:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=True,
-        **(routed if experts else {}),
+        **(routed if routed["num_moe_experts"] else {}),
     )
+
+
+@contextmanager
+def _model(config: dict[str, Any], layout: Layout) -> Iterator[Any]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    megatron_cpu.activate("cpu")
+    megatron_moe.activate()
+    mpu.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random.model_parallel_cuda_manual_seed(1)
+    experts = num_experts_of(config) or None
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
     if experts:
         del spec.submodules.sharded_state_dict_keys_map[AHEAD_OF_EXPERTS]
-    model = GPTModel(
-        own,
-        spec,
-        vocab_size=config["vocab_size"],
-        max_sequence_length=config["max_position_embeddings"],
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        rotary_base=10000,
-        share_embeddings_and_output_weights=bool(config["tie_word_embeddings"]),
-    )
     try:
-        yield model
+        yield GPTModel(
+            _transformer_config(config, layout),
+            spec,
+            vocab_size=config["vocab_size"],
+            max_sequence_length=config["max_position_embeddings"],
+            pre_process=mpu.is_pipeline_first_stage(),
+            post_process=mpu.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            rotary_base=10000,
+            share_embeddings_and_output_weights=bool(config["tie_word_embeddings"]),
+        )
     finally:
         mpu.destroy_model_parallel()
