@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from slime.cli.main import main
 from tests.contract.training.torch_dist_ranks import Layout, log_probs, rewrite
+from tests.support.families import FAMILIES, write_family
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 
@@ -66,6 +67,16 @@ def test_there_and_back_is_the_same_bits(shape: str, made: dict[str, Made], tmp_
     assert _same(made[shape].hf, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == made[shape].config
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("a+b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_goes_there_and_back(family: str, tmp_path: Path) -> None:
+    """Law: what is in a family's weight table has a place in the folder, also where Megatron has no such layer."""
+    write_family(tmp_path / "hf", family)
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "torch_dist"), "--to", "torch_dist"]) == 0
+    assert _read(tmp_path / "torch_dist", tmp_path / "hf", tmp_path / "out") == 0
+    assert _same(tmp_path / "hf", tmp_path / "out")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
