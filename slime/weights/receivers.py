@@ -54,7 +54,7 @@ class Peers:
     tell: Callable[[int, bool], None] = lambda turn, good: None
     """Tells the rank whose turn it is that it may begin, and whether all went well so far. From one thread."""
     hear: Callable[[int, int], bool] = lambda turn, num_turns: True
-    """Waits for what is told of a turn of this rank, behind so many turns of others. From one thread. Raises
+    """Waits for the word of a turn of this rank, behind so many turns of others. From one thread. Raises
     `DeadlineExceeded`."""
 
     @property

@@ -11,7 +11,7 @@ Invariants
 2. Beside its shards and its buckets a rank has one message of at most `limit / MESSAGES` bytes and what it is made of
    and into: no more than four times that. A parameter that is larger by itself is its own message, there two and a half
    times. If layers have such, buckets are smaller by that much, down to `LEAST_BUCKET` of the limit; what still finds
-   no room is told (`beside`), and is gathered while no other bucket is there.
+   no room is reported (`beside`), and is gathered while no other bucket is there.
 3. What is wrong with a tensor is raised when all parts of its turn were given.
 """
 
@@ -36,9 +36,9 @@ from slime.weights.turns import Portion, Turn, turns_of
 
 MESSAGES = 16
 """Of a bucket's bytes, at least."""
-MESSAGE_COPIES = 4
+MESSAGE_TIMES = 4
 """How often a message of several parameters is there at a time, at most."""
-PARAMETER_COPIES = 2.5
+PARAMETER_TIMES = 2.5
 """How often one that is larger is there: gathered, as it leaves, and this rank's shard where it is cast."""
 LEAST_BUCKET = 0.5
 """Of the limit. What more than this would leave no room for is gathered by itself."""
@@ -82,8 +82,8 @@ class TrainerWeights:
         """Buckets leave room for what is gathered, so that a sender never has more than two times `limit_bytes`."""
         if self._turns[0] != limit_bytes:
             portions, message = list(self._portions()), max(1, limit_bytes // MESSAGES)
-            in_layers = [_copies(p, message) for p in portions if p.entries[0].layer is not None]
-            room = max([MESSAGE_COPIES * message, *(n for n in in_layers if n <= 2 * (1 - LEAST_BUCKET) * limit_bytes)])
+            in_layers = [_bytes_of(p, message) for p in portions if p.entries[0].layer is not None]
+            room = max([MESSAGE_TIMES * message, *(n for n in in_layers if n <= 2 * (1 - LEAST_BUCKET) * limit_bytes)])
             self._room = -(-room // 2)
             limit, together = max(1, limit_bytes - self._room), self.table.together
             turns = turns_of(portions, senders=self._senders, limit_bytes=limit, together=together)
@@ -92,7 +92,7 @@ class TrainerWeights:
 
     def beside(self, turn: Turn) -> int:
         """More than nothing for a parameter that is larger than half of a bucket or so."""
-        return max(0, *(_copies(portion, self._message_bytes) - self._room for portion in turn.portions))
+        return max(0, *(_bytes_of(portion, self._message_bytes) - self._room for portion in turn.portions))
 
     def _portions(self) -> Iterator[Portion]:
         for run in self.table.runs:
@@ -251,11 +251,11 @@ def _senders(*, takes_turns: bool) -> list[list[int]]:
     return [first[stage] for stage in range(mpu.get_pipeline_model_parallel_world_size())]
 
 
-def _copies(portion: Portion, message_bytes: int) -> int:
+def _bytes_of(portion: Portion, message_bytes: int) -> int:
     """Bytes that are there for it while it is gathered, at most."""
     if portion.entries[0].row.stacked:  # all experts of a layer, put together message by message
-        return portion.num_bytes + MESSAGE_COPIES * message_bytes
-    return max(MESSAGE_COPIES * message_bytes, int(PARAMETER_COPIES * portion.num_bytes))
+        return portion.num_bytes + MESSAGE_TIMES * message_bytes
+    return max(MESSAGE_TIMES * message_bytes, int(PARAMETER_TIMES * portion.num_bytes))
 
 
 def _placed(

@@ -18,11 +18,11 @@ from slime.weights.buckets import Spec
 from slime.weights.outgoing import Outgoing
 from slime.weights.quantised.engine_table import engine_table
 from slime.weights.quantised.format import QuantisedFormat
-from slime.weights.quantised.stream import COPIES, RUN_BYTES, quantised_stream
+from slime.weights.quantised.stream import TIMES, RUN_BYTES, quantised_stream
 from slime.weights.turns import Portion, Turn
 
 RUNS = 16
-"""Of a bucket's bytes, at least: what is quantised at a time is there `COPIES` times."""
+"""Of a bucket's bytes, at least: what is quantised at a time is there `TIMES` times."""
 
 
 def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
@@ -79,7 +79,7 @@ class QuantisedOutgoing:
         """Of the plain weights, and what is quantised at a time."""
         plain = self._plain[id(turn)]
         weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
-        return self._weights.beside(plain) + COPIES * max((n for n in weights if 2 * n > self._run_bytes), default=0)
+        return self._weights.beside(plain) + TIMES * max((n for n in weights if 2 * n > self._run_bytes), default=0)
 
     def _quantises(self, spec: Spec) -> bool:
         return spec.name in self._quantised.names

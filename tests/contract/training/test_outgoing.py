@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from slime.core.errors import WeightSyncError
 from slime.training.backend import MegatronBackend
 from slime.training.state import outgoing as module
-from slime.training.state.outgoing import MESSAGE_COPIES, MESSAGES, PARAMETER_COPIES, TrainerWeights
+from slime.training.state.outgoing import MESSAGE_TIMES, MESSAGES, PARAMETER_TIMES, TrainerWeights
 from slime.weights.buckets import Buffers
 from tests.support.adapters import fill_b
 from tests.support.families import write_family
@@ -114,7 +114,7 @@ def test_every_tensor_is_sent_once_and_is_what_an_export_has(layout: str, tmp_pa
     stages = 2 if "pp2" in layout else 1
     assert len(set(told[0]["senders"])) == stages * (2 if "ep2" in layout else 1), "each stage, and those with experts"
     assert told[0]["largest"] <= LIMIT_BYTES
-    alone = int((1 + PARAMETER_COPIES) * told[0]["portion"]) + MESSAGE_COPIES * (ROOM_BYTES // MESSAGES)
+    alone = int((1 + PARAMETER_TIMES) * told[0]["portion"]) + MESSAGE_TIMES * (ROOM_BYTES // MESSAGES)
     peak = max(own["peak"] for own in told)
     assert told[0]["many"] and 0 < peak <= max(2 * ROOM_BYTES, alone), "two buckets, or what one parameter takes"
 
