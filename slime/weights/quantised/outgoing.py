@@ -18,7 +18,7 @@ from slime.weights.buckets import Spec
 from slime.weights.outgoing import Outgoing
 from slime.weights.quantised.engine_table import engine_table
 from slime.weights.quantised.format import QuantisedFormat
-from slime.weights.quantised.stream import TIMES, RUN_BYTES, quantised_stream
+from slime.weights.quantised.stream import RUN_BYTES, TIMES, quantised_stream
 from slime.weights.turns import Portion, Turn
 
 RUNS = 16
