@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from slime.core.errors import ConfigError
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What to convert, where to, and into what."""
@@ -44,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
     if options.source.suffix == ".pt":
         from slime.cli.public_rollout import convert_rollout
 
+        if options.to is not None:
+            raise ConfigError(f"got --to {options.to} for {options.source}, a rollout, which holds no weights; drop it")
         print(convert_rollout(options.source, options.target, trusted=options.trust_pickle))
         return 0
     from slime.cli.conversion import convert, described

@@ -3,7 +3,7 @@
 The plan
 1. A pickle is a program, and both kinds of file are made of pickles. `slime convert` reads them only with
    `--trust-pickle`, and nothing else in slime reads them at all.
-2. They are opened in a process of their own (`reader`): no network, no file but the one that was named, no file
+2. They are opened in a process of their own (`reader`): no network, no file but what was named and libraries, none
    written, memory bounded. What the kernel does not give of it is logged.
 3. There, too, a pickle runs nothing: it may name a short list of harmless things (`inert`); a class is replaced by a
    record of what it was given, and any other name is refused by name. Tensors are read with `weights_only`.

@@ -15,6 +15,7 @@ import collections
 import functools
 import io
 import pickle
+import re
 from typing import Any, BinaryIO
 
 import numpy
@@ -121,7 +122,13 @@ def load_archive(file: BinaryIO) -> Any:
 
 def tensor_of(content: bytes) -> torch.Tensor:
     """One tensor that `torch.save` wrote. Raises `pickle.UnpicklingError` for anything else."""
-    loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    try:
+        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # whose text says how to load it all the same
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise pickle.UnpicklingError(
+            f"it names {named[1]}, which is not a weight" if named else "it is not a tensor of torch.save"
+        ) from None
     if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
         raise pickle.UnpicklingError(f"it holds a {type(loaded).__name__}, not a plain tensor")
     return loaded.detach()

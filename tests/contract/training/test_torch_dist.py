@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -151,19 +152,23 @@ def test_a_shard_that_is_damaged_or_hostile_is_named(
     made: dict[str, Made], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: tensors are read as tensors alone; a pickle in the place of one runs nothing."""
-    mark = tmp_path / "mark"
-    with open(made["dense"].release / ".metadata", "rb") as file:
-        places = pickle.load(file).storage_data
-    (place,) = [info for index, info in places.items() if index.fqn == "output_layer.weight"]
-    content = tmp_path / "content"
+    mark, content = tmp_path / "mark", tmp_path / "content"
     torch.save({"x": _Hostile(mark)}, content)
-    for name, instead in (("hostile", content.read_bytes()), ("damaged", b"")):
+    for name, instead, why in (
+        ("hostile", content.read_bytes(), "it names posix.system, which is not a weight"),
+        ("damaged", b"nothing", "got output_layer.weight"),
+    ):
         folder = _copied(made["dense"].release, tmp_path / name)
-        shard = bytearray((folder / place.relative_path).read_bytes())
-        shard[place.offset : place.offset + place.length] = instead.ljust(place.length, b"\0")
-        (folder / place.relative_path).write_bytes(shard)
+        with open(folder / ".metadata", "rb") as file:
+            metadata = pickle.load(file)
+        (place,) = [info for index, info in metadata.storage_data.items() if index.fqn == "output_layer.weight"]
+        shard = (folder / place.relative_path).read_bytes()
+        place.offset, place.length = len(shard), len(instead)
+        (folder / place.relative_path).write_bytes(shard + instead)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         assert _read(folder, made["dense"].hf, tmp_path / "out") == 2
-        assert "got output_layer.weight" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "got output_layer.weight" in said and why in said
         assert not (tmp_path / "out").exists() and not mark.exists()
 
 
@@ -172,7 +177,7 @@ class _Hostile:
         self._mark = mark
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._mark,)
+        return os.system, (f"touch {self._mark}",)
 
 
 def test_another_type_is_made_on_the_way(made: dict[str, Made], tmp_path: Path) -> None:

@@ -268,6 +268,11 @@ def test_a_damaged_rollout_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert why in capsys.readouterr().err
 
 
+def test_a_rollout_has_no_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _convert(tmp_path / "5.pt", tmp_path / "out", "--trust-pickle", "--to", "bf16") == 2
+    assert "holds no weights" in capsys.readouterr().err
+
+
 def test_a_process_that_ends_is_an_error(tmp_path: Path) -> None:
     _dump(tmp_path / "5.pt", _fields())
     with Confined(tmp_path / "5.pt") as confined:
