@@ -228,3 +228,8 @@ def test_records_have_the_ending_of_what_they_are(base: list[str], tmp_path: Pat
     pickled.write_bytes(b"")
     with pytest.raises(ConfigError, match=r"could run code.*slime convert \S+/0\.pt \S+/0\.jsonl\.zst --trust-pickle"):
         parse_args([*base, "--load-debug-rollout-data", str(pickled)])
+    template = ["--load-debug-rollout-data", str(tmp_path / "{rollout_id}.pt")]
+    with pytest.raises(ConfigError, match=r"there is \S+/0\.pt, a pickle"):
+        parse_args([*base, *template])
+    (tmp_path / "0.jsonl.zst").touch()
+    assert parse_args([*base, *template]).load_debug_rollout_data == str(tmp_path / "{rollout_id}.jsonl.zst")
