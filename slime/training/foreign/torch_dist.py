@@ -44,7 +44,10 @@ def checkpoint_in(folder: Path) -> Path | None:
 
 
 class TorchDist:
-    """An opened folder: every parameter of the model is there, and no weight besides. Raises `CheckpointError`."""
+    """An opened folder: every parameter of the model is there, in its shape, and no weight besides.
+
+    Raises `CheckpointError` before a tensor is read.
+    """
 
     table: FamilyTable
     """With the layer of multi-token prediction if the folder has it."""
@@ -57,6 +60,8 @@ class TorchDist:
         places = Places(self.table)
         self._places = {entry.megatron: places.find(entry.megatron, stored) for entry in self.table.entries}
         self._require_whole(stored)
+        for entry in self.table.entries:
+            self._require_shape(entry)
 
     def iter_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) in table order, one at a time, in the types that are stored."""
@@ -65,21 +70,23 @@ class TorchDist:
     def _parameter(self, entry: Entry) -> Tensor:
         """As the only one of its tensor-parallel ranks would hold it; a vocabulary may be padded."""
         parts = [self._confined.tensor(place.key, place.at) for place in self._places[entry.megatron]]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        dim, row = entry.row.dim, entry.row
-        wanted = list(row.shapes[0])
-        if dim is not None:
-            wanted[dim] = sum(shape[dim] for shape in row.shapes)
-        got = list(tensor.shape)
-        if got != wanted and not (row.units == (Unit.VOCAB,) and got[1:] == wanted[1:] and got[0] > wanted[0]):
-            raise CheckpointError(
-                f"got {self._said(entry)} of shape {got} in {self._folder}; config.json implies {wanted}; checkpoint "
-                "and --hf-checkpoint do not belong together"
-            )
-        return tensor
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _said(self, entry: Entry) -> str:
-        return ", ".join(place.key for place in self._places[entry.megatron]) or entry.megatron
+    def _require_shape(self, entry: Entry) -> None:
+        """A parameter, whose parts lie end to end, is as large as config.json says."""
+        places = self._places[entry.megatron]
+        shapes = [self._confined.content[place.key][1][len(place.at) :] for place in places]
+        row, got = entry.row, [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
+        wanted = list(row.shapes[0])
+        if row.dim is not None:
+            wanted[row.dim] = sum(shape[row.dim] for shape in row.shapes)
+        padded = row.units == (Unit.VOCAB,) and got[1:] == wanted[1:] and got[0] > wanted[0]
+        if got != wanted and not padded:
+            said = ", ".join(place.key for place in places)
+            raise CheckpointError(
+                f"got {said} of shape {got} in {self._folder}; config.json implies {wanted}; checkpoint and "
+                "--hf-checkpoint do not belong together"
+            )
 
     def _require_whole(self, stored: set[str]) -> None:
         missing = [name for name, found in self._places.items() if not all(map(self._has, found or (None,)))]
