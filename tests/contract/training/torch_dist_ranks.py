@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ def rewrite(seat: Seat, source: Path, target: Path, config: dict[str, Any], layo
         state = {**model.sharded_state_dict(metadata=dict(layout.metadata)), **optimizer}
         for key, tensor in _moments(model, layout).items():
             state[key] = tensor
-        dist_checkpointing.save(state, str(target))
+        with _may_have_children():
+            dist_checkpointing.save(state, str(target))
 
 
 def log_probs(seat: Seat, source: Path, config: dict[str, Any], tokens: list[int]) -> Any:
@@ -64,6 +66,17 @@ def log_probs(seat: Seat, source: Path, config: dict[str, Any], tokens: list[int
         positions = torch.arange(len(tokens))[None]
         mask = torch.triu(torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool), 1)
         return model(ids, positions, mask)[0].float().log_softmax(-1)
+
+
+@contextmanager
+def _may_have_children() -> Iterator[None]:
+    """Megatron writes in processes of its own, and those of the tests end with their parent, which forbids them."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before, config["daemon"] = config.get("daemon"), False
+    try:
+        yield
+    finally:
+        config["daemon"] = before
 
 
 def _load(model: Any, source: Path) -> None:
