@@ -79,6 +79,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32,
         },
     ),
+    "kimi_k2": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **SIGMOID_EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {**YARN, "beta_fast": 1.0},
+            "max_position_embeddings": 32,
+        },
+    ),
     "glm4": ("Glm4", GLM_ATTENTION),
     "glm4_moe": ("Glm4Moe", {**GLM_ATTENTION, **SIGMOID_EXPERTS, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **SIGMOID_EXPERTS, **DENSE_FIRST}),
@@ -102,6 +114,8 @@ SYNCED: dict[str, dict[str, Any]] = {
     "GlmMoeDsa": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """Prefix of classes -> what published checkpoints say besides, which engines read and transformers does not write."""
+RENAMED: dict[str, dict[str, Any]] = {"kimi_k2": {"model_type": "kimi_k2"}}
+"""Family that transformers has under another name -> what its config.json says of its own."""
 WITH_EXPERTS = tuple(name for name, (_, own) in FAMILIES.items() if {"num_experts", "n_routed_experts"} & own.keys())
 
 
@@ -144,8 +158,21 @@ def write_family(directory: Path, name: str, seed: int = 0, **overrides: Any) ->
     config = json.loads(path.read_text())
     if "layer_types" in config and name.startswith("qwen"):
         config["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
-    path.write_text(json.dumps({**config, **SYNCED.get(FAMILIES[name][0], {})}, indent=2))
+    path.write_text(json.dumps({**config, **SYNCED.get(FAMILIES[name][0], {}), **RENAMED.get(name, {})}, indent=2))
     return directory
+
+
+def load_model(checkpoint: Path) -> Any:
+    """What transformers reads from a folder, in float32, under the name that transformers has for its family."""
+    import torch
+    import transformers
+
+    values = json.loads((checkpoint / "config.json").read_text())
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if (name := values.pop("model_type")) not in RENAMED:
+        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options)
+    kind: Any = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")
+    return kind.from_pretrained(checkpoint, config=kind.config_class(**values), **options)
 
 
 def reference(checkpoint: Path, batch: TrainBatch, scratch: Path) -> tuple[list[Any], dict[str, Any]]:
@@ -154,12 +181,9 @@ def reference(checkpoint: Path, batch: TrainBatch, scratch: Path) -> tuple[list[
     transformers itself gives gradients their checkpoint names: a model that holds them is saved to `scratch`.
     """
     import torch
-    import transformers
     from safetensors.torch import load_file
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = load_model(checkpoint)
     log_probs = list(_log_probs(model, batch))
     masks = [torch.from_numpy(s.loss_mask) for s in batch.samples]
     loss = -sum((lp * m).sum() for lp, m in zip(log_probs, masks, strict=True)) / sum(m.sum() for m in masks)

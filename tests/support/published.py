@@ -44,6 +44,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
     "type": "yarn",
 }
+_KIMI_YARN = {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}
 _LLAMA3 = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -119,6 +120,13 @@ SYNCED: dict[str, tuple[dict[str, Any], float]] = {
         | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
         | {"num_nextn_predict_layers": 1, "quantization_config": _FP8, "routed_scaling_factor": 2.5},
         671.03,
+    ),
+    "Kimi-K2-Instruct": (
+        _sizes(7168, 18432, 61, 64, 64, 163840, model_type="kimi_k2", rope_scaling=_KIMI_YARN, rope_theta=50000.0)
+        | _routed(384, 8, 2048, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, **_LATENT)
+        | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
+        | {"num_nextn_predict_layers": 0, "quantization_config": _FP8, "routed_scaling_factor": 2.827},
+        1026.41,
     ),
     "GLM-4-9B-0414": (
         _sizes(4096, 13696, 40, 32, 2, 151552, model_type="glm4", head_dim=128, attention_bias=False, **_GLM),

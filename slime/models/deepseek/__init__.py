@@ -1,4 +1,5 @@
-"""Models with latent attention: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, and GLM-5 with its sparse-attention indexer."""
+"""Models with latent attention: DeepSeek-V3 (V3.1, R1), Kimi-K2, GLM-4.7-Flash, and GLM-5 with its sparse-attention
+indexer."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@FAMILIES.register("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa")
+@FAMILIES.register("deepseek_v3", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa")
 class DeepSeek(Family):
     """Latent attention; the first layers are dense, the others have experts."""
 

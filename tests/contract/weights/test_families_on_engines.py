@@ -44,6 +44,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "rope_parameters": {**YARN, "type": "yarn", "original_max_position_embeddings": 256},
     },
+    "kimi_k2": {
+        "max_position_embeddings": 1024,
+        "rope_parameters": {**YARN, "type": "yarn", "beta_fast": 1.0, "original_max_position_embeddings": 256},
+    },
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
 }
 """Name -> config beyond that of the tiny checkpoints."""

@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {},
     "deepseek_v3": {},
+    "kimi_k2": {},
     "glm4_moe_lite": {},
     "qwen3_next": {},
 }

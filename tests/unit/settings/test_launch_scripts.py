@@ -33,8 +33,6 @@ REASONS = {
 """What docs/migration.md calls it -> the message."""
 REFUSED = {
     "geo3k_vlm_run_geo3k_qwen35": {"images"},
-    "kimi-k2-Thinking-int4": {"another family"},
-    "kimi-k2-Instruct": {"another family"},
     "mimo-7B-rl-eagle": {"another family"},
     "minimax-m2": {"another family"},
     "qwen3-30b-a3b-fp8": {"training in FP8"},
