@@ -25,6 +25,8 @@ class Spread:
 
     dp_attention: bool = False
     """Attention, embedding and output layer may be shared by the ranks of a DP group alone."""
+    dp_lm_head: bool = True
+    """With DP attention the output layer, too, may be shared by a DP group alone."""
     whole_embedding: bool = False
     """With DP attention the embedding is whole on each rank instead."""
     stages: Head | None = None
@@ -33,6 +35,8 @@ class Spread:
     """In stages, a tied output layer is a tensor of its own on the last one, loaded from the embedding."""
     whole_dense_mlp: bool = False
     """`moe_dense_tp_size` 1 makes the MLP of dense layers whole on each rank."""
+    whole_experts: bool = False
+    """Experts are whole on a rank: of their biases ranks that share one hold parts that the trainer does not know."""
 
 
 PLAIN = Spread()
@@ -43,6 +47,10 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
     """Why an engine cannot have this layout, in a half sentence; None if it can."""
     if layout.dp_size > 1 and not spread.dp_attention:
         return "its attention in SGLang knows no DP attention"
+    if layout.dp_lm_head and not spread.dp_lm_head:
+        return "its output layer in SGLang does not heed enable_dp_lm_head"
+    if spread.whole_experts and layout.expert_tp_size > 1:
+        return f"its experts have biases and cannot be shared; give an ep_size of {layout.tp_size}"
     if layout.pp_size > 1 and spread.stages is None:
         return "its model in SGLang does not run in pipeline stages"
     if layout.pp_size > 1 and tied and not spread.tied_stages:
