@@ -5,10 +5,11 @@ Files and trainer hold the experts of a layer stacked, [in, out], gates and valu
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
-from slime.core.hf_config import HfConfig, quantisation_of
+from slime.core.hf_config import HfConfig, quantisation_of, read_hf_config
 from slime.models import FAMILIES
 from slime.models.common.experts import softmax_experts
 from slime.models.common.rows import Rows, attention, column, copy, decoder_table, pre_norm
@@ -37,7 +38,15 @@ class GptOss(Family):
     shares_prefixes = True
 
     def check(self, args: Args) -> str | None:
-        """Engines hold experts in the order of the loader; SGLang would choose a kernel with another one."""
+        """Engines hold experts in the order of the loader; SGLang would choose a kernel with another one. Experts get
+        no adapters."""
+        rows = self.weight_map(read_hf_config(str(args.hf_checkpoint))).layers[0]
+        names = [name for row in rows if EXPERT in row.megatron for name in (row.megatron, *row.hf)]
+        if args.lora_rank and any(re.search(p, n) for p in args.lora_target_modules or ("",) for n in names):
+            return (
+                "got --lora-rank for gpt-oss with its experts among --lora-target-modules, which get no adapters; give "
+                "--lora-target-modules self_attention"
+            )
         backend = args.sglang.get("moe_runner_backend")
         if backend == "triton" or args.debug_train_only:
             return None

@@ -98,8 +98,8 @@ def _rotary_percent(hf_config: HfConfig) -> float:
 def _layer(s: ModelSizes, _: int) -> Rows:
     d = s.head_dim
     norms = (
-        column("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", [(s.num_heads * d,)], Unit.HEADS),
-        column("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", [(s.num_kv_heads * d,)], Unit.KV_HEADS),
+        column("self_attention.q_norm.weight", "self_attn.q_norm.weight", [(s.num_heads * d,)], Unit.HEADS),
+        column("self_attention.k_norm.weight", "self_attn.k_norm.weight", [(s.num_kv_heads * d,)], Unit.KV_HEADS),
     )
     routed = experts(s, bias="block_sparse_moe.e_score_correction_bias")
     return pre_norm(s.hidden_size, (*attention(s), *norms), tuple(map(_as_filed, routed)))

@@ -48,13 +48,18 @@ class WholeNorm(torch.nn.Module):
 
 
 class WholeNormedAttention(RotatingAttention):
-    """Attention with such norms of its queries and keys; the rotation is in plain PyTorch."""
+    """Attention with such norms of its queries and keys; the rotation is in plain PyTorch.
+
+    They are not called `q_layernorm` and `k_layernorm`: Megatron sums gradients of these over tensor-parallel ranks, as
+    if each had all of the weight.
+    """
 
     def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
-        self.q_layernorm = WholeNorm(config, self.num_attention_heads_per_partition * size)
-        self.k_layernorm = WholeNorm(config, groups * size)
+        self.q_layernorm = self.k_layernorm = None
+        self.q_norm = WholeNorm(config, self.num_attention_heads_per_partition * size)
+        self.k_norm = WholeNorm(config, groups * size)
 
     def rotated(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], and no gate."""
@@ -62,6 +67,6 @@ class WholeNormedAttention(RotatingAttention):
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         heads = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
         query, key, value = heads.split([heads.size(-2) - 2, 1, 1], dim=-2)
-        normed = self.q_layernorm(query.flatten(1, 2)), self.k_layernorm(key.squeeze(-2))
+        normed = self.q_norm(query.flatten(1, 2)), self.k_norm(key.squeeze(-2))
         query, key = (rotate(x, *packed.rotary, interleaved=self.config.rotary_interleaved) for x in normed)
         return query, key, value.squeeze(-2), None

@@ -111,7 +111,7 @@ def test_the_model_learns_as_it_does_without_it(runs: Runs, family: str) -> None
         assert torch.equal(with_it.gradients["loss"][name], without.gradients["loss"][name]), name
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mimo", "qwen3_next"])
 def test_an_export_has_the_trained_layer_and_true_copies(runs: Runs, family: str) -> None:
     outcome = runs.outcome(family, "one", rounds=1)
     source = _files(runs.checkpoint(family))
