@@ -35,8 +35,10 @@ class Spread:
     """In stages, a tied output layer is a tensor of its own on the last one, loaded from the embedding."""
     whole_dense_mlp: bool = False
     """`moe_dense_tp_size` 1 makes the MLP of dense layers whole on each rank."""
-    whole_experts: bool = False
-    """Experts are whole on a rank: of their biases ranks that share one hold parts that the trainer does not know."""
+    every_embedding: bool = False
+    """In stages, each one holds the embedding."""
+    whole_stages: bool = False
+    """A stage is one rank: its loader divides no experts."""
 
 
 PLAIN = Spread()
@@ -49,8 +51,8 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
         return "its attention in SGLang knows no DP attention"
     if layout.dp_lm_head and not spread.dp_lm_head:
         return "its output layer in SGLang does not heed enable_dp_lm_head"
-    if spread.whole_experts and layout.expert_tp_size > 1:
-        return f"its experts have biases and cannot be shared; give an ep_size of {layout.tp_size}"
+    if layout.tp_size > 1 and spread.whole_stages:
+        return "its experts have biases, which ranks of SGLang do not share; give engines of one GPU a pipeline stage"
     if layout.pp_size > 1 and spread.stages is None:
         return "its model in SGLang does not run in pipeline stages"
     if layout.pp_size > 1 and tied and not spread.tied_stages:

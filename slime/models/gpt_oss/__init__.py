@@ -80,8 +80,9 @@ class GptOss(Family):
         return decoder_table(_of_experts(hf_config), _layer, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, the last one has the output layer; experts are whole."""
-        return Spread(dp_attention=True, stages=Head.LAST, whole_experts=True)
+        """In stages of one rank, each with the output layer: SGLang 0.5.16 divides no plain experts with biases by EP,
+        and by TP it overwrites biases where they were sent from."""
+        return Spread(stages=Head.EVERY, whole_stages=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """With sinks, and a window where the layer has one."""

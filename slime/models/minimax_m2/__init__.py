@@ -57,8 +57,8 @@ class MiniMaxM2(Family):
         return decoder_table(_of_experts(hf_config), _layer, carried=carried, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """In stages, the last one has the output layer, which DP attention leaves shared by all ranks."""
-        return Spread(dp_attention=True, dp_lm_head=False, stages=Head.LAST)
+        """In stages, each one has the embedding, the last one the output layer, which DP attention leaves shared."""
+        return Spread(dp_attention=True, dp_lm_head=False, stages=Head.LAST, every_embedding=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
         """With norms over all heads."""

@@ -37,7 +37,7 @@ def test_what_is_trained_and_served_is_taken(words: list[str], flags: str) -> No
         ("--sglang-moe-runner-backend triton_kernel", "in another order"),
         (f"{LAYER} mlp", "which get no adapters"),
         (f"{TRITON} --lora-rank 4", "which get no adapters"),
-        (f"{TRITON} --rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 2 --colocate", "an ep_size of 2"),
+        (f"{TRITON} --rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 2 --colocate", "engines of one GPU"),
     ],
 )
 def test_what_is_not_is_refused(words: list[str], flags: str, said: str) -> None:

@@ -206,8 +206,8 @@ def test_every_rank_is_compared_and_named(layout: EngineLayout) -> None:
         ({"model_type": "mimo"}, STAGES, "pipeline stages"),
         ({"model_type": "minimax_m2", "num_local_experts": 4}, EXPERTS, None),
         ({"model_type": "minimax_m2"}, EngineLayout(tp_size=2, dp_size=2, dp_lm_head=True), "enable_dp_lm_head"),
-        ({"model_type": "gpt_oss", "num_local_experts": 4}, EngineLayout(tp_size=2, ep_size=2), None),
-        ({"model_type": "gpt_oss", "num_local_experts": 4}, EngineLayout(tp_size=2), "an ep_size of 2"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, STAGES, None),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, EngineLayout(tp_size=2), "engines of one GPU"),
     ],
 )
 def test_what_sglang_does_not_do_with_a_family_is_refused(
