@@ -65,12 +65,13 @@ def _of_blocks(codes: Any, scales: Any, dtype: Any) -> Any:
     return (codes.float() * wide).to(dtype)
 
 
-def _experts_of_blocks(_method: Any, layer: Any, dispatched: Any) -> Any:
+def _experts_of_blocks(_method: Any, layer: Any, dispatch_output: Any) -> Any:
     import torch
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    x, out = dispatched.hidden_states, torch.zeros_like(dispatched.hidden_states)
-    weights, chosen = dispatched.topk_output[:2]
+    x = dispatch_output.hidden_states
+    out = torch.zeros_like(x)
+    weights, chosen = dispatch_output.topk_output[:2]
     for token, place in zip(*torch.where(chosen >= 0), strict=True):
         expert = int(chosen[token, place])
         both = _of_blocks(layer.w13_weight[expert], layer.w13_weight_scale_inv[expert], x.dtype) @ x[token]

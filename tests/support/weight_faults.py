@@ -40,7 +40,6 @@ from tests.support.forwarding import between, forward
 from tests.support.weight_agents import agent_beside, delta_channel
 from tests.support.weights import TamperingChannel, disk_settings, transport_context
 
-BUCKET_BYTES = 64 * 1024
 PROMPT = [2, 40, 41, 42, 43, 44, 45, 46]
 TRANSPORTS_TRIED = ("disk", "distributed", "tensor", "delta")
 FAULTS = ("flip", "swap", "nothing")
@@ -54,7 +53,7 @@ Strike = Callable[[Bucket], None]
 class ForgettingProxy:
     """An engine at another address, which says of some updates that they went well, and has not made them.
 
-    A broadcast is received all the same: the engine gets it under names that its model does not have.
+    A broadcast is received all the same, if it `receives`: the engine gets it under names that its model does not have.
     """
 
     target: str
@@ -62,11 +61,11 @@ class ForgettingProxy:
     to_forget: Container[int] = ()
     """Numbers of updates, from 0, counted since it was set."""
     updates: int = 0
-    forgotten: int = 0
+    receives: bool = True
 
     def forget(self, numbers: Container[int]) -> None:
         """Of the updates that come now."""
-        self.to_forget, self.updates, self.forgotten = numbers, 0, 0
+        self.to_forget, self.updates = numbers, 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if not request.path.startswith("/update_weights_from_"):
@@ -74,8 +73,7 @@ class ForgettingProxy:
         number, self.updates = self.updates, self.updates + 1
         if number not in self.to_forget:
             return await forward(request, self.target)
-        self.forgotten += 1
-        if not request.path.endswith("_distributed"):
+        if not (self.receives and request.path.endswith("_distributed")):
             return web.json_response({"success": True, "message": "Succeeded to update model weights."})
         body = await request.json()
         body["names"] = [f"{UNKNOWN}.{i}" for i in range(len(body["names"]))]
@@ -151,6 +149,7 @@ class Engine:
     """The same, as they travel: HF name -> tensor."""
     answers: list[torch.Tensor]
     """[T-1] log-probs of the prompt for each."""
+    bucket_bytes: int = 64 * 1024
     version: int = 1
     at: int = 0
     """Which of the weights it has."""
@@ -161,7 +160,7 @@ class Engine:
         self.control = HttpEngineControl(self.proxy.url, ONE_RANK, timeout_s=60)
         self.receivers = [Receiver(self.control)]
         self.pool = ThreadPoolExecutor(2)
-        self.turns = self.outgoing[0].turns(BUCKET_BYTES)
+        self.turns = self.outgoing[0].turns(self.bucket_bytes)
 
     def close(self) -> None:
         """Ends channels and connections."""
@@ -170,7 +169,7 @@ class Engine:
             channel.close()
         self.control.close()
 
-    def channel(self, transport: str) -> Channel:
+    def channel(self, transport: str, timeout_s: float = 60.0) -> Channel:
         """Of a transport, opened once: it lives through all faults."""
         if transport not in self.channels:
             if transport == "delta":
@@ -178,7 +177,7 @@ class Engine:
                 folders[0].mkdir()
                 made = delta_channel(*folders, table=self.table, hf_checkpoint=self.path)
             else:
-                context = transport_context(hf_checkpoint=self.path, table=self.table)
+                context = transport_context(hf_checkpoint=self.path, table=self.table, timeout_s=timeout_s)
                 made = TRANSPORTS.build(transport, disk_settings(self.folder / "disk")).open(context)
             self.channels[transport] = made
         return self.channels[transport]
@@ -199,7 +198,7 @@ class Engine:
             channel=channel,
             digest=digest,
             version=self.version,
-            buffer_bytes=BUCKET_BYTES,
+            buffer_bytes=self.bucket_bytes,
         )
         self.at = which
 

@@ -4,6 +4,7 @@ weight sync names it, nobody gets a token, and the next one heals it. See `tests
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.core.errors import DeadlineExceeded, WeightSyncError
 from slime.models import table_for
 from slime.serving.server import SGLangServer
+from slime.weights import engine_layout
 from slime.weights.outgoing import Whole
 from slime.weights.quantised.format import QuantisedFormat
 from slime.weights.quantised.outgoing import quantised_outgoing
@@ -91,6 +94,26 @@ def test_a_hundred_of_a_hundred_are_caught(
     assert count == Count(CASES, CASES, 0, 2 * CASES)
 
 
+@pytest.mark.slow
+def test_an_engine_that_says_yes_to_a_broadcast_and_is_not_there_is_found_out_in_time(experts: Engine) -> None:
+    """Law: its sender waits no longer than it may; a group with the engine is made afresh."""
+    experts.channels.pop("distributed", experts.channel("tensor")).abandon()
+    channel = experts.channel("distributed", timeout_s=5.0)
+    experts.sync(1, channel)
+    experts.proxy.receives = False
+    experts.proxy.forget(range(10**6))
+    began = time.monotonic()
+    with pytest.raises((WeightSyncError, DeadlineExceeded)) as caught:
+        experts.sync(2, channel)
+    print(time.monotonic() - began, caught.value)
+    experts.proxy.forget(())
+    experts.proxy.receives = True
+    asked = experts.pool.submit(experts.ask)
+    experts.sync(3, channel)
+    answer = asked.result()
+    assert set(answer.versions) == {experts.version} and experts.is_answered_by(answer) == 3
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS_TRIED)
 def test_each_fault_is_caught(engine_server: SGLangServer, tmp_path: Path, transport: str) -> None:
     """Law: the same of a dense model, once for each fault."""
@@ -113,7 +136,7 @@ def quantised_engine(
     states = [moved(state, seed) for seed in range(WEIGHTS)]
     outgoing = [quantised_outgoing(Whole(table, state.items()), quantised) for state in states]
     sent = [dict(quantised_stream(state.items(), quantised)) for state in states]
-    engine = Engine(url, proxy, path, folder, outgoing, sent, [])
+    engine = Engine(url, proxy, path, folder, outgoing, sent, [], bucket_bytes=1024 * 1024)
     for which in range(WEIGHTS):
         engine.sync(which, engine.channel("tensor"))
         engine.answers.append(engine.ask().log_probs)
@@ -121,8 +144,16 @@ def quantised_engine(
     return engine
 
 
+@pytest.fixture
+def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of quantised weights pad nothing, as on a GPU, where alone a run has them."""
+    split = engine_layout._split
+    monkeypatch.setattr(engine_layout, "_split", lambda *given: split(*given[:-1], False))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, family", [("fp8", "qwen3_moe"), ("channels", "qwen3"), ("int4", "qwen3")])
+@pytest.mark.usefixtures("unpadded")
+@pytest.mark.parametrize("kind, family", [("fp8", "qwen3_moe"), ("int4", "qwen3"), ("channels", "qwen3")])
 def test_a_hundred_of_a_hundred_are_caught_on_the_way_to_quantised_engines(
     tmp_path: Path, kind: str, family: str, record_property: Record
 ) -> None:
