@@ -1,6 +1,6 @@
 """Weight syncs of a model that is cut over ranks: memory beside the shards, time, and what hundreds of them leave.
 
-    python -m benchmarks.weight_sync [--syncs 500] [--output FILE]
+    python -m benchmarks.weight_sync [--syncs 500] [--transports tensor ...] [--output FILE]
 
 Four training ranks (tensor, pipeline and expert parallel 2 each) send a Mixture-of-Experts model of random weights to
 two SGLang servers, all on the CPU, by the code that a run uses. Asked of each rank: the largest resident memory in its
@@ -132,7 +132,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--syncs", type=int, default=500, help="of each transport, at least two")
+    parser.add_argument("--syncs", type=int, default=10, help="of each transport, at least two")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--hidden-size", type=int, default=512)
