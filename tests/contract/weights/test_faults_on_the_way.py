@@ -4,7 +4,6 @@ weight sync names it, nobody gets a token, and the next one heals it. See `tests
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.core.errors import DeadlineExceeded, WeightSyncError
+from slime.core.errors import DeadlineExceeded
 from slime.models import table_for
 from slime.serving.server import SGLangServer
 from slime.weights import engine_layout
@@ -102,10 +101,8 @@ def test_an_engine_that_says_yes_to_a_broadcast_and_is_not_there_is_found_out_in
     experts.sync(1, channel)
     experts.proxy.receives = False
     experts.proxy.forget(range(10**6))
-    began = time.monotonic()
-    with pytest.raises((WeightSyncError, DeadlineExceeded)) as caught:
+    with pytest.raises(DeadlineExceeded, match=r"waited 5 s for engines to receive a bucket"):
         experts.sync(2, channel)
-    print(time.monotonic() - began, caught.value)
     experts.proxy.forget(())
     experts.proxy.receives = True
     asked = experts.pool.submit(experts.ask)
