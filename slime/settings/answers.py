@@ -108,7 +108,7 @@ def explain(args: Args) -> str:
         if one.name not in (*MAPPINGS, *NOT_A_SETTING)
     ]
     rows += [(name, ("slime", name), value) for name, value in args.components.items()]
-    for owner in ("megatron", "sglang", "router", "custom"):
+    for owner in ("megatron", "critic", "sglang", "router", "custom"):
         rows += [(f"{owner}.{name}", (owner, name), value) for name, value in getattr(args, owner).items()]
     lines: dict[bool, list[str]] = {True: [], False: []}
     for name, key, value in rows:

@@ -42,7 +42,7 @@ from slime.settings.groups.training import TrainingSettings
 from slime.settings.groups.weights import WeightSyncSettings
 from slime.settings.passthrough import Passthrough
 
-MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "idle", "origins")
+MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
 """The fields of `Args` that hold settings of others, or what is known about settings."""
 NOT_A_SETTING = ("command",)
 """Fields of `Args` that say how it came to be."""
@@ -90,6 +90,9 @@ class Args(
     """Router settings that the user gave with --router-*."""
     custom: Passthrough = field(default_factory=lambda: Passthrough("custom", {}))
     """The user's own settings, from the key `custom` of --custom-config-path."""
+    critic: Passthrough = field(default_factory=lambda: Passthrough("critic", {}))
+    """Megatron settings of the critic where they are not the policy's; `slime.settings.roles.critic_args` applies
+    them."""
     command: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """`slime train ...`: the command line that means these settings, secrets included; it is not among what `args.json`
     holds."""
