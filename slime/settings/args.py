@@ -30,6 +30,7 @@ from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.groups.logging import LoggingSettings
 from slime.settings.groups.off_policy import OffPolicySettings
 from slime.settings.groups.parameters import ParameterSettings
+from slime.settings.groups.profiling import ProfilingSettings
 from slime.settings.groups.quantised import QuantisedSettings
 from slime.settings.groups.reward import RewardSettings
 from slime.settings.groups.rollout import RolloutSettings
@@ -74,6 +75,7 @@ class Args(
     FleetSettings,
     LoggingSettings,
     DebugSettings,
+    ProfilingSettings,
     HookSettings,
     LaunchScriptSettings,
     ConfigurationSettings,

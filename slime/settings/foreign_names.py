@@ -191,7 +191,7 @@ _MEGATRON: Mapping[str, str] = {
     "recompute-activations": "use --recompute-granularity selective",
     "eval-iters": "drop it: an evaluation goes over its whole data set",
     "exit-interval": _STEPS,
-    "tensorboard-dir": "use --use-tensorboard; the folder is set by TENSORBOARD_DIR",
+    **dict.fromkeys(("profile", "use-memory-profiler"), "use --use-pytorch-profiler, or --record-memory-history"),
     "wandb-exp-name": _RUN_NAME,
     "wandb-save-dir": "use --wandb-dir",
     **dict.fromkeys(("nnodes", "num-nodes", "n-gpus-per-node", "nproc-per-node"), _NODES),

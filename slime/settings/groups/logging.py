@@ -32,8 +32,10 @@ class LoggingSettings:
 
     use_tensorboard: bool = False
     """Write TensorBoard events."""
+    tensorboard_dir: str | None = opt(None, needs=_TENSORBOARD)
+    """Folder of the events of many runs, as TENSORBOARD_DIR, before which it goes. Default: that, or the run folder."""
     tb_project_name: str | None = opt(None, needs=_TENSORBOARD)
-    """Folder of the events below TENSORBOARD_DIR or the run folder."""
+    """Folder of the events below --tensorboard-dir, TENSORBOARD_DIR or the run folder."""
     tb_experiment_name: str | None = opt(None, needs=_TENSORBOARD)
     """Name of this run in TensorBoard."""
     use_wandb: bool = False
