@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 ROLLOUT = "rollout"
-"""The target that is no part of the trainer."""
+"""Of the targets the one outside of the trainer."""
 
 _IN_THE_RUN = Need(
     lambda s: s.num_rollout is None or s.profile_step_start < s.num_rollout,
@@ -99,7 +99,7 @@ def memory_is_of_a_gpu(args: Args) -> str | None:
         return None
     if args.memory_recorder == "memray":
         return (
-            "got --memory-recorder memray, which follows host memory and is no part of slime; use torch for GPU "
+            "got --memory-recorder memray, which follows host memory, from outside; use torch for GPU "
             "memory, or attach memray to the process of a training rank"
         )
     if args.device == "cpu":

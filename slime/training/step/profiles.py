@@ -37,7 +37,7 @@ class Profiles:
         self._traces = Path(args.run_dir or ".") / "profiles"
         traced = args.use_pytorch_profiler and rank in args.profile_ranks
         self._steps = range(args.profile_step_start, args.profile_step_end) if traced else range(0)
-        self._targets = frozenset(args.profile_target)
+        self._asked = frozenset(args.profile_target)
         self._shapes, self._stack = args.pytorch_profiler_collect_shapes, args.pytorch_profiler_collect_callstack
         self._tracing = False
         self._snapshots = Path(args.memory_snapshot_dir or Path(args.run_dir or ".") / "memory")
@@ -68,7 +68,7 @@ class Profiles:
             return nullcontext()
         if self._tracing:
             return torch.profiler.record_function(target)
-        return self._trace(target, rollout_id) if target in self._targets else nullcontext()
+        return self._trace(target, rollout_id) if target in self._asked else nullcontext()
 
     @contextmanager
     def _trace(self, target: Target, rollout_id: int) -> Iterator[None]:
