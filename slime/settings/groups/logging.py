@@ -27,6 +27,8 @@ class LoggingSettings:
 
     log_passrate: bool = False
     """Log pass@k of each step's prompts, for the powers of two up to n_samples_per_prompt; a reward of 1 passes."""
+    log_correct_samples: bool = False
+    """Log how long the samples with a reward of 1 are."""
     log_reward_category: str | None = None
     """Entry of a dict reward that says what kind of answer, or error, it was; the share of each is logged."""
 
