@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.training.step.loss import CustomObjective
+from slime.training.step.micro_batch import to_device
+from slime.training.step.train import rehearse_step
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
@@ -63,6 +66,23 @@ def test_shards_of_the_vocabulary_are_gathered(tmp_path: Path, ranks: Ranks) -> 
     outcomes: dict[str, Outcome] = run_layouts(ranks, tmp_path, layouts, defaults=defaults)
     for layout in layouts:
         require_same_gradients(outcomes[layout].gradients["loss"], outcomes["one"].gradients["loss"])
+
+
+def test_a_row_without_samples_and_a_rehearsal_leave_no_gradient(
+    tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    """Both go backward through the model, because other ranks wait for it, and add nothing."""
+    backend = make_backend(tiny_qwen3, **OVER_LOGITS)
+    objective, prepared = CustomObjective(backend.args), backend.with_advantages(random_batch())
+    (chunk,) = backend._trainable.ddps
+    empty = to_device(prepared, (), backend.device)
+    parts = objective.loss(empty, objective.evaluate(chunk, empty, trains=True))
+    parts.loss.backward()
+    assert parts.sums == {} and float(parts.loss) == 0.0
+    gradients = [parameter.main_grad for parameter in chunk.parameters()]
+    assert not any(bool(gradient.any()) for gradient in gradients)
+    rehearse_step(backend._context, objective, backend._trainable, prepared)
+    assert not any(bool(gradient.any()) for gradient in gradients)
 
 
 def detached(
