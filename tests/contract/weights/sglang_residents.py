@@ -86,7 +86,8 @@ def _server_args(checkpoint: Path, layout: EngineLayout) -> Any:
         disable_radix_cache=True,
         disable_overlap_schedule=True,
         disable_cuda_graph=True,
-        attention_backend="torch_native",
+        # It asserts kernels that know sinks; nothing attends here.
+        attention_backend="triton" if '"gpt_oss"' in (checkpoint / "config.json").read_text() else "torch_native",
         **server_settings(layout),
     )
 

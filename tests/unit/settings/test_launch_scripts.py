@@ -22,7 +22,6 @@ from tests.support.launch_scripts import launch_scripts
 
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
-    "another family": r"which names no model family",
     "images": r"unknown flag --multimodal-keys|--spec .*, a model of images",
     "a draft of GLM-5": r"with a draft: of a glm_moe_dsa",
     "training in FP8": r"got fp8",
@@ -33,10 +32,6 @@ REASONS = {
 """What docs/migration.md calls it -> the message."""
 REFUSED = {
     "geo3k_vlm_run_geo3k_qwen35": {"images"},
-    "kimi-k2-Thinking-int4": {"another family"},
-    "kimi-k2-Instruct": {"another family"},
-    "mimo-7B-rl-eagle": {"another family"},
-    "minimax-m2": {"another family"},
     "qwen3-30b-a3b-fp8": {"training in FP8"},
     "qwen3-4b-fp8": {"load that is not there"},
     "glm5-744B-A40B": {"a draft of GLM-5", "engines' exchange", "prefill and decode on shared GPUs"},
