@@ -89,6 +89,7 @@ def convert(
             found = _of_torch_dist(megatron, to, hf_checkpoint, stack)
         else:
             found = _of_checkpoint(source, to, hf_checkpoint, stack)
+        _refuse_other_experts(found.table, to)
         if to == TORCH_DIST:
             _write_torch_dist(found, target, stack)
             return
@@ -98,6 +99,15 @@ def convert(
         tensors = _converted(found, to, progress)
         write_hf(partial, tensors, assets_from=found.assets, quantization=quantization)
         commit_export(partial, target)
+
+
+def _refuse_other_experts(table: FamilyTable, to: str | None) -> None:
+    """Raises `ConfigError` for a format that has no experts in the order of this family."""
+    if to in (FP8, TORCH_DIST) and any(row.transposed for rows in table.layers for row in rows):
+        raise ConfigError(
+            f"got --to {to} for a {table.family}, whose experts are stacked [in, out] with gates and values in turns, "
+            "which that format does not have; choose another --to"
+        )
 
 
 def _write_adapters(source: Path, target: Path, base: Path | None) -> None:

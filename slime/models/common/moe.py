@@ -82,7 +82,7 @@ class WideRouter(ExactRouter):
         """As Megatron's, which would round the weight to the training dtype."""
         if self.config.perform_initialization:
             self.config.init_method(self.weight)
-        self.weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = self.config.sequence_parallel
 
 
 class ExpertLayer(MoELayer):

@@ -50,12 +50,9 @@ class SinkAttention(PackedAttention):
         query = torch.cat([query, functional.pad(sinks.unsqueeze(-1), (0, _MORE - 1))], dim=-1)
         key = functional.pad(key, (0, _MORE))
         sink = functional.one_hot(torch.tensor(key.size(-1) - _MORE), key.size(-1)).to(key)
-        rows = zip(
-            query.split(list(packed.query_lengths)),
-            *(x.split(list(packed.key_lengths)) for x in (key, value)),
-            strict=True,
-        )
-        return torch.cat([part for row in rows for part in self._of_sequence(*row, sink, scale)])
+        keys, values = (x.split(list(packed.key_lengths)) for x in (key, value))
+        rows = zip(query.split(list(packed.query_lengths)), keys, values, strict=True)
+        return torch.cat([part for q, k, v in rows for part in self._of_sequence(q, k, v, sink, scale)])
 
     def _of_sequence(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, scale: float) -> Iterator[Tensor]:
         """Slice by slice of one sequence, whose last query is aligned with its last key."""
