@@ -38,16 +38,30 @@ DIFFERENT: tuple[Difference, ...] = (
         "router logits in float32, also where the model has them in its own dtype; engines keep theirs, and the "
         "mismatch is measured",
     ),
-    Difference("`--ref-load X`", "the trainer's first weights, and the reference. A folder in Hugging Face format"),
+    Difference(
+        "`--ref-load X`",
+        "the trainer's first weights, and the reference. A folder in Hugging Face format; of a `torch_dist` folder: "
+        "`slime convert X OUT --hf-checkpoint MODEL --trust-pickle` "
+        "([checkpoints](checkpoints.md#megatrons-torch_dist))",
+    ),
     Difference(
         "`--load X`",
         "a checkpoint of slime, or a folder in Hugging Face format, which goes before `--ref-load` as first weights. "
         "A folder that is missing is refused, unless it is `--save`",
     ),
-    Difference("`--save X`", "slime's own checkpoints; `--save-hf` for Hugging Face folders"),
+    Difference(
+        "`--save X`",
+        "slime's own checkpoints; `--save-hf` for Hugging Face folders; for Megatron: `slime convert X OUT --to "
+        "torch_dist`",
+    ),
+    Difference("a tool that converts to or from `torch_dist`", "`slime convert`, without GPUs and without ranks"),
     Difference(
         "`--save-debug-rollout-data X.pt`",
         "the same path with the ending `.jsonl.zst`, without pickles; `.npz` for `--save-debug-train-data`",
+    ),
+    Difference(
+        "`--load-debug-rollout-data X.pt`",
+        "`slime convert X.pt X.jsonl.zst --trust-pickle` first, for each file ([workflows](workflows.md))",
     ),
     Difference("`--eval-prompt-data FILE`", "a data set called aime"),
     Difference("`--eval-prompt-data` without `--eval-interval`", "listed as without effect"),
