@@ -1,4 +1,4 @@
-"""What training ranks agree on when a weight sync fails: one error, the same on all, that names what went wrong first."""
+"""What training ranks agree on when a weight sync fails: one error, the same on all, of what went wrong first."""
 
 from __future__ import annotations
 
