@@ -3,6 +3,8 @@
     python train.py ... --custom-advantage-function-path examples.own_algorithm:best_of_group
     python train.py ... --rollout-data-postprocess-path examples.own_algorithm:at_most_three
     python train.py ... --loss-type custom_loss --custom-loss-function-path examples.own_algorithm:reinforce
+    python train.py ... --loss-type custom_loss --custom-loss-function-path examples.own_algorithm:cross_entropy \
+                        --custom-loss-logits
     python train.py ... --use-tis --custom-tis-function-path examples.own_algorithm:soft_weights
     python train.py ... --custom-pg-loss-reducer-function-path examples.own_algorithm:by_thousand_tokens
 
@@ -44,6 +46,21 @@ def reinforce(
     """-A log p, without a ratio or a clip."""
     loss = sum_of_sample_mean(-batch["advantages"] * log_probs)
     return loss, {"mean_log_prob": sum_of_sample_mean(log_probs.detach())}
+
+
+def cross_entropy(
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-log p of the answers at temperature 1, whatever they are worth: over logits [1, T, V] of samples that stand one
+    after another."""
+    end, losses = 0, []
+    samples = zip(batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True)
+    for tokens, total, response in samples:
+        end += total
+        predicting = logits[0, end - response - 1 : end - 1].float()
+        losses.append(torch.nn.functional.cross_entropy(predicting, tokens[-response:], reduction="none"))
+    loss = sum_of_sample_mean(torch.cat(losses))
+    return loss, {"cross_entropy": loss.detach()}
 
 
 def soft_weights(

@@ -9,7 +9,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from slime.cli import convert, doctor, recipe, report, rerun, samples, schemas, serve, trace, train, weights_agent
+from slime.cli import (
+    convert,
+    doctor,
+    recipe,
+    report,
+    rerun,
+    samples,
+    schemas,
+    serve,
+    tokenizer,
+    trace,
+    train,
+    weights_agent,
+)
 from slime.cli.command import Command
 from slime.core.errors import SlimeError
 from slime.core.text import visible
@@ -33,6 +46,7 @@ COMMANDS = (
     Command(
         "convert", "a Hugging Face folder or a checkpoint to a Hugging Face folder", convert.add_flags, convert.run
     ),
+    Command("tokenizer", "a tokenizer.json for a folder whose tokenizer is code", tokenizer.add_flags, tokenizer.run),
     Command(
         "weights-agent",
         "keep an engine at the weights that a trainer writes to a folder",

@@ -10,6 +10,7 @@ answers about memory, each with a limit. Is woken by: the driver's calls alone.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import ray
 
 from slime.core.addresses import LOOPBACK
+from slime.core.errors import EngineError
 from slime.observability.logs import setup_logging
 from slime.serving.agent_process import AgentProcess, AgentSettings
 from slime.serving.control import HttpEngineControl
@@ -24,6 +26,8 @@ from slime.serving.ports import PortLease, lease_meeting_point
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.serving.watch import ServerWatch
 from slime.settings import Args
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class EngineActor:
         `meeting_point`: where their servers meet, which the first one decides. `takes_weights`: of the trainer.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log")
+        self._name = name
         self._meeting: PortLease | None = None
         if node is not None:
             if meeting_point is None:
@@ -134,6 +139,20 @@ class EngineActor:
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         self._control.resume_memory(tags)
+
+    def start_profile(self, directory: str, rollout_id: int) -> None:
+        """Traces its next forward passes, as the settings say. A trace that the server refuses ends no run."""
+        args = self._args
+        try:
+            self._control.start_profile(
+                directory,
+                f"step_{rollout_id}_engine_{self._name}",
+                num_passes=args.profile_engine_passes,
+                shapes=args.pytorch_profiler_collect_shapes,
+                stack=args.pytorch_profiler_collect_callstack,
+            )
+        except EngineError as error:
+            logger.warning("no trace of step %d: %s", rollout_id, error)
 
     def stop(self) -> None:
         if self._watch is not None:

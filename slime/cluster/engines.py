@@ -117,7 +117,13 @@ class Engines:
 
     def call_lenders(self, method: str, *arguments: Any) -> None:
         """Calls a method of every engine that answers and lends its memory. One may be lost meanwhile."""
-        engines = [engine for engine in self.members.of(*ASKED) if engine.lends]
+        self._call([engine for engine in self.members.of(*ASKED) if engine.lends], method, *arguments)
+
+    def start_profile(self, directory: str, rollout_id: int) -> None:
+        """Every engine that serves traces its next forward passes into `directory`. One may be lost meanwhile."""
+        self._call(self.members.of(State.READY), "start_profile", directory, rollout_id)
+
+    def _call(self, engines: Sequence[Engine], method: str, *arguments: Any) -> None:
         calls = {engine.index: self._port.ask(engine.index, method, *arguments) for engine in engines}
         while left := self._still(engines):
             try:

@@ -32,6 +32,7 @@ from slime.observability.startup import StartUp
 from slime.observability.tracker import Tracker
 from slime.rollout.types import StepNews
 from slime.settings import Args
+from slime.settings.groups.profiling import traces_engines
 from slime.settings.held_out import samples_evaluations
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,10 @@ class Run:
         if startup := self._startup.end():
             collect()  # the times of the first step begin now
             self._tracker.add(startup)
+        if traces_engines(self.args, rollout_id):
+            folder = Path(self.args.run_dir).absolute() / "profiles"
+            folder.mkdir(exist_ok=True)
+            self._actors.engines.start_profile(str(folder), rollout_id)
         batch, news = self._actors.rollout.generate.options(num_returns=2).remote(rollout_id)
         return Generation(rollout_id, batch, news)
 

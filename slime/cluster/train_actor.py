@@ -39,7 +39,9 @@ class TrainActor:
         self._args, self._rank, self._slots, self._address = args, rank, tuple(slots), address
         os.environ.update(args.train_env_vars)
         os.environ.update(interface_variables(address, os.environ))
-        self._computes_on_cpu = args.device == "cpu" or bool(args.megatron.get("optimizer_cpu_offload"))
+        self._computes_on_cpu = args.device == "cpu" or any(
+            role.get("optimizer_cpu_offload") for role in (args.megatron, args.critic)
+        )
         if self._computes_on_cpu:  # read by OpenMP and MKL when torch is first imported
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
         self._listener: Any = None

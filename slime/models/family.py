@@ -14,6 +14,7 @@ from slime.core.hf_config import HfConfig
 from slime.models.common.architecture import decoder_architecture, refuse_unsupported
 from slime.models.common.flops import AttentionCost, FlopsModel, decoder_flops, grouped_query_cost
 from slime.models.common.hf_config import is_sparse
+from slime.models.common.mtp import HeadForm
 from slime.models.common.spread import PLAIN, Spread
 from slime.models.common.table import FamilyTable
 
@@ -42,6 +43,8 @@ class Family(ABC):
     """Its attention makes its rotary embedding by itself; else the model makes cos and sin once for a packed row."""
     output_norms: ClassVar[bool] = False
     """Attention and MLP end with a norm before they are added."""
+    mtp_form: ClassVar[HeadForm] = HeadForm()
+    """How its layer of multi-token prediction, if it has one, is put together."""
     shares_prefixes: ClassVar[bool] = False
     """Its layers read other tokens through `PackedAttention` alone, without masks, and places from `PackedSequences`.
     Then samples may share the tokens with which they begin (`--use-prefix-sharing`)."""

@@ -9,6 +9,8 @@
       logs/           one file per process
       traces/         a Chrome trace of the driver, and of the rollout side, for each start
       tensorboard/
+      profiles/       traces of chosen training steps and engines
+      memory/         histories of GPU memory
       non_finite/       samples whose loss was not finite
       report.html report.png report.md
 

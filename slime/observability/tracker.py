@@ -49,6 +49,7 @@ class Views:
     log_samples_interval: int | None = None
     """Steps between those whose samples the console shows (`sample_views.is_due`)."""
     use_tensorboard: bool = False
+    tensorboard_dir: str | None = None
     tb_project_name: str | None = None
     tb_experiment_name: str | None = None
     use_wandb: bool = False
@@ -169,8 +170,8 @@ def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricV
 
 
 def _tensorboard_dir(views: Views, folder: RunFolder) -> Path:
-    """TENSORBOARD_DIR, if set, is shared by many runs; the folder of one run is not."""
-    shared = os.environ.get("TENSORBOARD_DIR")
+    """--tensorboard-dir, or TENSORBOARD_DIR, is shared by many runs; the folder of one run is not."""
+    shared = views.tensorboard_dir or os.environ.get("TENSORBOARD_DIR")
     if not shared and not views.tb_project_name:
         return folder.tensorboard
     base = Path(shared) if shared else folder.tensorboard

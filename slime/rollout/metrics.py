@@ -45,11 +45,19 @@ def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_s
 
 
 def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """What `--log-passrate` and `--log-reward-category` add."""
+    """What `--log-passrate`, `--log-correct-samples` and `--log-reward-category` add."""
     metrics: dict[str, float] = {}
     if args.log_passrate:
         rates = pass_rates(groups, args.reward_key, args.n_samples_per_prompt)
         metrics |= {f"passrate/pass@{k}": rate for k, rate in rates.items()}
+    if args.log_correct_samples:
+        lengths = [
+            sample.effective_response_length
+            for group in groups
+            for sample in group
+            if rewards_by_execution([sample], args.reward_key) == [1.0]
+        ]
+        metrics |= spread("rollout/correct_length", lengths)
     if (key := args.log_reward_category) is not None:
         rewards = [s.reward for group in groups for s in group]
         found = Counter(

@@ -120,6 +120,14 @@ class HttpEngineControl:
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         self._post("resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
+    def start_profile(self, directory: str, name: str, *, num_passes: int, shapes: bool, stack: bool) -> None:
+        """Traces the next forward passes of every rank: a file `directory`/NAME-TP-RANK.trace.json.gz of each.
+
+        `directory` is the server's; the files are there when the passes are over.
+        """
+        body = {"output_dir": directory, "profile_id": name, "num_steps": num_passes}
+        self._post("start_profile", {**body, "record_shapes": shapes, "with_stack": stack})
+
     def _post(self, route: str, body: Mapping[str, Any]) -> httpx.Response:
         """POSTs and requires success. SGLang reports some refusals as 200 with `"success": false`."""
         response = self._send("POST", route, body)

@@ -15,7 +15,8 @@ Invariants
 2. Server, router and their children get SIGKILL when the process of slime that started them ends, for whatever reason.
    A server that somebody started by hand stays (`--rollout-external-engine-addrs`); its children end with it.
 3. The token comes from the environment and is in no log.
-4. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place.
+4. On a GPU machine nothing of SGLang or torch is patched, but by hooks that SGLang's plugin registry puts in place and
+   by what is registered with transformers (`sglang_config_names`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     """What the server and each of its children needs before SGLang is imported."""
     from slime.compat import (
+        sglang_config_names,
         sglang_draft,
         sglang_flush_all,
         sglang_fresh_router,
@@ -64,6 +66,8 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         die_with_parent(expected_parent)
     if activate(value_of(arguments, "--device", "cuda")):
         forked_children.register()
+    if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):
+        sglang_config_names.register(unnamed)
     sglang_fresh_router.register()
     sglang_memory_gate.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:

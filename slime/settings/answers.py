@@ -13,15 +13,17 @@ from slime.core.hidden import HIDDEN
 from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
 from slime.settings.flags import Flag
 from slime.settings.hook_contracts import CONTRACTS
+from slime.settings.public_flags import tables
 from slime.settings.schema import load
 from slime.settings.table import components_of, engine_flags, own_flags, registered_names, secret_settings
 
-TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "all")
+TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "public", "all")
 
 _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
            --rollout-batch-size N --num-rollout N [--flag value ...]
 
   --help [slime|megatron|sglang|router|hooks|all]   flags of slime (default), of an engine, the hooks, or all
+  --help public                                     what differs from the public slime, flag by flag
   --explain                                         print every resolved value and where it came from, then exit
   --version                                         print versions, then exit
 """
@@ -46,6 +48,8 @@ def help_text(topic: str) -> str:
     """Help on one topic. Raises `ConfigError` on an unknown one."""
     if topic not in TOPICS:
         raise ConfigError(f"got --help {topic}; topics are {', '.join(TOPICS)}")
+    if topic == "public":
+        return tables()
     parts = [_INTRO]
     if topic in ("slime", "all"):
         headings = dict.fromkeys(f.group for f in own_flags(with_docs=True))
@@ -108,7 +112,7 @@ def explain(args: Args) -> str:
         if one.name not in (*MAPPINGS, *NOT_A_SETTING)
     ]
     rows += [(name, ("slime", name), value) for name, value in args.components.items()]
-    for owner in ("megatron", "sglang", "router", "custom"):
+    for owner in ("megatron", "critic", "sglang", "router", "custom"):
         rows += [(f"{owner}.{name}", (owner, name), value) for name, value in getattr(args, owner).items()]
     lines: dict[bool, list[str]] = {True: [], False: []}
     for name, key, value in rows:

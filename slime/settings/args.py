@@ -30,6 +30,7 @@ from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.groups.logging import LoggingSettings
 from slime.settings.groups.off_policy import OffPolicySettings
 from slime.settings.groups.parameters import ParameterSettings
+from slime.settings.groups.profiling import ProfilingSettings
 from slime.settings.groups.quantised import QuantisedSettings
 from slime.settings.groups.reward import RewardSettings
 from slime.settings.groups.rollout import RolloutSettings
@@ -42,7 +43,7 @@ from slime.settings.groups.training import TrainingSettings
 from slime.settings.groups.weights import WeightSyncSettings
 from slime.settings.passthrough import Passthrough
 
-MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "idle", "origins")
+MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
 """The fields of `Args` that hold settings of others, or what is known about settings."""
 NOT_A_SETTING = ("command",)
 """Fields of `Args` that say how it came to be."""
@@ -74,6 +75,7 @@ class Args(
     FleetSettings,
     LoggingSettings,
     DebugSettings,
+    ProfilingSettings,
     HookSettings,
     LaunchScriptSettings,
     ConfigurationSettings,
@@ -90,6 +92,9 @@ class Args(
     """Router settings that the user gave with --router-*."""
     custom: Passthrough = field(default_factory=lambda: Passthrough("custom", {}))
     """The user's own settings, from the key `custom` of --custom-config-path."""
+    critic: Passthrough = field(default_factory=lambda: Passthrough("critic", {}))
+    """Megatron settings of the critic where they are not the policy's; `slime.settings.roles.critic_args` applies
+    them."""
     command: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """`slime train ...`: the command line that means these settings, secrets included; it is not among what `args.json`
     holds."""

@@ -34,7 +34,7 @@ def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
         if flag.replace("_", "-") == _FLAG:
             following = words[position + 1] if position + 1 < len(words) else None
             path = value if inline else following
-    return None if path is None or path.startswith("--") or path.lower() == "none" else (path, _read(path))
+    return None if path is None or path.startswith("--") or path.lower() == "none" else (path, read_yaml(path, _FLAG))
 
 
 def merge_config(
@@ -56,7 +56,7 @@ def merge_config(
             origins["custom", str(key)] = f"{value}, which needs your own function to read it{_near(table, str(key))}"
             continue
         try:
-            (owner, dest), typed = _setting(table, str(key), value, given, where=f"{path}: {key}")
+            (owner, dest), typed = setting_of(table, str(key), value, given, where=f"{path}: {key}")
         except ConfigError as error:
             problems.append(str(error))
             continue
@@ -77,8 +77,9 @@ def _near(table: FlagTable, key: str) -> str:
     return f"; the setting {near[2:].replace('-', '_')} has a similar name" if near else ""
 
 
-def _setting(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
-    """((owner, dest), value) of one line of the file. Raises `ConfigError`."""
+def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
+    """((owner, dest), value) of one line of a file; another value in `given` is a contradiction. Raises
+    `ConfigError`."""
     name, owned = "--" + key.replace("_", "-"), owned_spellings()
     if name in owned:
         raise ConfigError(f"{where}: slime sets this itself; {owned[name]}")
@@ -97,12 +98,12 @@ def _setting(table: FlagTable, key: str, value: Any, given: Given, *, where: str
     return where_given, typed
 
 
-def _read(path: str) -> dict[str, Any]:
-    """The file's mapping. Raises `ConfigError`."""
+def read_yaml(path: str, flag: str) -> dict[str, Any]:
+    """The mapping in the file that `flag` names. Raises `ConfigError`."""
     import yaml
 
     if not Path(path).is_file():
-        raise ConfigError(f"got --custom-config-path {path}, which does not exist; give a YAML file")
+        raise ConfigError(f"got {flag} {path}, which does not exist; give a YAML file")
     try:
         content = yaml.safe_load(Path(path).read_text())
     except yaml.YAMLError as error:

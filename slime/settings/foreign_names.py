@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slime.settings.public_flags import REFUSED
+
 _MODEL = "use --hf-checkpoint DIR, a folder in Hugging Face format"
 _DATA = "use --prompt-data FILE, a .jsonl or .parquet file, with --input-key and --label-key for its columns"
 _EVAL_DATA = "use --eval-prompt-data NAME FILE, and --eval-interval"
 _GROUP = "use --n-samples-per-prompt, the samples of each prompt"
+_ONE_FORMAT = "drop it: checkpoints have one format"
 _PROMPTS = "use --rollout-batch-size, counted in prompts per step"
 _OPTIMIZER_BATCH = (
     "use --global-batch-size for the samples of an optimizer step, all devices together, and --micro-batch-size or "
@@ -186,63 +189,20 @@ _MEGATRON: Mapping[str, str] = {
     **dict.fromkeys(("tokenizer-type", "tokenizer-model", "tokenizer-name-or-path"), _TOKENIZER),
     **dict.fromkeys(("use-checkpoint-args", "megatron-to-hf-mode"), _FROM_CHECKPOINT),
     **dict.fromkeys(("use-flash-attn", "use-mcore-models"), _OWN_LAYERS),
-    **dict.fromkeys(("ckpt-format", "dist-ckpt-format", "use-dist-ckpt"), "drop it: checkpoints have one format"),
+    **dict.fromkeys(("ckpt-format", "dist-ckpt-format", "use-dist-ckpt", "ckpt-fully-parallel-save"), _ONE_FORMAT),
+    "no-save-rng": "use --no-save-optim, which leaves both out",
+    "freeze-all-layers": "use --freeze-params-name-list, with patterns of names",
+    "num-layers-per-virtual-pipeline-stage": "use --virtual-pipeline-model-parallel-size, the stages of each rank",
+    "yaml-cfg": "use --custom-config-path",
+    "sglang-enable-deepep-moe": "drop it: --sglang-ep-size divides experts among the ranks of an engine",
     **dict.fromkeys(("log-interval", "timing-log-level", "log-throughput"), _ALWAYS_LOGGED),
     "recompute-activations": "use --recompute-granularity selective",
     "eval-iters": "drop it: an evaluation goes over its whole data set",
     "exit-interval": _STEPS,
-    "tensorboard-dir": "use --use-tensorboard; the folder is set by TENSORBOARD_DIR",
+    **dict.fromkeys(("profile", "use-memory-profiler"), "use --use-pytorch-profiler, or --record-memory-history"),
     "wandb-exp-name": _RUN_NAME,
     "wandb-save-dir": "use --wandb-dir",
     **dict.fromkeys(("nnodes", "num-nodes", "n-gpus-per-node", "nproc-per-node"), _NODES),
-}
-
-_PUBLIC: Mapping[str, str] = {
-    "custom-model-provider-path": "use --model-family, a family of your own: weights have to reach engines as well",
-    "multimodal-keys": "drop it: this release trains on text alone",
-    "disable-rollout-global-dataset": "leave --prompt-data out, with your own --data-source or --rollout-function-path",
-    "load-forge-rollout-data": "use --load-debug-rollout-data, which replays rollouts without engines",
-    "release-train": "use --offload-train, which leaves the GPU to the engines",
-    "reset-optimizer-states": "drop it: moments live as long as the run; --no-load-optim starts with fresh ones",
-    "use-stateless-adam": "drop it: the optimizer is Adam; --use-precision-aware-optimizer makes its state small",
-    "use-distributed-post": "use --rollout-num-workers, whose processes send requests from all hosts",
-    "log-correct-samples": "drop it: the samples of a step are in samples.jsonl, see --log-samples",
-    "sglang-router-request-timeout-secs": "use --router-request-timeout-secs",
-    **dict.fromkeys(
-        ("ref-ckpt-step", "opd-teacher-ckpt-step"), "drop it: a folder in Hugging Face format holds one set of weights"
-    ),
-    **dict.fromkeys(
-        (
-            "ci-test",
-            "ci-disable-kl-checker",
-            "ci-load-grad-norm",
-            "ci-save-grad-norm",
-            "ci-train-rollout-logprob-abs-diff-threshold",
-        ),
-        "drop it: a run checks itself, see --mismatch-limit",
-    ),
-    **dict.fromkeys(
-        (
-            "megatron-deepgemm-forward-layers",
-            "megatron-deepgemm-forward-modules",
-            "megatron-deepgemm-moe-forward-layers",
-            "megatron-deepgemm-moe-forward-modules",
-        ),
-        "drop it: the trainer has no kernels of DeepGEMM; the mismatch to the engine is measured in every step",
-    ),
-    **dict.fromkeys(
-        (
-            "teacher-port",
-            "teacher-warmup-port",
-            "teacher-warmup-timeout-s",
-            "teacher-label-reduction-chunk-size",
-            "teacher-sample-reduction-chunk-size",
-            "megatron-server-max-length",
-            "megatron-server-update-timeout-s",
-            "megatron-server-warmup",
-        ),
-        "use --opd-teacher-url of an SGLang server with the teacher, or --opd-type megatron",
-    ),
 }
 
 _VERL: Mapping[str, str] = {
@@ -296,5 +256,5 @@ _VERL: Mapping[str, str] = {
     "trainer.val_before_train": "drop it: a first evaluation precedes training, without --skip-eval-before-train",
 }
 
-FOREIGN_NAMES: Mapping[str, str] = {**_GENERAL, **_OPENRLHF, **_MEGATRON, **_TRL, **_PUBLIC, **_VERL}
+FOREIGN_NAMES: Mapping[str, str] = {**_GENERAL, **_OPENRLHF, **_MEGATRON, **_TRL, **REFUSED, **_VERL}
 """A flag without its dashes at the front, or a dotted name -> what to do, said after the name."""

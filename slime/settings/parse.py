@@ -5,6 +5,7 @@ Imports no torch, transformers, Ray or engine, so that a wrong flag is answered 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from slime.settings.components import Components, entries_named_in, entries_name
 from slime.settings.custom_yaml import config_on, merge_config
 from slime.settings.foreign_names import FOREIGN_NAMES
 from slime.settings.resolve import resolve
+from slime.settings.roles import resolve_roles
 from slime.settings.schema import owned_spellings
 from slime.settings.table import components, flag_table
 
@@ -45,7 +47,12 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     custom: dict[str, Any] = {}
     if config is not None:
         given, custom = merge_config(given, origins, table, *config)
-    args = resolve(given, components=known, origins=origins, custom=custom, synchronous=synchronous)
+    args = resolve_roles(
+        given,
+        table=table,
+        origins=origins,
+        resolve=functools.partial(resolve, components=known, custom=custom, synchronous=synchronous),
+    )
     args = args.replace(command=("slime", "train" if synchronous else "train-async", *words))
     if explain:
         _answer(answers.explain(args))

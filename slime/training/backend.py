@@ -30,10 +30,8 @@ from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.training.model.build import build_model
+from slime.training.model.chosen import choose_trained
 from slime.training.model.config import trained_config, training_dtype
-from slime.training.model.frozen import freeze_others, trained_names
-from slime.training.model.lora import Adapters
-from slime.training.model.policy import PolicyModel
 from slime.training.parallel import (
     ParallelInfo,
     ParallelSizes,
@@ -61,6 +59,7 @@ from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.own_code import after_init
 from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
+from slime.training.step.profiles import Profiles
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Staging
 from slime.training.step.train import (
@@ -124,13 +123,14 @@ class MegatronBackend:
         )
         seed_everything(int(args.seed), self.parallel_info.dp_rank)
         after_init(args)
+        self._profiles = Profiles(args, rank, self.device)
         if args.model_family is not None:
             load_family(args.model_family)
         self.hf_config = trained_config(args)
         self.table = table_for(self.hf_config)
         self._flops = family_of(self.hf_config, args).flops(self.hf_config)
         chunks = build_model(args, self.hf_config, self.device)
-        self.model = self._choose_trained(chunks)
+        self.model = choose_trained(chunks, self.table, args)
         hf_weights.load_weights(self.model.base, Path(args.initial_weights))
         self._trainable = build_trainable(chunks, self.model, megatron)
         self._others = OtherPolicies(args, self._trainable)
@@ -148,16 +148,22 @@ class MegatronBackend:
         does not fit.
         """
         self._require_awake("train")
+        with self._profiles.step(batch.rollout_id):
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> dict[str, float]:
         context, version = self._context, self.weight_version
         first = self._prepare(batch)
-        prepared = self._with_advantages(first)
+        with self._profiles.part("train_log_probs", batch.rollout_id):
+            prepared = self._with_advantages(first)
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         if prepared.shared is not None:
             metrics["train/shared_tokens"] = prepared.shared_fraction
         # The policy goes first: what its checks refuse leaves the critic alone, too.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
             objective = trained_objective(self.args, self._algorithm)
-            metrics |= train_on(context, objective, self._trainable, prepared, version=version)
+            with self._profiles.part("train_actor", batch.rollout_id):
+                metrics |= train_on(context, objective, self._trainable, prepared, version=version)
         if first.routing is not None:
             own = first.schedule.of_rank(context.dp_rank) if context.reports else ()
             metrics |= first.routing.metrics(batch, own)
@@ -364,18 +370,6 @@ class MegatronBackend:
     def _context(self) -> StepContext:
         sequence_parallel = self._trainable.chunks[0].config.sequence_parallel
         return StepContext.of(self.args, self.device, self.parallel_info, sequence_parallel, self._staging)
-
-    def _choose_trained(self, chunks: list[PolicyModel]) -> ShardedModel:
-        """Adds adapters, finds out which rank holds what, and freezes the rest. Collective."""
-        args = self.args
-        if args.lora_rank:
-            adapters = Adapters(chunks, self.table, args)
-            model = ShardedModel.of(chunks, adapters.table, adapters.names, adapters.scale)
-        else:
-            lists = args.only_train_params_name_list, args.freeze_params_name_list
-            model = ShardedModel.of(chunks, self.table, trained_names(self.table, *lists))
-        freeze_others(chunks, model)
-        return model
 
     @property
     def _trainables(self) -> dict[str, Trainable]:

@@ -31,7 +31,8 @@ _DROPPED_BITS = 0b1111
 _LINEAR = re.compile(
     r"(?:^|.*\.)layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\.(?:wq_b|wk))"
     r"|linear_attn\.(?:in_proj_(?:qkvz|qkv|z)|out_proj)"
-    r"|mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down|gate_up)_proj)\.weight"
+    r"|mlp\.(?:experts\.\d+\.|shared_experts?\.)?(?:gate|up|down|gate_up)_proj"
+    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight"
 )
 _STACKED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
 

@@ -3,7 +3,8 @@
 Rules, of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py`):
 - a pipeline stage holds its layers; the first one the embedding, the last one the final norm. The output layer stands
-  on the last stage, or on every one (`Spread.stages`); a tied one is a tensor of its own there;
+  on the last stage, or on every one (`Spread.stages`); a tied one is a tensor of its own there. In some models every
+  stage holds the embedding (`Spread.every_embedding`);
 - attention is shared by the ranks of a DP group, and so is the embedding, unless it is whole (`Spread`); with
   `dp_lm_head` the output layer, too;
 - a rank holds the experts of its EP group, which lie next to each other, and of each what its place in the group says;
@@ -81,6 +82,8 @@ def _stages(table: FamilyTable, entry: Entry, layout: EngineLayout) -> range:
     if entry.row.megatron == HEAD and table.spread.stages is Head.EVERY:
         return range(layout.pp_size)
     if entry.layer is None:
+        if entry.row.megatron == EMBEDDING and table.spread.every_embedding:
+            return range(layout.pp_size)
         stage = 0 if entry.row in table.before else last
     else:
         layers = table.sizes.num_layers

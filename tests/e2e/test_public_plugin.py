@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from statistics import fmean
 
@@ -16,6 +18,8 @@ from tests.support.public_plugin import HINT
 
 PLUGIN = "tests.support.public_plugin"
 STEPS = 10
+PROFILED = 4
+"""The step of which traces are asked for."""
 MIN_RISE = 0.07
 """Of 64 answers a tenth of whose characters are digits: three standard errors of the difference."""
 
@@ -29,6 +33,9 @@ def trained(runs: Path, tasks: Path, tiny_qwen3: Path) -> RealRun:
         *("--hf-checkpoint", tiny_qwen3, "--ref-load", tiny_qwen3, "--prompt-data", tasks / DIGITS_FILE),
         *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--no-bf16"),
         *("--use-rotary-position-embeddings", "--train-backend", "megatron", "--log-passrate"),
+        *("--log-correct-samples", "--use-pytorch-profiler", "--profile-step-start", str(PROFILED)),
+        *("--profile-step-end", str(PROFILED + 1), "--profile-target", "train_actor", "rollout"),
+        *("--profile-engine-passes", "3"),
         *("--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--num-rollout", str(STEPS)),
         *("--rollout-max-response-len", "12", "--lr", "2e-2", "--lr-decay-style", "constant"),
         *("--custom-generate-function-path", f"{PLUGIN}.generate", "--rm-type", "exact_match"),
@@ -60,3 +67,12 @@ def test_what_it_asked_for_is_trained_with_its_versions(trained: RealRun, runs: 
             assert len(mask) == len(versions) and sample.attributes == {"rounds": 2} and HINT in sample.response
             assert all((v == step + 1) if m else v == NOT_SAMPLED for m, v in zip(mask, versions, strict=True))
     assert max(trained.series("train", "train/train_rollout_logprob_abs_diff_max")) < 1e-3
+
+
+def test_trainer_and_engines_leave_traces_of_the_asked_step(trained: RealRun) -> None:
+    """Law: the asked targets of the asked step have a trace that can be read, and nothing else has."""
+    traces = {path.name: json.loads(gzip.decompress(path.read_bytes())) for path in trained.run_dir.glob("profiles/*")}
+    names = {f"step_{PROFILED}_train_actor_rank_0.json.gz", f"step_{PROFILED}_engine_0-TP-0.trace.json.gz"}
+    assert traces.keys() == names
+    for trace in traces.values():
+        assert any(str(event.get("name")).startswith("aten::") for event in trace["traceEvents"])

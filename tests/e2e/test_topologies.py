@@ -1,4 +1,4 @@
-"""Topologies as the docs write them: the YAML of docs/topologies.md starts, and serves what it says."""
+"""Topologies as the docs write them: the YAML of a page starts, and serves what it says."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ENGINES_LIMIT_S = 300.0
 SERVING = re.compile(r"serving at actor at (http://\S+), judge at (http://\S+) \(")
 
 
-def documented(number: int, folder: Path, judge: Path) -> Path:
-    """YAML block `number` of the docs, with a judge that exists."""
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "topologies.md").read_text(), re.S)
-    file = folder / f"documented_{number}.yaml"
-    file.write_text(blocks[number].replace("/models/judge", str(judge)))
+def documented(page: str, folder: Path, judge: Path) -> Path:
+    """The first YAML block of a page of the docs, with a judge that exists."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.S)
+    file = folder / f"documented_{page}.yaml"
+    file.write_text(blocks[0].replace("/models/judge", str(judge)))
     return file
 
 
@@ -44,7 +44,7 @@ def test_hooks_ask_a_judge_that_training_leaves_as_it_is(
     runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path, judge: Path
 ) -> None:
     """Law: a frozen model answers what its checkpoint says, in every step, whatever the policy has learned."""
-    config = documented(0, runs, judge)
+    config = documented("topologies", runs, judge)
     flags: Flags = [
         *digits(tiny_qwen3),
         *("--sglang-config", config, "--num-rollout", "3", "--lr", "2e-2", "--lr-decay-style", "constant"),
@@ -69,7 +69,7 @@ def test_hooks_ask_a_judge_that_training_leaves_as_it_is(
 def test_the_file_alone_is_served(runs: Path, tiny_qwen3: Path, judge: Path) -> None:
     """Law: `slime serve FILE` is the fleet of the file: each model behind a router of its own."""
     flags: Flags = [
-        *("--sglang-config", documented(0, runs, judge), "--hf-checkpoint", tiny_qwen3, "--no-bf16"),
+        *("--sglang-config", documented("topologies", runs, judge), "--hf-checkpoint", tiny_qwen3, "--no-bf16"),
         *("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-size", "1"),
     ]
     with RealRun(runs / "served", flags) as run:
@@ -92,7 +92,7 @@ def test_pairs_train_and_go_on_when_either_half_is_killed(
     """
     flags: Flags = [
         *digits(tiny_qwen3),
-        *("--sglang-config", documented(1, runs, runs), "--fully-async", "--max-weight-staleness", "2"),
+        *("--sglang-config", documented("prefill_decode", runs, runs), "--fully-async", "--max-weight-staleness", "2"),
         *("--num-rollout", "100000", "--lr", "1e-3", "--lr-decay-style", "constant"),
     ]
     run_dir = runs / "pairs"

@@ -28,7 +28,12 @@ DEVICES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("deepseek_v3", {}), ("glm4_moe_lite", {}), ("glm_moe_dsa", {"index_n_heads": 8, "index_head_dim": 64})],
+    [
+        ("deepseek_v3", {}),
+        ("glm4_moe_lite", {}),
+        ("deepseek_v32", {"index_n_heads": 8, "index_head_dim": 64}),
+        ("glm_moe_dsa", {"index_n_heads": 8, "index_head_dim": 64}),
+    ],
 )
 def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     checkpoint = write_family(tmp_path / "model", family, **{**WIDE, **changes})

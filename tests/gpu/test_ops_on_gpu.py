@@ -209,7 +209,7 @@ def test_a_trainer_with_shared_prefixes_is_one_without(tmp_path: Path) -> None:
     assert far["half_shared"] < 2 * far["half_whole"] + 1e-3
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "glm4", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "glm4", "glm4_moe", "minimax_m2", "gpt_oss"])
 def test_a_trainer_with_kernels_is_one_without(tmp_path: Path, family: str) -> None:
     """Law: the whole model, with its gradients, in float32 as on a CPU; in bfloat16 as near to it as plain PyTorch."""
     checkpoint = write_family(tmp_path / "model", family, head_dim=64)

@@ -84,6 +84,10 @@ GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 GEMMA_ENDS = ("<eos>", "<end_of_turn>")
 LLAMA_ENDS = ("<|end_of_text|>", "<|eot_id|>")
+HARMONY_TOKENS = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|end|>", "<|return|>", "<|call|>"),
+)
 PHI_ENDS = ("<|endoftext|>", "<|assistant|>", "<|end|>")
 PHI_TOKENS = ("<|system|>", "<|endoftext|>")
 PUBLISHED = {
@@ -105,6 +109,7 @@ PUBLISHED = {
     "glm4.6 without words": Published("trl:glm4moe", GLM_ENDS, tokens=GLM_TOKENS),
     "kimi-k2 before calls": Published(KIMI_K2.replace("CALLS", ""), ("<|im_end|>",), tokens=KIMI_TOKENS),
     "kimi-k2": Published(KIMI_K2.replace("CALLS", KIMI_CALLS), ("<|im_end|>",), tokens=KIMI_TOKENS),
+    "gpt-oss": Published("trl:gptoss", ("<|return|>", "<|call|>"), tokens=HARMONY_TOKENS),
     "phi3": Published("trl:phi3", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
     "phi3.5": Published("trl:phi3_5", PHI_ENDS, tokens=PHI_TOKENS, swallowing=("<|end|>",)),
     "phi4": Published(PHI4, ("<|im_end|>",), tokens=("<|im_start|>", "<|im_sep|>", "<|im_end|>")),

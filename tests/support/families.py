@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 16, "rope_parameters": LLAMA3}),
     "llama_tied": ("Llama", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
+    "mimo": ("Qwen2", {"rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 2}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "mlp_only_layers": [1], **SOFTMAX_EXPERTS}),
     "qwen3_next": ("Qwen3Next", {**DELTA, **SOFTMAX_EXPERTS, **SHARED}),
@@ -79,9 +80,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32,
         },
     ),
+    "kimi_k2": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **SIGMOID_EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {**YARN, "beta_fast": 1.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k} | {"truncate": False},
+            "max_position_embeddings": 32,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "glm4": ("Glm4", GLM_ATTENTION),
     "glm4_moe": ("Glm4Moe", {**GLM_ATTENTION, **SIGMOID_EXPERTS, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **SIGMOID_EXPERTS, **DENSE_FIRST}),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {
+            **LATENT,
+            **SIGMOID_EXPERTS,
+            "n_routed_experts": 8,
+            "num_experts": 8,  # transformers has both, and a default of 256
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": YARN,
+            "max_position_embeddings": 32,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 8,
+        },
+    ),
     "glm_moe_dsa": (
         "GlmMoeDsa",
         {
@@ -99,10 +151,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SYNCED: dict[str, dict[str, Any]] = {
     "DeepseekV3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "Glm4MoeLite": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "GptOss": {"swiglu_limit": 7.0},
+    "MiniMaxM2": {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+    },
+    "DeepseekV32": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "GlmMoeDsa": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """Prefix of classes -> what published checkpoints say besides, which engines read and transformers does not write."""
-WITH_EXPERTS = tuple(name for name, (_, own) in FAMILIES.items() if {"num_experts", "n_routed_experts"} & own.keys())
+RENAMED: dict[str, dict[str, Any]] = {
+    "kimi_k2": {"model_type": "kimi_k2"},
+    "mimo": {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]},
+}
+"""Family that transformers has under another name -> what its config.json says of its own."""
+WITH_EXPERTS = tuple(name for name, (_, own) in FAMILIES.items() if "num_experts_per_tok" in own)
 
 
 def new_model(name: str, seed: int = 0, **overrides: Any) -> Any:
@@ -122,12 +187,13 @@ def new_model(name: str, seed: int = 0, **overrides: Any) -> Any:
                 torch.nn.init.uniform_(tensor, -0.3, 0.3)
             elif key.endswith("A_log"):
                 torch.nn.init.uniform_(tensor, -1.0, 1.0)
-            elif key.endswith("proj.bias"):  # large ones saturate attention, whose gradients are then all rounding
+            elif key.endswith(("proj.bias", "proj_bias")):
+                # Large ones saturate attention, whose gradients are then all rounding.
                 torch.nn.init.uniform_(tensor, -0.5, 0.5)
             elif tensor.ndim == 1 and isinstance(tensor, torch.nn.Parameter):
                 low = -0.5 if zero_centred and "linear_attn" not in key else 0.5
                 torch.nn.init.uniform_(tensor, low, low + 1.0)
-            elif key.endswith("mlp.gate.weight"):
+            elif key.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 torch.nn.init.normal_(tensor, std=0.5)
             elif "linear_attn.in_proj" in key or "indexer" in key:
                 torch.nn.init.normal_(tensor, std=0.2)
@@ -144,8 +210,23 @@ def write_family(directory: Path, name: str, seed: int = 0, **overrides: Any) ->
     config = json.loads(path.read_text())
     if "layer_types" in config and name.startswith("qwen"):
         config["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
-    path.write_text(json.dumps({**config, **SYNCED.get(FAMILIES[name][0], {})}, indent=2))
+    if name == "minimax_m2":
+        config["rotary_dim"] = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    path.write_text(json.dumps({**config, **SYNCED.get(FAMILIES[name][0], {}), **RENAMED.get(name, {})}, indent=2))
     return directory
+
+
+def load_model(checkpoint: Path) -> Any:
+    """What transformers reads from a folder, in float32, under the name that transformers has for its family."""
+    import torch
+    import transformers
+
+    values = json.loads((checkpoint / "config.json").read_text())
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if (name := values.pop("model_type")) not in RENAMED:
+        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options)
+    kind: Any = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")
+    return kind.from_pretrained(checkpoint, config=kind.config_class(**values), **options)
 
 
 def reference(checkpoint: Path, batch: TrainBatch, scratch: Path) -> tuple[list[Any], dict[str, Any]]:
@@ -154,12 +235,9 @@ def reference(checkpoint: Path, batch: TrainBatch, scratch: Path) -> tuple[list[
     transformers itself gives gradients their checkpoint names: a model that holds them is saved to `scratch`.
     """
     import torch
-    import transformers
     from safetensors.torch import load_file
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = load_model(checkpoint)
     log_probs = list(_log_probs(model, batch))
     masks = [torch.from_numpy(s.loss_mask) for s in batch.samples]
     loss = -sum((lp * m).sum() for lp, m in zip(log_probs, masks, strict=True)) / sum(m.sum() for m in masks)

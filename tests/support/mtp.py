@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.batch import TrainBatch
-from tests.support.families import new_model, write_family
+from tests.support.families import load_model, new_model, write_family
 
 ONE_LAYER: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "mimo": {"num_hidden_layers": 1},
     "qwen3_next": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
     "qwen3_5": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
 }
@@ -29,6 +30,9 @@ def names_of(family: str) -> dict[str, str]:
     """Our words -> names in files: of the norms, the projection, and the beginning of the layer's own tensors."""
     if family.startswith("qwen"):
         parts = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0.")
+    elif family == "mimo":
+        hf = "model.mtp_layers.0."
+        parts = (*(f"{hf}{n}" for n in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")), hf)
     else:
         hf = f"model.layers.{NUM_LAYERS}."
         parts = (f"{hf}enorm", f"{hf}hnorm", f"{hf}eh_proj", f"{hf}shared_head.norm", hf)
@@ -66,6 +70,8 @@ def write_with_mtp(directory: Path, family: str, **overrides: Any) -> Path:
     if family.startswith("qwen"):
         prefix = "model.language_model." if "text_config" in config else "model."
         assert f"{prefix}norm.weight" in tensors or "model.norm.weight" in tensors
+    elif family == "mimo":
+        path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}, indent=2))
     else:
         more[f"{names['layer']}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         more[f"{names['layer']}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -78,14 +84,12 @@ class Reference:
     """The layer of a checkpoint in float32, and the model that it stands behind."""
 
     def __init__(self, checkpoint: Path, family: str) -> None:
-        import torch
-        import transformers
         from safetensors.torch import load_file
 
         (file,) = checkpoint.glob("*.safetensors")
         tensors, self.names = load_file(file), names_of(family)
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        self.model = load(checkpoint, dtype=torch.float32, attn_implementation="eager").requires_grad_(False)
+        self.model = load_model(checkpoint).requires_grad_(False)
+        self._of_mimo = family == "mimo"
         self.layer = new_model(family, ANOTHER_SEED, **ONE_LAYER[family], attn_implementation="eager")
         self._zero_centred, self._eps = family.startswith("qwen"), float(self.model.config.rms_norm_eps)
         own = ("embedding", "hidden", "projection")
@@ -97,7 +101,10 @@ class Reference:
 
         hidden = self.model.model(tokens[None]).last_hidden_state[0, :-2].detach()
         embedded = self.model.get_input_embeddings()(tokens[1:-1])
-        both = torch.cat([self._norm(embedded, "embedding"), self._norm(hidden, "hidden")], -1)
+        if self._of_mimo:
+            embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
+        parts = [self._norm(embedded, "embedding"), self._norm(hidden, "hidden")]
+        both = torch.cat(parts[::-1] if self._of_mimo else parts, -1)
         inputs = torch.nn.functional.linear(both, self.around["projection"])
         states = self.layer.model(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0]
         logits = self.model.get_output_embeddings()(states)

@@ -44,6 +44,15 @@ _YARN = {
     "original_max_position_embeddings": 4096,
     "type": "yarn",
 }
+_KIMI_YARN = {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}
+_GPT_OSS_YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "rope_type": "yarn",
+    "truncate": False,
+}
 _LLAMA3 = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -119,6 +128,38 @@ SYNCED: dict[str, tuple[dict[str, Any], float]] = {
         | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
         | {"num_nextn_predict_layers": 1, "quantization_config": _FP8, "routed_scaling_factor": 2.5},
         671.03,
+    ),
+    "DeepSeek-V3.2": (
+        _sizes(7168, 18432, 61, 128, 128, 129280, model_type="deepseek_v32", rope_scaling=_YARN, rope_theta=10000)
+        | _routed(256, 8, 2048, n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3, **_LATENT)
+        | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
+        | {"num_nextn_predict_layers": 1, "quantization_config": _FP8, "routed_scaling_factor": 2.5}
+        | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+        671.88,
+    ),
+    "Kimi-K2-Instruct": (
+        _sizes(7168, 18432, 61, 64, 64, 163840, model_type="kimi_k2", rope_scaling=_KIMI_YARN, rope_theta=50000.0)
+        | _routed(384, 8, 2048, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, **_LATENT)
+        | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
+        | {"num_nextn_predict_layers": 0, "quantization_config": _FP8, "routed_scaling_factor": 2.827},
+        1026.41,
+    ),
+    "MiMo-7B-RL": (
+        _sizes(4096, 11008, 36, 32, 8, 151680, model_type="mimo", head_dim=128, attention_bias=True, **_NO_WINDOW)
+        | {"rope_theta": 640000, "num_nextn_predict_layers": 1},
+        7.6226,
+    ),
+    "MiniMax-M2.5": (
+        _sizes(3072, 1536, 62, 48, 8, 200064, model_type="minimax_m2", head_dim=128, rope_theta=5000000)
+        | {"num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64, "quantization_config": _FP8}
+        | {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"},
+        228.7,
+    ),
+    "gpt-oss-20b": (
+        _sizes(2880, 2880, 24, 64, 8, 201088, model_type="gpt_oss", head_dim=64, attention_bias=True, rope_theta=150000)
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "sliding_window": 128}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 12, "rope_scaling": _GPT_OSS_YARN},
+        20.9148,
     ),
     "GLM-4-9B-0414": (
         _sizes(4096, 13696, 40, 32, 2, 151552, model_type="glm4", head_dim=128, attention_bias=False, **_GLM),

@@ -16,6 +16,7 @@ import numpy as np
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.routed_experts import not_recorded
 from slime.settings import Args
+from slime.settings.passthrough import Passthrough
 from slime.settings.resolve import assemble
 
 MEGATRON: dict[str, Any] = {
@@ -43,8 +44,17 @@ MEGATRON: dict[str, Any] = {
 """A constant schedule in float32 on one rank."""
 
 
-def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, **changes: Any) -> Args:
-    """The settings that the trainer reads, with their public names and defaults; derived ones follow `changes`."""
+def training_args(
+    checkpoint: Path,
+    *,
+    megatron: dict[str, Any] | None = None,
+    critic: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Args:
+    """The settings that the trainer reads, with their public names and defaults; derived ones follow `changes`.
+
+    `critic`: those of Megatron that the critic alone has.
+    """
     values: dict[str, Any] = {
         "hf_checkpoint": str(checkpoint),
         "device": "cpu",
@@ -61,7 +71,8 @@ def training_args(checkpoint: Path, *, megatron: dict[str, Any] | None = None, *
         "kl_loss_type": "k3",
         "mismatch_limit": 1e9,
     }
-    return assemble(values | changes, megatron={**MEGATRON, **(megatron or {})})
+    args = assemble(values | changes, megatron={**MEGATRON, **(megatron or {})})
+    return args.replace(critic=Passthrough("critic", critic or {}))
 
 
 def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:

@@ -21,6 +21,8 @@ what (a family sets them from its HF config, see `experts`):
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -73,13 +75,27 @@ class ExactRouter(TopKRouter):
         return scores.topk(self.topk, dim=-1).indices
 
 
+class WideRouter(ExactRouter):
+    """A router whose weight is float32 whatever the training dtype, as engines hold it; its row is `wide`."""
+
+    def reset_parameters(self) -> None:
+        """As Megatron's, which would round the weight to the training dtype."""
+        if self.config.perform_initialization:
+            self.config.init_method(self.weight)
+        self.weight.sequence_parallel = self.config.sequence_parallel
+
+
 class ExpertLayer(MoELayer):
     """Megatron's layer of experts, with our router, stacked experts, and dispatchers that do not wait (`dispatch`)."""
+
+    router_class: ClassVar[type[ExactRouter]] = ExactRouter
+    """What chooses them."""
+    experts_class: ClassVar[type[torch.nn.Module]] = StackedExperts
 
     def __init__(self, config: TransformerConfig) -> None:
         groups = get_default_pg_collection()
         parts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-        parts.submodules.router, parts.submodules.experts = ExactRouter, StackedExperts
+        parts.submodules.router, parts.submodules.experts = self.router_class, self.experts_class
         if parts.submodules.shared_experts is not None:
             parts.submodules.shared_experts.module = GatedSharedExperts
         super().__init__(config, parts.submodules, pg_collection=groups)
@@ -95,3 +111,9 @@ class ExpertLayer(MoELayer):
             self.token_dispatcher = kind(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
             )
+
+
+class WideRoutedExperts(ExpertLayer):
+    """Experts behind a float32 router."""
+
+    router_class = WideRouter

@@ -3,7 +3,7 @@ section 2.2), which engines serve as the draft of their speculative decoding.
 
 `h' = layer(eh_proj [enorm(embedding of token t + 1) ; hnorm(h_t)])`, where `h_t` is what the model's output layer sees;
 the output layer, applied to the normed `h'`, predicts token t + 2. Embedding and output layer are the model's own;
-files of DeepSeek and GLM hold both a second time.
+files of DeepSeek and GLM hold both a second time. `HeadForm` says where a family departs from the formula.
 
 A family says in `Family.mtp_config` how the layer is built. Its parameters are rows of the table only where it is
 trained (`with_mtp`); else its tensors are carried along.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
@@ -25,6 +26,16 @@ PREFIX = "mtp.layers.0."
 LAYER_PREFIX = PREFIX + "transformer_layer."
 CARRIED_DRAFT = r"draft\.(?!model\.embed_tokens\.weight$|lm_head\.weight$)"
 """Resident tensors of a draft that is not trained: all but those that it has from the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """How a family puts its layer together."""
+
+    hidden_first: bool = False
+    """The projection sees `[hnorm ; enorm]`."""
+    blind_start: bool = False
+    """The embedding is zero where `h_t` is of the first token of a sequence."""
 
 
 def with_mtp(hf_config: HfConfig) -> HfConfig:

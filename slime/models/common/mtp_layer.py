@@ -20,15 +20,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.models.common.attention import PackedSequences
+from slime.models.common.mtp import HeadForm
 from slime.models.common.norm import RMSNorm, current_device
 
 
 class MultiTokenLayer(torch.nn.Module):
     """One layer of multi-token prediction."""
 
-    def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None) -> None:
+    def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
         """`layer`: the specification of the family's layer."""
         super().__init__()
+        self.hidden_first = form.hidden_first
         hidden, eps = config.hidden_size, config.layernorm_epsilon
         self.enorm, self.hnorm = RMSNorm(config, hidden, eps=eps), RMSNorm(config, hidden, eps=eps)
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
@@ -40,23 +42,27 @@ class MultiTokenLayer(torch.nn.Module):
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
         """hidden, embedded [T_local, 1, H], of a token and of the one behind it -> normed states [T_local, 1, H]."""
-        both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
-        out, _ = self.transformer_layer(self.eh_proj(both), attention_mask=None, packed_seq_params=packed)
+        both = [self.enorm(embedded), self.hnorm(hidden)]
+        joined = torch.cat(both[::-1] if self.hidden_first else both, dim=-1)
+        out, _ = self.transformer_layer(self.eh_proj(joined), attention_mask=None, packed_seq_params=packed)
         return self.final_layernorm(out)
 
 
 class MultiTokenHead(torch.nn.Module):
     """The layers of multi-token prediction: one. Its names are Megatron's."""
 
-    def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None) -> None:
+    def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
         super().__init__()
-        self.sequence_parallel = bool(config.sequence_parallel)
-        self.layers = torch.nn.ModuleList([MultiTokenLayer(config, layer, vp_stage)])
+        self.sequence_parallel, self.blind_start = bool(config.sequence_parallel), form.blind_start
+        self.layers = torch.nn.ModuleList([MultiTokenLayer(config, layer, vp_stage, form)])
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
         """hidden [T_local, 1, H]: of this rank, without a gradient; embedded [T, H]: of the tokens behind these, T all
         that share the row by tokens, before sequence parallelism. Returns states [T_local, 1, H].
         """
+        if self.blind_start:
+            assert packed.positions is not None, "a packed row knows the positions of its tokens"
+            embedded = embedded.masked_fill((packed.positions == 0).unsqueeze(1), 0.0)
         embedded = embedded.unsqueeze(1)
         if self.sequence_parallel:
             embedded = scatter_to_sequence_parallel_region(embedded)

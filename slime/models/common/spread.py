@@ -25,6 +25,8 @@ class Spread:
 
     dp_attention: bool = False
     """Attention, embedding and output layer may be shared by the ranks of a DP group alone."""
+    dp_lm_head: bool = True
+    """With DP attention the output layer, too, may be shared by a DP group alone."""
     whole_embedding: bool = False
     """With DP attention the embedding is whole on each rank instead."""
     stages: Head | None = None
@@ -33,6 +35,10 @@ class Spread:
     """In stages, a tied output layer is a tensor of its own on the last one, loaded from the embedding."""
     whole_dense_mlp: bool = False
     """`moe_dense_tp_size` 1 makes the MLP of dense layers whole on each rank."""
+    every_embedding: bool = False
+    """In stages, each one holds the embedding."""
+    whole_stages: bool = False
+    """A stage is one rank: its loader divides no experts."""
 
 
 PLAIN = Spread()
@@ -43,6 +49,10 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
     """Why an engine cannot have this layout, in a half sentence; None if it can."""
     if layout.dp_size > 1 and not spread.dp_attention:
         return "its attention in SGLang knows no DP attention"
+    if layout.dp_lm_head and not spread.dp_lm_head:
+        return "its output layer in SGLang does not heed enable_dp_lm_head"
+    if layout.tp_size > 1 and spread.whole_stages:
+        return "its experts have biases, which ranks of SGLang do not share; give engines of one GPU a pipeline stage"
     if layout.pp_size > 1 and spread.stages is None:
         return "its model in SGLang does not run in pipeline stages"
     if layout.pp_size > 1 and tied and not spread.tied_stages:

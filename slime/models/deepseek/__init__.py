@@ -1,4 +1,5 @@
-"""Models with latent attention: DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash, and GLM-5 with its sparse-attention indexer."""
+"""Models with latent attention: DeepSeek-V3 (V3.1, R1), Kimi-K2 and GLM-4.7-Flash; with the indexer of sparse attention
+DeepSeek-V3.2 and GLM-5."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@FAMILIES.register("deepseek_v3", "glm4_moe_lite", "glm_moe_dsa")
+@FAMILIES.register("deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 class DeepSeek(Family):
     """Latent attention; the first layers are dense, the others have experts."""
 
@@ -63,7 +64,7 @@ class DeepSeek(Family):
         return deepseek_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """Not in GLM-5, whose layer chooses keys with an indexer."""
+        """Not with sparse attention, whose layer chooses keys with an indexer."""
         return None if indexer_kinds(hf_config) else only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:

@@ -23,6 +23,7 @@ from slime.settings.groups import (
     pair_rules,
     parameters,
     prefix_cache_rules,
+    profiling,
     quantised,
     reward,
     rollout,
@@ -64,7 +65,8 @@ GROUPS: tuple[Group, ...] = (
     Group(fleet.FleetSettings, "Fleet", fleet.RULES),
     Group(logging.LoggingSettings, "Logging"),
     Group(debug.DebugSettings, "Debug", debug.RULES),
-    Group(hooks.HookSettings, "Hooks"),
+    Group(profiling.ProfilingSettings, "Profiling", profiling.RULES),
+    Group(hooks.HookSettings, "Hooks", hooks.RULES),
     Group(launch_scripts.LaunchScriptSettings, "Launch scripts", launch_scripts.RULES),
     Group(configuration.ConfigurationSettings, "Configuration"),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.loading import load_object
+from slime.core.tokenizer_files import is_code
 from slime.settings.conditions import fine_tunes
 from slime.settings.fields import UNSET, Need, derived, opt
 from slime.settings.group import Passed, Rule
@@ -78,5 +80,15 @@ def chat_template_is_there(args: Args) -> str | None:
     return f"got chat_template {file}, which {wrong}; give the path of a Jinja template, named .jinja"
 
 
+def tokenizer_is_no_code(args: Args) -> str | None:
+    """No code of a checkpoint is run."""
+    if args.debug_train_only or args.hf_checkpoint is None or not is_code(Path(args.hf_checkpoint)):
+        return None
+    return (
+        f"got hf_checkpoint {args.hf_checkpoint}, whose tokenizer is code (auto_map in tokenizer_config.json), which "
+        f"is not run; write a tokenizer.json into it, for Kimi-K2 by slime tokenizer {args.hf_checkpoint}"
+    )
+
+
 PASSED: tuple[Passed, ...] = (Passed("sglang", "chat_template", lambda s: s.chat_template, "--chat-template"),)
-RULES: tuple[Rule, ...] = (chat_template_is_there,)
+RULES: tuple[Rule, ...] = (chat_template_is_there, tokenizer_is_no_code)

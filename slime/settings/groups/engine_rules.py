@@ -30,7 +30,7 @@ UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "init_expert_location": (None, "trivial"),
     "ep_num_redundant_experts": (None, 0),
     "elastic_ep_backend": (None, "none"),
-    "moe_a2a_backend": (None, "none"),
+    "moe_a2a_backend": (None, "none"),  # deepep: shared experts are whole on each rank
     "moe_dp_size": (None, 1),
     "attn_cp_size": (None, 1),
     "enable_prefill_cp": (None, False),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.settings.conditions import ADVANTAGES, POLICY_TERM, fine_tunes
 from slime.settings.fields import Adjusted, Need, derived, opt
+from slime.settings.group import Rule
 from slime.settings.groups.weights import AGENTS as _AGENTS
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
 """Rollout function of a run that samples step by step."""
@@ -31,6 +35,7 @@ _SAMPLES = Need(
     lambda s: s.rollout_function_path != SFT_ROLLOUT, "a rollout that samples; fine-tuning reads its samples"
 )
 _WEIGHTS = Need(lambda s: s.use_tis, "--use-tis")
+_OWN_LOSS = Need(lambda s: s.custom_loss_function_path is not None, "--custom-loss-function-path")
 _DISK = Need(lambda s: s.update_weight_transport == "disk", "--update-weight-transport disk")
 
 
@@ -107,6 +112,9 @@ class HookSettings:
     ["returns"] in place."""
     custom_loss_function_path: str | None = None
     """With --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
+    custom_loss_logits: bool = opt(False, needs=_OWN_LOSS)
+    """The loss function gets the logits [1, T, V] of a micro-batch's row, prompts included, in the place of log-probs.
+    They and their gradient are 2 x T x V numbers of the model's dtype on each rank: keep --max-tokens-per-gpu small."""
     custom_tis_function_path: str | None = opt(None, needs=(POLICY_TERM, _WEIGHTS))
     """Replaces the weights of --use-tis: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
     total_lengths, response_lengths) -> (pg_loss, masks, metrics), called by keyword."""
@@ -132,3 +140,19 @@ class HookSettings:
     """Called by the agent beside each engine before it reads a weight version: fn(source_dir, target_version)."""
     custom_eval_rollout_log_function_path: str | None = None
     """fn(rollout_id, args, data, extra_metrics) -> bool; True replaces the default logging."""
+
+
+def logits_are_of_whole_samples(args: Args) -> str | None:
+    """A loss over logits finds each sample whole in its row."""
+    cases = (
+        ((args.megatron["context_parallel_size"] or 1) > 1, "--context-parallel-size, whose ranks have parts of rows"),
+        (args.use_prefix_sharing, "--use-prefix-sharing, whose rows have once what samples share"),
+        (args.enable_mtp_training, "--enable-mtp-training, whose loss is made of log-probs"),
+    )
+    others = [text for holds, text in cases if holds]
+    if not args.custom_loss_logits or not others:
+        return None
+    return f"got --custom-loss-logits with {others[0]}; drop one of the two, or write the loss over log-probs"
+
+
+RULES: tuple[Rule, ...] = (logits_are_of_whole_samples,)

@@ -27,13 +27,17 @@ class LoggingSettings:
 
     log_passrate: bool = False
     """Log pass@k of each step's prompts, for the powers of two up to n_samples_per_prompt; a reward of 1 passes."""
+    log_correct_samples: bool = False
+    """Log how long the samples with a reward of 1 are."""
     log_reward_category: str | None = None
     """Entry of a dict reward that says what kind of answer, or error, it was; the share of each is logged."""
 
     use_tensorboard: bool = False
     """Write TensorBoard events."""
+    tensorboard_dir: str | None = opt(None, needs=_TENSORBOARD)
+    """Folder of the events of many runs, as TENSORBOARD_DIR, before which it goes. Default: that, or the run folder."""
     tb_project_name: str | None = opt(None, needs=_TENSORBOARD)
-    """Folder of the events below TENSORBOARD_DIR or the run folder."""
+    """Folder of the events below --tensorboard-dir, TENSORBOARD_DIR or the run folder."""
     tb_experiment_name: str | None = opt(None, needs=_TENSORBOARD)
     """Name of this run in TensorBoard."""
     use_wandb: bool = False

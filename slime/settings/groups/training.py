@@ -113,6 +113,9 @@ class TrainingSettings:
     """Spread samples over data-parallel ranks by the floating-point operations that they cost."""
     balance_by_flops: bool = False
     """Another name of --balance-data: samples are always weighed so."""
+    reset_optimizer_states: bool = False
+    """Begin each step's updates with moments of zero, as if the optimizer were new. Its master weights and its schedule
+    go on."""
     use_prefix_sharing: bool = opt(False, needs=_SEVERAL)
     """Compute tokens with which samples of a prompt begin alike, the prompt and common turns, once in a micro-batch;
     log-probs, loss weights and gradient are the same. max_tokens_per_gpu counts such tokens once. Models whose layers

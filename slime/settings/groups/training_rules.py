@@ -164,6 +164,16 @@ def fixed_settings_are_left_alone(args: Args) -> str | None:
     return None
 
 
+def moments_may_begin_anew(args: Args) -> str | None:
+    """State in half precision is rounded by draws that follow from the number of updates."""
+    if not args.reset_optimizer_states or not args.megatron["use_precision_aware_optimizer"]:
+        return None
+    return (
+        "got --reset-optimizer-states with --use-precision-aware-optimizer, whose rounding would draw the same numbers "
+        "in every step; drop one of the two"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     world_divides,
     tensor_parallel_divides_heads,
@@ -176,6 +186,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_can_decay,
     state_dtypes_can_be_kept,
     adam_decouples,
+    moments_may_begin_anew,
     dynamic_batches_have_a_limit,
     fixed_settings_are_left_alone,
 )

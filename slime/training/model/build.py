@@ -118,10 +118,10 @@ def _build_chunk(
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings")) and kind is PolicyModel,
         vp_stage=vp_stage,
     )
-    model.layer_offset = offset
+    model.layer_offset, model.num_tokens = offset, vocab_size
     with_mtp = trains_mtp(hf_config)
     if with_mtp and model.post_process:
-        model.mtp = MultiTokenHead(config, mtp_layer_spec(family, config, hf_config), vp_stage)
+        model.mtp = MultiTokenHead(config, mtp_layer_spec(family, config, hf_config), vp_stage, family.mtp_form)
     model.borrows_embedding = (
         with_mtp and config.pipeline_model_parallel_size > 1 and not model.share_embeddings_and_output_weights
     )

@@ -31,12 +31,15 @@ from slime.training.model.log_probs import (
     score_tokens,
     token_values,
 )
+from slime.training.model.row_logits import RowLogits, row_logits
 
 
 class PolicyModel(GPTModel):
     """A decoder with packed input and log-prob output."""
 
     shard: VocabShard
+    num_tokens: int
+    """Of the vocabulary, whose rows may be padded."""
     layer_offset: int
     """Number of the first layer of this chunk in the whole model."""
     rotary: Rotary | None = None
@@ -121,10 +124,12 @@ class PolicyModel(GPTModel):
         target_tokens: Tensor,
         answers: Tensor | None = None,
         draft: bool = False,
+        with_logits: bool = False,
         **options: Unpack[ScoreOptions],
-    ) -> Tensor | TokenScores:
+    ) -> Tensor | TokenScores | RowLogits:
         """Scores float32 [U] of `target_tokens` [U] predicted at `positions` [U] of a row; see `score_tokens`. With
-        `answers` those of them that it names, [R]. `draft`: with `draft_log_probs`.
+        `answers` those of them that it names, [R]. `draft`: with `draft_log_probs`. `with_logits`: instead of
+        them the logits of the whole row.
 
         Each context-parallel rank evaluates the positions that it holds, and all of them get all results. A chunk that
         is not the last returns the hidden states for the next.
@@ -132,6 +137,17 @@ class PolicyModel(GPTModel):
         states = self.states(tokens, position_ids, packed)
         if not self.post_process:
             return states
+        if with_logits:
+            assert packed.shard is None and answers is None, "logits are of whole rows, which no samples share"
+            return row_logits(
+                self.gathered(states),
+                self.output_weight(),
+                self.shard,
+                self.num_tokens,
+                positions,
+                target_tokens,
+                chunk_tokens=options.get("chunk_tokens", DEFAULT_CHUNK_TOKENS),
+            )
         scores = self._scores(self.gathered(states), self.output_weight(), packed, positions, target_tokens, options)
         if draft:
             ahead = self._ahead(states.detach(), tokens, position_ids, packed, positions, target_tokens, options)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.models.common.table import FamilyTable
+from slime.weights.quantised.format import QuantisedFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,25 @@ def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) 
 
 
 def engine_bytes(
-    table: FamilyTable, *, itemsize: int, tp_size: int, gpu_bytes: int, fraction: float | None
+    table: FamilyTable,
+    *,
+    itemsize: int,
+    tp_size: int,
+    gpu_bytes: int,
+    fraction: float | None,
+    quantised: QuantisedFormat | None = None,
 ) -> EngineBytes:
-    """An engine rank's share of a model whose tensors are `itemsize` bytes wide (float32 where they are wide).
+    """An engine rank's share of a model whose tensors are `itemsize` bytes wide (float32 where they are wide), or
+    `quantised`.
 
     Padding, and what an engine does not split, are left out: the share is a little low.
     """
-    sizes = {name: math.prod(table.shape_of(name)) for name in table.hf_names}
-    wide = {name for entry in table.entries if entry.row.wide for name in entry.hf}
-    total = sum(size * (4 if name in wide else itemsize) for name, size in sizes.items())
+    total = 0
+    for entry in table.entries:
+        row = entry.row
+        if quantised is not None and quantised.is_quantised(entry.hf):
+            parts = zip(quantised.rows(row), quantised.dtypes, strict=True)
+            total += sum(dtype.itemsize * sum(map(math.prod, part.shapes)) for part, dtype in parts)
+        else:
+            total += (4 if row.wide else itemsize) * sum(map(math.prod, row.shapes))
     return EngineBytes(-(-total // tp_size), None if fraction is None else int(gpu_bytes * fraction))

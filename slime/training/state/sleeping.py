@@ -28,6 +28,7 @@ from slime.training.state.memory import HostStash, num_bytes_of, storages_of
 from slime.training.state.memory_plan import MemoryPlan, RankBytes, engine_bytes, predicted_peaks
 from slime.training.step.held_adam import HeldAdamW
 from slime.training.step.optimizer import Trainable
+from slime.weights.quantised.checkpoint import format_of_folder
 
 
 class Held(enum.Enum):
@@ -198,6 +199,7 @@ def build_sleeper(args: Args, table: FamilyTable, parts: Callable[[], Parts], de
             tp_size=args.rollout_num_gpus_per_engine,
             gpu_bytes=gpu_bytes,
             fraction=args.sglang.get("mem_fraction_static"),
+            quantised=format_of_folder(args.hf_checkpoint),
         )
         bucket_bytes = args.update_weight_buffer_size
         peaks = predicted_peaks(parts().num_bytes(device), engine, bucket_bytes=bucket_bytes)

@@ -17,6 +17,7 @@ from slime.models import table_for
 from slime.models.common.table import Row
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
+from slime.settings.roles import critic_args
 from slime.training.model.build import build_model
 from slime.training.model.frozen import trained_names
 from slime.training.model.policy import ValueModel
@@ -42,6 +43,7 @@ class Critic:
 
     def __init__(self, args: Args, estimator: CriticEstimator, device: torch.device) -> None:
         """Builds the model and loads its weights. Raises `ConfigError` or `CheckpointError` as the policy's do."""
+        args = critic_args(args)
         assert args.critic_load is not None, "the settings say what the critic starts from"
         directory = Path(args.critic_load)
         hf_config = read_hf_config(args.critic_load)
@@ -55,9 +57,7 @@ class Critic:
         whole = dataclasses.replace(table, after=(*after, *head))
         model = ShardedModel.of(chunks, whole, trained_names(whole, None, None))
         hf_weights.load_weights(model.within(table), directory)
-        rate = float(args.critic_lr)
-        lowest = min(float(args.megatron["min_lr"]), rate)
-        self.trainable = build_trainable(chunks, model, {**args.megatron, "lr": rate, "min_lr": lowest})
+        self.trainable = build_trainable(chunks, model, args.megatron)
         self._objective = ValueObjective(estimator)
 
     @classmethod

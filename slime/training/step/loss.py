@@ -24,6 +24,7 @@ from slime.settings import Args
 from slime.settings.conditions import fine_tunes
 from slime.settings.hooks import load_hook
 from slime.training.model.log_probs import TokenScores
+from slime.training.model.row_logits import RowLogits
 from slime.training.step.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
@@ -68,7 +69,7 @@ class Objective(Evaluation, Protocol):
 
 def nothing_of(objective: Objective, output: Any) -> Tensor:
     """A loss of zero, whatever a model answered, that goes backward through all of its answers."""
-    answers = [*objective.results(output), getattr(output, "draft_log_probs", None)]
+    answers = [*objective.results(output), *(getattr(output, name, None) for name in ("draft_log_probs", "logits"))]
     return torch.stack([answer.sum() for answer in answers if answer is not None]).sum() * 0.0
 
 
@@ -145,22 +146,50 @@ class SupervisedObjective(LogProbs):
 
 
 class CustomObjective(LogProbs):
-    """`--custom-loss-function-path`: the batch as a dict, and a sum that carries the denominators of the step."""
+    """`--custom-loss-function-path`: the batch as a dict, log-probs or with `--custom-loss-logits` logits, and a sum
+    that carries the denominators of the step.
+    """
 
     compares_with_engines = False
 
-    def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
+    def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
+        """See `Evaluation`."""
+        args = self.args
+        if not args.custom_loss_logits:
+            return super().evaluate(chunk, batch, trains=trains)
+        asked = (batch.asked_positions, batch.asked_tokens, batch.answers)
+        row = (batch.tokens, batch.position_ids, batch.packed)
+        return chunk(*row, *asked, with_logits=True, chunk_tokens=int(args.log_probs_chunk_size))
+
+    def results(self, output: Any) -> tuple[Tensor, ...]:
+        """See `Evaluation`."""
+        return (output.log_probs,)
+
+    @property
+    def num_results(self) -> int:
+        """See `Evaluation`."""
+        return 1
+
+    def loss(self, batch: MicroBatch, output: TokenScores | RowLogits) -> LossParts:
         """See `Objective`."""
         args, log_probs, flag = self.args, output.log_probs, "--custom-loss-function-path"
         assert args.custom_loss_function_path is not None, "--loss-type custom_loss comes with a function"
+        if isinstance(output, RowLogits) and not batch.positions:
+            nothing = output.logits.sum() * 0.0  # a row without samples, so that this rank goes backward as well
+            return LossParts(nothing, log_probs, {})
         data = {f.name: getattr(batch, f.name) for f in fields(batch)}
         data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
+        answer, source = log_probs, log_probs
+        if isinstance(output, RowLogits):
+            answer, source = output.logits.unsqueeze(0), output.logits
+            whole = batch.tokens[: sum(batch.total_lengths)]
+            data.update(total_lengths=list(batch.total_lengths), unconcat_tokens=list(whole.split(batch.total_lengths)))
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             return weighted(unmasked(values, batch.mask), batch)
 
-        loss, metrics = load_hook(args.custom_loss_function_path, "loss")(args, data, log_probs, sum_of_sample_mean)
-        loss = _scalar(loss, batch, log_probs, flag)
+        loss, metrics = load_hook(args.custom_loss_function_path, "loss")(args, data, answer, sum_of_sample_mean)
+        loss = _scalar(loss, batch, source, flag)
         if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
             raise HookError(f"{flag}: got metrics that are not a dict of scalar tensors")
         device = log_probs.device
@@ -329,8 +358,11 @@ def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise HookError(f"{flag}: got {type(value).__name__}; the loss is a tensor with one number")
     if source.requires_grad and not value.requires_grad and bool((batch.mask > 0).any()):
-        raise HookError(f"{flag}: got a loss without a gradient for trained tokens; make it from the log-probs")
-    return value.to(source.device).reshape(()) + source.sum() * 0.0
+        raise HookError(
+            f"{flag}: got a loss without a gradient for trained tokens; make it from what the function gets"
+        )
+    value = value.to(source.device).reshape(())
+    return value if value.requires_grad else value + source.sum() * 0.0
 
 
 def weighted(values: Tensor, batch: MicroBatch) -> Tensor:

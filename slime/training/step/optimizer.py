@@ -138,6 +138,20 @@ def zero_grad(trainable: Trainable) -> None:
     trainable.optimizer.zero_grad()
 
 
+@torch.no_grad()
+def reset_moments(trainable: Trainable) -> None:
+    """The next update is the first one: moments and their count are zeros. Master weights and schedule stay."""
+    for inner in trainable.inner:
+        if inner.optimizer is None:
+            continue
+        for group in inner.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = 0
+        for state in inner.optimizer.state.values():
+            for key in {"step", "exp_avg", "exp_avg_sq"} & state.keys():
+                state[key].zero_()
+
+
 def reduce_grads(trainable: Trainable) -> None:
     """After a step's last backward pass: sums over data-parallel ranks, over tensor-parallel ones where needed, and
     over the two copies of a tied embedding.

@@ -40,7 +40,7 @@ from slime.training.step.loss import Evaluation, LossParts, Objective, Sums, not
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device
 from slime.training.step.mismatch import MismatchMeter
 from slime.training.step.non_finite import Suspects, dump, names_of, raise_for
-from slime.training.step.optimizer import Trainable, apply_update, reduce_grads, zero_grad
+from slime.training.step.optimizer import Trainable, apply_update, reduce_grads, reset_moments, zero_grad
 from slime.training.step.own_code import OwnCode
 from slime.training.step.staging import Put, Staging
 
@@ -69,6 +69,8 @@ class StepContext:
     """Where samples with a non-finite loss are kept."""
     staging: Staging | None = None
     """Takes micro-batches to a GPU, one ahead; None on a CPU, where nothing is taken anywhere."""
+    resets_moments: bool = False
+    """`--reset-optimizer-states`."""
     own_code: OwnCode | None = None
     """The user's functions around the passes."""
 
@@ -89,6 +91,7 @@ class StepContext:
             keeps_old_keys=args.pause_generation_mode == "in_place",
             run_dir=args.run_dir,
             staging=staging,
+            resets_moments=args.reset_optimizer_states,
             own_code=OwnCode.of(args),
         )
 
@@ -177,6 +180,8 @@ def train_on(
     """
     results = []
     first_mismatch = {}
+    if context.resets_moments:
+        reset_moments(trainable)
     compares, old = objective.compares_with_engines, prepared.log_probs.student
     meter = _meter(context, version) if compares and old is None else None
     if compares and old is not None:

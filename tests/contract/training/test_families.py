@@ -28,8 +28,8 @@ EP = {"expert_model_parallel_size": 2}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 BATCH_SEED = 3
 
-WITHOUT_CONTEXT_PARALLEL = ("glm_moe_dsa",)
-"""Its sparse indexer takes short sequences only, and these are longer."""
+WITHOUT_CONTEXT_PARALLEL = ("deepseek_v32", "glm_moe_dsa")
+"""Their sparse indexers take short sequences only, and these are longer."""
 
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

@@ -26,10 +26,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, CP),
     "pp2ep2": (4, {**PP, **EP, **ALL_TO_ALL}),
 }
-QUICK = (("deepseek_v3", "one"), ("qwen3_next", "one"), ("deepseek_v3", "pp2"), ("qwen3_next", "cp2"))
+WITHOUT_EXPERTS = {"sp2": (2, SP)}
+QUICK = (("deepseek_v3", "one"), ("mimo", "one"), ("qwen3_next", "one"), ("deepseek_v3", "pp2"), ("qwen3_next", "cp2"))
 CASES = [(family, name) for family in ("deepseek_v3", "qwen3_next") for name in LAYOUTS] + [
     ("glm4_moe", "one"),
     ("qwen3_5", "one"),
+    *(("mimo", name) for name in ("one", "sp2", "pp2", "cp2")),
 ]
 
 
@@ -55,7 +57,7 @@ class Runs:
     def outcome(self, family: str, name: str, **more: Any) -> Outcome:
         key = f"{family}-{name}-{'-'.join(more)}"
         if key not in self._outcomes:
-            world_size, megatron = LAYOUTS[name]
+            world_size, megatron = {**LAYOUTS, **WITHOUT_EXPERTS}[name]
             layout = {
                 "world_size": world_size,
                 "megatron": {**megatron, "mtp_loss_scaling_factor": FACTOR},
@@ -109,7 +111,7 @@ def test_the_model_learns_as_it_does_without_it(runs: Runs, family: str) -> None
         assert torch.equal(with_it.gradients["loss"][name], without.gradients["loss"][name]), name
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mimo", "qwen3_next"])
 def test_an_export_has_the_trained_layer_and_true_copies(runs: Runs, family: str) -> None:
     outcome = runs.outcome(family, "one", rounds=1)
     source = _files(runs.checkpoint(family))

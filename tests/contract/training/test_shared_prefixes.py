@@ -127,7 +127,9 @@ def test_experts_of_other_ranks_do_not_feel_what_is_shared(tmp_path: Path, ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3_moe", "minimax_m2", "gpt_oss", "glm4", "glm4_moe", "deepseek_v3"]
+)
 def test_no_family_feels_what_is_shared(family: str, tmp_path: Path, ranks: Ranks) -> None:
     layouts = {"alone": reference(), "one": layout("one"), "cp2": layout("cp2")}
     got = run(ranks, tmp_path, write_family, family, layouts)

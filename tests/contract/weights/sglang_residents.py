@@ -86,7 +86,8 @@ def _server_args(checkpoint: Path, layout: EngineLayout) -> Any:
         disable_radix_cache=True,
         disable_overlap_schedule=True,
         disable_cuda_graph=True,
-        attention_backend="torch_native",
+        # It asserts kernels that know sinks; nothing attends here.
+        attention_backend="triton" if '"gpt_oss"' in (checkpoint / "config.json").read_text() else "torch_native",
         **server_settings(layout),
     )
 
@@ -134,7 +135,7 @@ def _compare_quantised(layout: EngineLayout, rank: EngineRank, checkpoint: Path)
     held = {n: p.detach() for n, p in reported}
     table = engine_table(table_for(read_hf_config(str(checkpoint))), format_of_folder(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
-    state = {n: source[n] for n in table.hf_names}
+    state = {n: source[n].float() if table.entry_of_hf(n).row.wide else source[n] for n in table.hf_names}
     return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
 
 

@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {},
     "qwen2": {},
+    "mimo": {},
     "qwen3": {},
     "qwen3_moe": {"mlp_only_layers": []},  # SGLang gives every layer experts, and the sync would be refused
     "glm4": {},
@@ -44,6 +45,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "rope_parameters": {**YARN, "type": "yarn", "original_max_position_embeddings": 256},
     },
+    "kimi_k2": {
+        "max_position_embeddings": 1024,
+        "rope_parameters": {**YARN, "type": "yarn", "beta_fast": 1.0, "original_max_position_embeddings": 256},
+    },
+    "minimax_m2": {},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
 }
 """Name -> config beyond that of the tiny checkpoints."""

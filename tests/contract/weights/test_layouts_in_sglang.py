@@ -25,6 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {},
     "deepseek_v3": {},
+    "kimi_k2": {},
+    "minimax_m2": {},
+    "gpt_oss": {},
     "glm4_moe_lite": {},
     "qwen3_next": {},
 }

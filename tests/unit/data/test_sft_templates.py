@@ -149,3 +149,13 @@ def test_the_ids_are_those_of_mistrals_own_package() -> None:
     request = ChatCompletionRequest(messages=[kinds[m["role"]](content=m["content"]) for m in TALK])
     row = sft_tokens(TALK, published_chat("mistral"))
     assert list(row.tokens) == own.encode_chat_completion(request).tokens
+
+
+def test_the_channels_that_gpt_oss_writes_are_trained_and_the_end_of_its_last_answer() -> None:
+    tokenizer, chat = published_tokenizer("gpt-oss"), published_chat("gpt-oss")
+    row = sft_tokens([TALK[0], {**TALK[1], "thinking": "A sum."}], chat)
+    trained = [i for i, m in zip(row.tokens[-row.response_length :], row.loss_mask, strict=True) if m]
+    thought = "<|channel|>analysis<|message|>A sum.<|end|><|start|>assistant"
+    assert tokenizer.decode(trained) == f"{thought}<|channel|>final<|message|>Four.<|return|>"
+    with pytest.raises(DataError, match="rewrites earlier turns"):  # an answer that is not the last ends otherwise
+        sft_tokens(TALK, chat)

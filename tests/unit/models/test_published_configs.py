@@ -55,6 +55,11 @@ def test_the_model_around_the_language_model_says_whether_embeddings_are_tied(ou
         ("GLM-5", {"index_local_tokens": 64}),
         ("GLM-5", {"indexer_types": ["full"]}),
         ("GLM-5", {"attention_bias": True}),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("gpt-oss-20b", {"swiglu_limit": None}),
+        ("gpt-oss-20b", {"layer_types": None}),
+        ("MiniMax-M2.5", {"use_qk_norm": None}),
+        ("MiniMax-M2.5", {"partial_rotary_factor": 0.25}),
         ("DeepSeek-V3", {"rope_scaling": {"type": "yarn", "factor": 40}}),
         ("Qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}),
         ("Qwen2.5-7B", {"layer_types": ["full_attention"] * 27 + ["sliding_attention"]}),
@@ -62,7 +67,11 @@ def test_the_model_around_the_language_model_says_whether_embeddings_are_tied(ou
     ],
 )
 def test_what_is_not_trained_is_refused_by_its_name(name: str, wrong: dict[str, object]) -> None:
-    said = {"rope_scaling": "rotary scaling", "layer_types": "sliding_attention"}
+    said = {
+        "rope_scaling": "rotary scaling",
+        "layer_types": "sliding_attention|without layer_types",
+        "quantization_config": "mxfp4",
+    }
     key = next(iter(wrong))
     with pytest.raises(ConfigError, match=said.get(key, key)):
         architecture({**SYNCED[name][0], **wrong})

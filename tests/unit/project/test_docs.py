@@ -20,6 +20,7 @@ PATH = re.compile(
     r"`((?:[\w.-]+/)+(?:[\w-]+\.(?:py|txt|sh|md|yaml|png|json))?)`|(?<![\w/.-])((?:slime|docs|tests|examples|recipes|benchmarks)/[\w/]+(?:\.\w+|/))"
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
+SECTION = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
 MAKE = re.compile(r"(?:`|^)make ([a-z-]+)", re.M)
 COMMAND = re.compile(r"`slime ([a-z][a-z-]*)(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
@@ -68,6 +69,22 @@ def test_paths_links_targets_commands_and_flags_exist(document: Path) -> None:
     known = known_flags()
     missing += [flag for flag in FLAG.findall(text) if flag not in known and not flag.endswith("-")]
     assert not missing, f"{document.name} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("document", [t for t in TEXTS if t.suffix == ".md"], ids=lambda p: p.name)
+def test_links_to_sections_end_at_a_heading(document: Path) -> None:
+    missing = [
+        f"{page}#{section}"
+        for page, section in SECTION.findall(document.read_text())
+        if (target := document.parent / page if page else document).suffix == ".md" and section not in anchors(target)
+    ]
+    assert not missing, f"{document.name} links to sections that are not there: {missing}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -202,6 +202,17 @@ def test_progress_says_what_runs() -> None:
     assert str(progress).startswith("rollout 3 2/8, ")
 
 
+def test_lengths_of_right_answers_are_logged_where_they_are_asked_for(tmp_path: Path) -> None:
+    group = [finished(0, index, reward=reward) for index, reward in enumerate((1.0, 0.0, 1.0))]
+    for sample, more in zip(group, (1, 3, 5), strict=True):
+        sample.append_response_tokens([9] * more, log_probs=[-0.1] * more, weight_version=2, finish_reason="stop")
+    args = rollout_args(tmp_path)
+    assert not [name for name in sample_metrics(args, [group]) if "correct" in name]
+    metrics = sample_metrics(args.replace(log_correct_samples=True), [group])
+    found = [metrics[f"rollout/correct_length/{part}"] for part in ("mean", "max", "min")]
+    assert found == [5.0, 7.0, 3.0] and metrics["rollout/response_len/mean"] == 5.0
+
+
 def test_pass_rates_and_kinds_of_a_step_are_logged_where_they_are_asked_for(tmp_path: Path) -> None:
     def group(index: int, *scores: float) -> list[Sample]:
         kinds = {1.0: "right", 0.0: "wrong"}

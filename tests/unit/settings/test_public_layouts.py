@@ -58,8 +58,7 @@ SMALL, MIDDLE, LARGE = Model("qwen3", 32, 8, tied=True), Model("qwen3", 32, 8), 
 MOE_30B, MOE_235B = Model("qwen3_moe", 32, 4, 128), Model("qwen3_moe", 64, 4, 128)
 QWEN35_9B, QWEN35_27B = Model("qwen3_5_text", 16, 4), Model("qwen3_5_text", 24, 4)
 QWEN35_35B = Model("qwen3_5_moe_text", 16, 2, 256)
-# Kimi-K2 is DeepSeek-V3 of another size, under a name of its own.
-KIMI = Model("deepseek_v3", 64, 64, 384)
+KIMI = Model("kimi_k2", 64, 64, 384)
 SCRIPTS = {
     "4B": Script(SMALL, 1, 8, 2),
     "4B, FP8": Script(SMALL, 1, 8, 2),

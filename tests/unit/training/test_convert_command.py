@@ -16,6 +16,7 @@ from slime.cli.main import main
 from slime.training.state import hf_files
 from slime.training.state.hf_files import HfReader
 from slime.weights.fp8 import BLOCK
+from tests.support.families import write_family
 from tests.support.tiny import write_tiny_model
 
 SHAPE = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
@@ -142,6 +143,15 @@ def test_fp8_of_fp8_is_refused(dense: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["convert", str(dense), str(tmp_path / "fp8"), "--to", "fp8"]) == 0
     assert main(["convert", str(tmp_path / "fp8"), str(tmp_path / "out"), "--to", "fp8"]) == 2
     assert "FP8 already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["fp8", "torch_dist"])
+def test_experts_in_an_order_that_a_format_does_not_have_are_refused(
+    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_family(tmp_path / "model", "gpt_oss")
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", to]) == 2
+    assert "gates and values in turns" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_damaged_file_leaves_nothing_and_is_named(

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slime.core.errors import ConfigError, DeadlineExceeded
+from slime.core.hf_config import read_hf_config
+from slime.models import table_for
 from slime.training.state.host_arena import ALIGNMENT, HostArena, Undo, pin_for, room_of
 from slime.training.state.memory import HostStash
-from slime.training.state.memory_plan import EngineBytes, MemoryPlan, RankBytes, predicted_peaks
+from slime.training.state.memory_plan import EngineBytes, MemoryPlan, RankBytes, engine_bytes, predicted_peaks
 from slime.training.state.sleeping import Held, Parts, Sleeper
+from tests.support.quantised import write_quantised
+from tests.support.tiny import write_tiny_model
 
 CPU = torch.device("cpu")
 """Stands for the GPU: storages are emptied and filled there just the same."""
@@ -194,6 +200,19 @@ def test_the_peaks_are_sums_of_what_has_to_be_there_at_once() -> None:
     assert MemoryPlan(71, peaks).too_large() == ["train"] and MemoryPlan(72, peaks).too_large() == []
     unknown = MemoryPlan(80, predicted_peaks(rank, EngineBytes(8, None), bucket_bytes=2))
     assert "generate: engine as SGLang chooses" in str(unknown) and unknown.facts()["generate"]["engine"] is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "channels", "int4"])
+def test_an_engine_has_as_many_bytes_of_weights_as_the_tensors_of_its_folder(tmp_path: Path, kind: str) -> None:
+    """Law: also of one that serves codes and scales; the shapes beside codes of INT4 are nothing that it keeps."""
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
+    plain = write_tiny_model(tmp_path / "plain", "qwen3", tied=False, **shape)
+    folder, quantised = (plain, None) if kind == "plain" else write_quantised(plain, tmp_path / kind, kind)
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    sizes = [t.nbytes for file in files for name, t in file.items() if not name.endswith("weight_shape")]
+    table, itemsize = table_for(read_hf_config(str(plain))), 4 if kind == "plain" else 2
+    found = engine_bytes(table, itemsize=itemsize, tp_size=1, gpu_bytes=1000, fraction=0.5, quantised=quantised)
+    assert found == EngineBytes(sum(sizes), 500)
 
 
 def test_before_the_first_step_the_moments_are_counted_already() -> None:

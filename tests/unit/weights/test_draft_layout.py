@@ -22,7 +22,18 @@ from tests.unit.settings.test_speculation import CONFIG
 from tests.unit.weights.test_qwen_next_layout import NEXT
 
 RANK = EngineRank(0, 0)
-DRAFTS = {"deepseek_v3": CONFIG, "qwen3_next": NEXT}
+MIMO = {
+    "model_type": "mimo",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 1,
+}
+DRAFTS = {"deepseek_v3": CONFIG, "qwen3_next": NEXT, "mimo": MIMO}
 
 
 def tensors_of(table: FamilyTable, seed: int = 0) -> dict[str, torch.Tensor]:

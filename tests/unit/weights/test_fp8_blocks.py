@@ -90,12 +90,14 @@ QUANTISED = [
     "model.language_model.layers.3.linear_attn.in_proj_qkv.weight",
     "model.layers.3.linear_attn.in_proj_qkvz.weight",
     "mtp.layers.0.self_attn.q_proj.weight",
+    "model.layers.3.block_sparse_moe.experts.255.w2.weight",
 ]
 KEPT = [
     "model.embed_tokens.weight",
     "lm_head.weight",
     "model.norm.weight",
     "model.layers.3.mlp.gate.weight",
+    "model.layers.3.block_sparse_moe.gate.weight",
     "model.layers.3.mlp.gate.e_score_correction_bias",
     "model.layers.3.mlp.shared_expert_gate.weight",
     "model.layers.3.input_layernorm.weight",

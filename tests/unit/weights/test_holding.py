@@ -206,6 +206,11 @@ def test_every_rank_is_compared_and_named(layout: EngineLayout) -> None:
         ({"model_type": "llama", "tie_word_embeddings": True}, STAGES, "tied output layer"),
         ({}, EngineLayout(tp_size=2, whole_dense_mlp=True), "moe_dense_tp_size"),
         ({"model_type": "qwen3_next"}, STAGES, "pipeline stages"),
+        ({"model_type": "mimo"}, STAGES, "pipeline stages"),
+        ({"model_type": "minimax_m2", "num_local_experts": 4}, EXPERTS, None),
+        ({"model_type": "minimax_m2"}, EngineLayout(tp_size=2, dp_size=2, dp_lm_head=True), "enable_dp_lm_head"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, STAGES, None),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, EngineLayout(tp_size=2), "engines of one GPU"),
     ],
 )
 def test_what_sglang_does_not_do_with_a_family_is_refused(

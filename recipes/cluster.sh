@@ -1,0 +1,23 @@
+# Sourced by the run.sh of a recipe for GPUs: where the model, the prompts and the outputs are. It runs where you are.
+PY=${PY:-python}
+: "${MODEL:?give the folder of the model, in Hugging Face format}"
+: "${PROMPTS:?give the prompts: JSON lines with the columns prompt and label}"
+: "${HELD_OUT:?give the prompts of the evaluation, with the same columns}"
+SAVE=${SAVE:-runs/$RECIPE/checkpoints}
+RUN_DIR=${RUN_DIR:-runs/$RECIPE}
+
+# What all of them share: mathematics with answers that are compared, sampled as the policy is, checkpoints that a second
+# start goes on from.
+TASK=(
+  --hf-checkpoint "$MODEL" --run-dir "$RUN_DIR"
+  --save "$SAVE" --load "$SAVE" --save-interval 20 --save-keep-last 2
+  --prompt-data "$PROMPTS" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
+  --rm-type deepscaler
+  --eval-prompt-data held_out "$HELD_OUT" --eval-interval 20 --eval-top-p 1
+)
+# Adam with the constants of a small, constant step; activations are computed again, micro-batches filled by tokens.
+TRAINING=(
+  --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+  --use-dynamic-batch-size --balance-data
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+)

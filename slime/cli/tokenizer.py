@@ -1,0 +1,21 @@
+"""`slime tokenizer DIR`: a tokenizer.json for a released folder whose tokenizer is code, which is not run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a released folder of Kimi-K2")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the files beside the released ones. Raises `ConfigError` for another tokenizer."""
+    from slime.core.tokenizer_files import FAST
+    from slime.data.tiktoken_files import KEPT, write_fast
+
+    num_ids = write_fast(options.folder)
+    print(f"{options.folder / FAST}: {num_ids} ids; the released configuration is kept as {KEPT}")
+    return 0

@@ -1,0 +1,49 @@
+"""MiMo-7B: Qwen2's decoder, and a layer of multi-token prediction whose parts go by names of their own."""
+
+from __future__ import annotations
+
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.mtp import CARRIED_DRAFT, HeadForm, as_draft, head_rows, layer_rows, only_layer, trains_mtp
+from slime.models.common.rows import Rows, attention, decoder_table, mlp, pre_norm
+from slime.models.common.spread import PLAIN, Spread
+from slime.models.common.table import DRAFT, FamilyTable, ModelSizes
+from slime.models.qwen2 import Qwen2
+
+_HF = "model.mtp_layers.0."
+"""Before the tensors of its layer of multi-token prediction."""
+
+
+@FAMILIES.register("mimo")
+class MiMo(Qwen2):
+    """Its layer sees hidden states before embeddings, as in its files; SGLang's draft sees no embedding at the start of
+    a sequence."""
+
+    mtp_form = HeadForm(hidden_first=True, blind_start=True)
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """The layer of multi-token prediction is carried along where it is not trained."""
+        mtp = _mtp_rows(hf_config) if trains_mtp(hf_config) else ()
+        has_one = bool(hf_config.get("num_nextn_predict_layers"))
+        carried = (_HF.replace(".", r"\."), CARRIED_DRAFT) if has_one and not mtp else ()
+        return decoder_table(hf_config, _layer, carried=carried, spread=self.spread(hf_config), mtp=mtp)
+
+    def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
+        """A layer like the others."""
+        return only_layer(hf_config)
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """In no stages, unlike Qwen2."""
+        return PLAIN
+
+
+def _layer(s: ModelSizes, _: int) -> Rows:
+    return pre_norm(s.hidden_size, attention(s, qkv_bias=True), mlp(s.hidden_size, s.intermediate_size))
+
+
+def _mtp_rows(hf_config: HfConfig) -> Rows:
+    """The draft has the layer as a block of its own, and what stands around it beside it."""
+    s = ModelSizes.from_hf(hf_config)
+    names = (f"{_HF}token_layernorm", f"{_HF}hidden_layernorm", f"{_HF}input_proj", f"{_HF}final_layernorm")
+    *before, last = as_draft(head_rows(s.hidden_size, names), lambda name: name.replace(_HF, "model."))
+    return (*before, *layer_rows(_layer(s, 0), _HF, f"{DRAFT}model.mtp_block."), last)

@@ -1,0 +1,198 @@
+"""`--megatron-config-path`: settings of Megatron that only the policy has, or only the critic.
+
+The file is a list of roles below `megatron`, at most one entry for each:
+
+    megatron:
+      - name: value model
+        role: critic
+        overrides: {lr: 1.0e-5, lr_warmup_iters: 10}
+
+What a role overrides goes before the command line, for that role alone. Every value is read as a flag's is, and the
+settings of each role are resolved and checked as those of a run. The two share ranks, batches and model: what is
+about these cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.core.errors import ConfigError
+from slime.settings.args import Args
+from slime.settings.conditions import ADVANTAGES, CRITIC
+from slime.settings.custom_yaml import Given, read_yaml, setting_of
+from slime.settings.flags import FlagTable
+from slime.settings.passthrough import Passthrough
+from slime.settings.problems import refuse
+from slime.settings.validation import without_effect
+
+_FLAG = "--megatron-config-path"
+_ROLES = ("actor", "critic")
+_ENTRY = ("name", "role", "overrides", "args")
+
+MAY_DIFFER = (
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+    *("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init"),
+    *("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
+    *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("overlap_grad_reduce", "bucket_size"),
+)
+"""What a role may have for itself: its optimizer, the schedule of that, and how its passes save memory."""
+_OF_CRITIC = {"lr": "critic_lr", "load": "critic_load"}
+"""What a critic's own entry calls settings that a flag names as well."""
+_PLACES = ("num_nodes", "num_gpus_per_node")
+"""Of the public format, where both roles have the same ones in any case."""
+_LAYOUT = ("parallel", "pipeline", "context", "stage")
+"""Words in the names of settings that split a model over ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """One entry of the file."""
+
+    given: Given
+    idle: Mapping[str, str]
+    """Setting -> its value, and why it does not act."""
+
+
+def resolve_roles(
+    given: Given, *, table: FlagTable, origins: Mapping[tuple[str, str], str], resolve: Callable[..., Args]
+) -> Args:
+    """The settings of a run, with those that the file of `--megatron-config-path` gives to one role.
+
+    `given` and `origins`: values and where each was given; `resolve` makes settings of them, as
+    `slime.settings.resolve.resolve` does. Raises `ConfigError`.
+    """
+    path = given.get(("slime", "megatron_config_path"))
+    if path is None:
+        return resolve(given, origins=origins)
+    roles = _read(path, table, given)
+
+    def of(role: str) -> Args:
+        own = roles[role].given if role in roles else {}
+        try:
+            return resolve({**given, **own}, origins={**origins, **dict.fromkeys(own, f"{path}, role {role}")})
+        except ConfigError as error:
+            raise ConfigError(f"with what {path} gives to role {role}: {error}") from None
+
+    args = of("actor")
+    told = {f"{role}.{name}": text for role, entry in roles.items() for name, text in entry.idle.items()}
+    missing = next((need.text for need in (ADVANTAGES, CRITIC) if not need.acts(args)), None)
+    if missing is None:
+        args, more = _with_critic(args, of("critic"), roles.get("critic"))
+        told |= more
+    elif "critic" in roles:
+        values = roles["critic"].given
+        told |= {
+            f"critic.{name.removeprefix('critic_')}": f"{value}, which needs {missing}"
+            for (_, name), value in values.items()
+        }
+    if told:
+        args = args.replace(idle=Passthrough("idle", {**args.idle, **told}))
+        refuse(list(without_effect(args)))
+    return args
+
+
+def critic_args(args: Args) -> Args:
+    """The settings that a critic is built from: those of the run, but for what is its own."""
+    rate = float(args.critic_lr)
+    own = Passthrough("megatron", {**args.megatron, **args.critic, "lr": rate})
+    return args.replace(megatron=own).replace(min_lr=min(float(own["min_lr"]), rate))
+
+
+def _with_critic(args: Args, critic: Args, entry: _Role | None) -> tuple[Args, dict[str, str]]:
+    """(the policy's settings with what differs for the critic, which of the critic's own have no effect)."""
+    apart = [n for n in MAY_DIFFER if n != "lr" and critic.megatron.get(n) != args.megatron.get(n)]
+    origins = {f"critic.{n}": critic.origins.get(f"megatron.{n}", "default") for n in apart}
+    shared = ("critic_lr", "critic_load")
+    origins |= {name: critic.origins[name] for name in shared}
+    own = () if entry is None else entry.given
+    idle = {f"critic.{name}": critic.idle[f"megatron.{name}"] for _, name in own if f"megatron.{name}" in critic.idle}
+    changed = args.replace(
+        critic=Passthrough("critic", {n: critic.megatron.get(n) for n in apart}),
+        origins=Passthrough("origins", {**args.origins, **origins}),
+        **{name: getattr(critic, name) for name in shared},
+    )
+    return changed, idle
+
+
+def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
+    """The entries by role. Raises one `ConfigError` with all that is wrong."""
+    content = read_yaml(path, _FLAG)
+    entries = content.get("megatron")
+    if set(content) != {"megatron"} or not isinstance(entries, list):
+        raise ConfigError(
+            f"{path}: got keys {sorted(map(str, content))}; the file has one, megatron, a list of entries with role "
+            "and overrides"
+        )
+    roles: dict[str, _Role] = {}
+    problems: list[str] = []
+    for number, entry in enumerate(entries):
+        where = f"{path}: megatron[{number}]"
+        try:
+            role, values = _entry(entry, where)
+            if role in roles:
+                raise ConfigError(f"{where}: got a second entry of role {role}; give one for each role")
+            roles[role] = _role(role, values, table, given, where=f"{where}.overrides")
+        except ConfigError as error:
+            problems.append(str(error))
+    refuse(problems)
+    return roles
+
+
+def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    """(role, what it overrides). Raises `ConfigError`."""
+    if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
+        got = entry.get("role") if isinstance(entry, dict) else entry
+        raise ConfigError(f"{where}: got role {got!r}; an entry has a role, {' or '.join(_ROLES)}, and overrides")
+    if unknown := [str(key) for key in entry if key not in _ENTRY]:
+        raise ConfigError(f"{where}: got {', '.join(unknown)}; an entry has {', '.join(_ENTRY)}")
+    given = [key for key in ("overrides", "args") if key in entry]
+    values = entry[given[0]] if given else {}
+    if len(given) > 1 or not isinstance(values, dict):
+        raise ConfigError(f"{where}: got {' and '.join(given)} {values!r}; overrides is one mapping of names to values")
+    return str(entry["role"]), values
+
+
+def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, *, where: str) -> _Role:
+    """What an entry gives to `role`. Raises one `ConfigError`."""
+    own: Given = {}
+    idle: dict[str, str] = {}
+    problems: list[str] = []
+    for key, value in values.items():
+        name = str(key)
+        if name in _PLACES:
+            idle[name] = f"{value}, which needs ranks of its own; policy and critic share those of the trainer"
+            continue
+        try:
+            owner_and_name, typed = _setting(role, name, value, table, given, where=f"{where}.{name}")
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        own[owner_and_name] = typed
+    refuse(problems)
+    return _Role(own, idle)
+
+
+def _setting(
+    role: str, name: str, value: Any, table: FlagTable, given: Given, *, where: str
+) -> tuple[tuple[str, str], Any]:
+    """((owner, dest), value) of one line. Raises `ConfigError` for what no role has for itself."""
+    aliases = _OF_CRITIC if role == "critic" else {}
+    found = table.by_name.get("--" + name.replace("_", "-"))
+    dest = found[0].dest if found is not None else name
+    if dest in aliases:
+        return setting_of(table, aliases[dest], value, given, where=where)
+    if dest in MAY_DIFFER:
+        return setting_of(table, name, value, {}, where=where)
+    if found is None:
+        near = table.nearest("--" + name.replace("_", "-"))
+        hint = f"did you mean {near[2:].replace('-', '_')}?" if near else f"a role has {', '.join(MAY_DIFFER)}"
+        raise ConfigError(f"{where}: got an unknown setting; {hint}")
+    shared = "the ranks, which are split in one way for both" if any(w in dest for w in _LAYOUT) else "the whole run"
+    raise ConfigError(f"{where}: got a setting of {shared}, so it cannot differ between roles; give it as a flag")

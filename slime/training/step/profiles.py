@@ -1,0 +1,102 @@
+"""Profiles of chosen training steps, and the history of GPU memory: files for people to look at.
+
+    <run dir>/profiles/step_10_train_overall_rank_0.json.gz     a Chrome trace by torch's profiler
+    <run dir>/memory/step_10_rank_0_snapshot.pickle             torch's allocator, for pytorch.org/memory_viz
+
+Invariants
+1. A step that is not asked for is run as if there were no profiler.
+2. A file has its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from slime.settings import Args
+
+logger = logging.getLogger(__name__)
+
+Target = Literal["train_overall", "train_actor", "train_log_probs"]
+
+HISTORY_ENTRIES = 1_000_000
+"""Events that the allocator remembers, the newest: some hundred megabytes of the host."""
+
+
+class Profiles:
+    """Those of one training rank. Built before the model, whose memory is in the history."""
+
+    def __init__(self, args: Args, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._traces = Path(args.run_dir or ".") / "profiles"
+        traced = args.use_pytorch_profiler and rank in args.profile_ranks
+        self._steps = range(args.profile_step_start, args.profile_step_end) if traced else range(0)
+        self._asked = frozenset(args.profile_target)
+        self._shapes, self._stack = args.pytorch_profiler_collect_shapes, args.pytorch_profiler_collect_callstack
+        self._tracing = False
+        self._snapshots = Path(args.memory_snapshot_dir or Path(args.run_dir or ".") / "memory")
+        self._ending, self._steps_left = args.memory_snapshot_path, args.memory_snapshot_num_steps
+        self._records = args.record_memory_history
+        if self._records:
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
+
+    @contextmanager
+    def step(self, rollout_id: int) -> Iterator[None]:
+        """Around all of a training step."""
+        try:
+            with self.part("train_overall", rollout_id):
+                yield
+        except torch.OutOfMemoryError:
+            self._snapshot(rollout_id)
+            raise
+        if self._records and self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self._snapshot(rollout_id)
+                torch.cuda.memory._record_memory_history(enabled=None)
+                self._records = False
+
+    def part(self, target: Target, rollout_id: int) -> AbstractContextManager[Any]:
+        """Around what `target` means: a trace of it, a mark in the one under way, or nothing."""
+        if rollout_id not in self._steps:
+            return nullcontext()
+        if self._tracing:
+            return torch.profiler.record_function(target)
+        return self._trace(target, rollout_id) if target in self._asked else nullcontext()
+
+    @contextmanager
+    def _trace(self, target: Target, rollout_id: int) -> Iterator[None]:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._tracing = True
+        try:
+            with torch.profiler.profile(
+                activities=kinds, record_shapes=self._shapes, with_stack=self._stack
+            ) as profiler:
+                yield
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize()  # kernels of this step are in it
+        finally:
+            self._tracing = False
+        path = self._traces / f"step_{rollout_id}_{target}_rank_{self._rank}.json.gz"
+        self._write(path, profiler.export_chrome_trace)
+
+    def _snapshot(self, rollout_id: int) -> None:
+        if self._records:
+            path = self._snapshots / f"step_{rollout_id}_rank_{self._rank}_{self._ending}"
+            self._write(path, torch.cuda.memory._dump_snapshot)
+
+    @staticmethod
+    def _write(path: Path, write: Callable[[str], None]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}")
+        write(str(part))
+        os.replace(part, path)
+        logger.info("wrote %s", path)

@@ -1,0 +1,69 @@
+"""Families whose engines a CPU serves otherwise or not at all, on one GPU in bfloat16: after a verified weight sync the
+engine's log-probs are those of the trainer in float32, but for rounding.
+
+python -m pytest -s tests/gpu/test_more_families_on_engines.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.core.hf_config import read_hf_config
+from slime.core.layout import ONE_RANK
+from slime.models import table_for
+from slime.serving.control import HttpEngineControl
+from tests.contract.weights.test_families_on_engines import sync_state
+from tests.support.engine_parity import one_rank, sampled
+from tests.support.engines import serving, spec_of
+from tests.support.families import write_family
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(400)]
+FLAGS: dict[str, Any] = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 8192,
+}
+LATENT: dict[str, Any] = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 128}
+LONG: dict[str, Any] = {"max_position_embeddings": 1024}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mimo": ({"head_dim": 64}, {}),
+    "kimi_k2": ({**LATENT, **LONG}, {}),
+    "minimax_m2": ({"head_dim": 64, "intermediate_size": 64}, {}),
+    "gpt_oss": ({"head_dim": 64, "intermediate_size": 64, **LONG}, {"moe_runner_backend": "triton"}),
+}
+"""Name -> (sizes that kernels of GPUs take, flags of the engine)."""
+MEAN_DIFFERENCE = 0.05
+"""In nats; wrong weights are off by more than one."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_samples_as_the_trainer_after_a_sync(family: str, tmp_path: Path) -> None:
+    own, flags = FAMILIES[family]
+    served, trained = (write_family(tmp_path / f"seed{seed}", family, seed, **own) for seed in (0, 1))
+    table = table_for(read_hf_config(str(trained)))
+    state = load_file(trained / "model.safetensors")
+    sent = (
+        (n, state[n].cuda() if table.entry_of_hf(n).row.wide else state[n].bfloat16().cuda()) for n in table.hf_names
+    )
+    spec = spec_of(served, dtype="bfloat16", device="cuda", gpu_ids=(0,), extra={**FLAGS, **flags})
+    with serving(spec, tmp_path) as server:
+        control = HttpEngineControl(server.url, ONE_RANK, timeout_s=120)
+        sync_state(control, table, sent, version=2)
+        batch = sampled(server.url)
+        control.close()
+    with one_rank(trained, global_batch_size=24, micro_batch_size=6) as backend:
+        got = np.concatenate([np.asarray(values) for values in backend.log_probs(batch)])
+    by_engine = np.concatenate([np.asarray(s.rollout_log_probs) for s in batch.samples])
+    assert np.ptp(by_engine) > 0.5, "tokens likely and unlikely"
+    difference = float(np.abs(got - by_engine).mean())
+    print(f"{family}: {difference:.4f} nats on average")
+    assert difference < MEAN_DIFFERENCE

@@ -1,0 +1,27 @@
+"""Logits for a loss function: asked for by name, refused where a rank has no whole rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.settings import parse_args
+from tests.support.command_line import listed, refused
+
+OWN = ["--loss-type", "custom_loss", "--custom-loss-function-path", "own.loss", "--custom-loss-logits"]
+
+
+def test_logits_are_for_a_function_of_the_user(base: list[str]) -> None:
+    assert parse_args([*base, *OWN, "--strict"]).custom_loss_logits
+    assert "--custom-loss-function-path" in listed(parse_args([*base, "--custom-loss-logits"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--context-parallel-size 2 --actor-num-gpus-per-node 2", "whose ranks have parts of rows"),
+        ("--use-prefix-sharing", "whose rows have once what samples share"),
+    ],
+)
+def test_logits_of_parts_of_samples_are_refused(base: list[str], words: str, said: str) -> None:
+    message = refused([*base, *OWN, *words.split()])
+    assert said in message and "write the loss over log-probs" in message
