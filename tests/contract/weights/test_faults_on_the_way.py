@@ -141,34 +141,34 @@ def quantised_engine(
     return engine
 
 
-@pytest.fixture
-def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of quantised weights pad nothing, as on a GPU, where alone a run has them."""
-    split = engine_layout._split
-    monkeypatch.setattr(engine_layout, "_split", lambda *given: split(*given[:-1], False))
+@pytest.fixture(scope="module", params=[("fp8", "qwen3_moe"), ("channels", "qwen3"), ("int4", "qwen3")], ids=str)
+def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine of a quantised folder, which pads nothing, as on a GPU, where alone a run has such engines."""
+    (kind, family), folder = request.param, tmp_path_factory.mktemp("quantised")
+    source = write_family(folder / "plain", family, **FAMILIES[family])
+    path, found = write_quantised(source, folder / kind, kind)
+    split, spec = engine_layout._split, spec_of(path, token_versions=True, dtype="bfloat16")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        kernels_in_servers(folder),
+        serving(spec, folder) as server,
+        behind_proxy(server.url) as proxy,
+    ):
+        patch.setattr(engine_layout, "_split", lambda *given: split(*given[:-1], False))
+        engine = quantised_engine(server.url, proxy, path, found, source, folder)
+        yield engine
+        engine.close()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unpadded")
-@pytest.mark.parametrize("kind, family", [("fp8", "qwen3_moe"), ("int4", "qwen3"), ("channels", "qwen3")])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_hundred_of_a_hundred_are_caught_on_the_way_to_quantised_engines(
-    tmp_path: Path, kind: str, family: str, record_property: Record
+    quantised: Engine, fault: str, record_property: Record
 ) -> None:
     """Law: codes and scales as well, by every transport in turn."""
-    source = write_family(tmp_path / "plain", family, **FAMILIES[family])
-    path, quantised = write_quantised(source, tmp_path / kind, kind)
-    spec = spec_of(path, token_versions=True, dtype="bfloat16")
-    with (
-        kernels_in_servers(tmp_path),
-        serving(spec, tmp_path) as server,
-        behind_proxy(server.url) as proxy,
-    ):
-        engine = quantised_engine(server.url, proxy, path, quantised, source, tmp_path)
-        with engine.agent():
-            for fault in FAULTS:
-                count, draw = Count(), Random(f"{kind} {fault}")
-                for number in range(CASES):
-                    engine.one_case(TRANSPORTS_TRIED[number % 4], fault, draw, count)
-                record_property(fault, vars(count))
-                assert count == Count(CASES, CASES, 0, 2 * CASES)
-        engine.close()
+    count, draw = Count(), Random(fault)
+    with quantised.agent():
+        for number in range(CASES):
+            quantised.one_case(TRANSPORTS_TRIED[number % 4], fault, draw, count)
+    record_property("counts", vars(count))
+    assert count == Count(CASES, CASES, 0, 2 * CASES)
