@@ -199,7 +199,6 @@ _MEGATRON: Mapping[str, str] = {
 
 _PUBLIC: Mapping[str, str] = {
     "custom-model-provider-path": "use --model-family, a family of your own: weights have to reach engines as well",
-    "multimodal-keys": "drop it: this release trains on text alone",
     "disable-rollout-global-dataset": "leave --prompt-data out, with your own --data-source or --rollout-function-path",
     "load-forge-rollout-data": "use --load-debug-rollout-data, which replays rollouts without engines",
     "release-train": "use --offload-train, which leaves the GPU to the engines",

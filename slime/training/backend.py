@@ -62,6 +62,7 @@ from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.own_code import after_init
 from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
 from slime.training.step.routing import BatchRouting
+from slime.training.step.sight import Sight
 from slime.training.step.staging import Staging
 from slime.training.step.train import (
     StepContext,
@@ -133,6 +134,7 @@ class MegatronBackend:
         self.model = self._choose_trained(chunks)
         hf_weights.load_weights(self.model.base, Path(args.initial_weights))
         self._trainable = build_trainable(chunks, self.model, megatron)
+        self._sight = Sight.of(args, self.hf_config, chunks, self.device)
         self._others = OtherPolicies(args, self._trainable)
         self._critic = Critic.of(args, self._algorithm, self.device)
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
@@ -205,7 +207,7 @@ class MegatronBackend:
             one_step=one_step,
         )
         routing = BatchRouting.of(self.args, batch, self._trainable.chunks[0].config, self.device) if sampled else None
-        return dataclasses.replace(prepared, routing=routing)
+        return dataclasses.replace(prepared, routing=routing, images=self._sight.of_batch(batch))
 
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:
         """Adds what the loss needs of forward passes before the update, and the advantages made from it."""

@@ -37,6 +37,7 @@ from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
 from slime.training.model.context import ASKED, RowPlan
+from slime.training.step.images import BatchImages
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Put, put_each
 
@@ -60,6 +61,8 @@ class PreparedBatch:
     """None until `with_advantages`."""
     routing: BatchRouting | None = None
     """Where routers get their choice from in the passes over it; None: from themselves."""
+    images: BatchImages | None = None
+    """What placeholders of its samples stand for; None: it has no images."""
     shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
     """Positions of a micro-batch -> what each of its samples has from one before it; None: every sample is computed
     whole."""
@@ -208,6 +211,7 @@ def to_device(
     questions = _questions(row)
     plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=questions[ASKED], prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
+    pictures = None if prepared.images is None else prepared.images.row(samples, row, plan.arrays["row/positions"])
     arrays = {
         "tokens": row.tokens,
         "position_ids": row.position_ids,
@@ -215,10 +219,12 @@ def to_device(
         "sequences": np.repeat(np.arange(len(samples)), lengths),
         **_of_tokens(prepared, positions),
         **plan.arrays,
+        **({} if pictures is None else pictures.arrays),
     }
     tensors = (put or put_each(device))(arrays)
     predicting, target_tokens = _of_each(tensors)
     packed = plan.packed(tensors)
+    packed.images = None if pictures is None else pictures.on_device(tensors)
     if prepared.routing is not None:
         packed.routing = prepared.routing.row(positions, row, packed.shard, device)
     return MicroBatch(
