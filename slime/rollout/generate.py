@@ -54,7 +54,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         params["min_new_tokens"] = max(0, min(params["min_new_tokens"] - sample.response_length, budget))
     known = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.end
     generation = await context.engine().generate(
-        sample.tokens, params, session_id=sample.session_id, experts_from=known
+        sample.tokens,
+        params,
+        session_id=sample.session_id,
+        experts_from=known,
+        pictures=context.pictures(sample.images) if sample.images else None,
     )
     if generation.finish_reason == "abort" and params.get("stop") and context.tokenizer is not None:
         generation = before_stop(generation, params["stop"], context.tokenizer)

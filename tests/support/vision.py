@@ -167,3 +167,22 @@ def seeing_batch(folder: Path, checkpoint: Path, *, seed: int = 0) -> Any:
         samples.append(dataclasses.replace(sample, tokens=tokens, images=tuple(digests[n] for n in which)))
     assert isinstance(batch, TrainBatch)
     return with_samples(batch, samples)
+
+
+def write_colours(folder: Path) -> Path:
+    """Rows of questions for colours in a parquet file, images as Hugging Face data sets have them: bytes and a path."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = []
+    for number in range(12):
+        names = [list(COLOURS)[(number + n) % len(COLOURS)] for n in range(1 + number % 2)]
+        form, width = ("PNG", "JPEG")[number % 2], 24 + 8 * (number % 4)
+        files = [drawn(width, 16 + 4 * n, [COLOURS[name]], form) for n, name in enumerate(names)]
+        images = [{"bytes": file, "path": None} for file in files]
+        question = "".join(f"<image>{n}" for n in range(len(names))) + "what?"
+        rows.append({"problem": question, "answer": " ".join(names), "images": images})
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "colours.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
