@@ -53,7 +53,7 @@ class ImageColumn:
     kept: ImageFolder
 
     def read(self, value: Mapping[str, Any], folder: Path) -> Pictures:
-        """The images of a row; keeps them. `folder`: that of its file. Raises `DataError` for what is no image."""
+        """The images of a row; keeps them. `folder`: that of its file. Raises `DataError` for anything else."""
         found = value.get(self.column)
         images = found if isinstance(found, list | tuple) else [] if found is None else [found]
         digests, counts = [], []
@@ -105,7 +105,9 @@ def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
             out = io.BytesIO()
             image.convert("RGB").save(out, "PNG", compress_level=1)
     except Exception as error:  # whatever a decoder of a damaged file raises
-        raise DataError(f"{len(content)} bytes that are no image ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{len(content)} bytes that PIL cannot read as an image ({type(error).__name__}: {error})"
+        ) from error
     return out.getvalue(), size
 
 

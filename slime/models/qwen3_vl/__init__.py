@@ -46,7 +46,7 @@ class Qwen3VL(Qwen3):
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """As Qwen3. Raises `ConfigError` for positions of images that are not told apart by interleaved frequencies."""
+        """As Qwen3. Raises `ConfigError` where frequencies do not take turns among three positions."""
         if self._sections(hf_config) is None:
             raise ConfigError(
                 "got a checkpoint of a Qwen3-VL without mrope_section, or with one that does not divide the rotary "

@@ -56,7 +56,7 @@ class BatchImages:
         if not any(s.images for s in batch.samples):
             return None
         if processor is None:
-            raise ConfigError(f"got step {batch.rollout_id} with images; do: give --multimodal-keys, as for its data")
+            raise ConfigError(f"got step {batch.rollout_id} with images, which nothing can read; add --multimodal-keys")
         return cls(folder, processor)
 
     def row(self, samples: Sequence[TrainSample], row: PackedBatch, own: Int64s) -> RowPictures | None:
