@@ -8,10 +8,11 @@ nearly says which one follows it, and the layer, which starts from noise, can le
 tokens per pass of the model (`rollout/spec_accept_length`), the log-prob difference of trainer and engine; every
 weight sync compared the digests of model and draft.
 
-Behind it an engine of the exported checkpoint samples a prompt's continuation many times, with the trained draft: how
-often each second token followed the most frequent first one is compared with the probabilities that the engine
-itself told (chi-square). The exit status is 1 unless the acceptance length rose, the loss fell, and the statistic is
-within ten standard deviations of its mean.
+Behind it two engines, one after the other, sample a prompt's continuation many times from a checkpoint of the middle of
+the run, whose draft is trained and whose answers still differ: one with the draft, one without. How often each second
+token followed the most frequent first one with the draft is compared with the probabilities that the engine without it
+told (chi-square). The exit status is 1 unless the acceptance length rose, the loss fell, and the statistic, of at least
+five tokens, is within ten standard deviations of its mean.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
     words += f" --custom-rm-path benchmarks.rewards:parity --advantage-estimator grpo --num-rollout {options.rollouts}"
     words += " --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
     words += f" --num-steps-per-rollout {options.updates} --max-tokens-per-gpu 16384 --lr {options.lr}"
-    words += f" --enable-mtp-training --run-dir {folder / 'run'} --save-hf {folder / 'hf'} --save-interval 1000"
+    words += f" --enable-mtp-training --run-dir {folder / 'run'} --save-hf {folder / 'hf'}/{{rollout_id}}"
+    words += f" --save-interval {options.tested}"
     for name, value in (ENGINE | SPECULATION | options.more.get(family, {})).items():
         words += f" --sglang-{name.replace('_', '-')}" + ("" if value is True else f" {value}")
     log = options.folder / f"{family}.log"
@@ -175,17 +177,14 @@ def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"exit_status": code, "steps": steps, "end_of_log": log.read_text()[-4000:] if code else ""}
 
 
-def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dict[str, Any]:
-    """Second tokens behind the most frequent first one, against the probabilities that the engine tells of them."""
+def sampled(checkpoint: Path, options: argparse.Namespace, name: str, extra: Mapping[str, Any]) -> list[Any]:
+    """Many answers to one prompt, of an engine that is started for it."""
     from slime.rollout.client import EngineClient
     from slime.serving.plain_http import request
     from slime.serving.server import ServerSpec, SGLangServer
 
-    extra = ENGINE | SPECULATION | options.more.get(family, {})
-    server = SGLangServer(
-        ServerSpec(str(checkpoint), dtype="bfloat16", device="cuda", extra=extra),
-        log_path=options.folder / f"{family}-engine.log",
-    )
+    spec = ServerSpec(str(checkpoint), dtype="bfloat16", device="cuda", extra=extra)
+    server = SGLangServer(spec, log_path=options.folder / f"{name}-engine.log")
     params = {"temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}
 
     async def ask() -> list[Any]:
@@ -200,16 +199,23 @@ def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dic
         server.wait_ready(timeout_s=300)
         version = {"new_version": "1", "abort_all_requests": False}
         request("POST", f"{server.url}/update_weight_version", version, timeout_s=30)
-        answers = asyncio.run(ask())
+        return asyncio.run(ask())
     finally:
         server.stop()
-    first = Counter(a.tokens[0] for a in answers).most_common(1)[0][0]
-    own = [a for a in answers if a.tokens[0] == first]
-    seen = Counter(a.tokens[1] for a in own)
+
+
+def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dict[str, Any]:
+    """Second tokens behind the most frequent first one with the draft, against the probabilities without it."""
+    plain = ENGINE | options.more.get(family, {})
+    without = sampled(checkpoint, options, f"{family}-plain", plain)
+    drafted = sampled(checkpoint, options, family, plain | SPECULATION)
+    first = Counter(a.tokens[0] for a in without).most_common(1)[0][0]
     told: dict[int, list[float]] = {}
-    for answer in own:
-        told.setdefault(answer.tokens[1], []).append(math.exp(answer.log_probs[1]))
-    return chi_square(seen, {token: sum(said) / len(said) for token, said in told.items()}, len(own))
+    for answer in without:
+        if answer.tokens[0] == first:
+            told.setdefault(answer.tokens[1], []).append(math.exp(answer.log_probs[1]))
+    seen = Counter(a.tokens[1] for a in drafted if a.tokens[0] == first)
+    return chi_square(seen, {token: sum(said) / len(said) for token, said in told.items()}, seen.total())
 
 
 def chi_square(seen: Mapping[int, int], told: Mapping[int, float], num: int) -> dict[str, Any]:
@@ -235,7 +241,8 @@ def judged(record: Mapping[str, Any]) -> bool:
     if record["exit_status"] or len(lengths) < 4 or len(losses) < 4:
         return False
     learned = lengths[-1] > lengths[0] + 0.2 and losses[-1] < losses[0] - 0.5
-    return learned and abs(record.get("followers", {}).get("sigmas", math.inf)) < 10
+    found = record.get("followers", {"cells": 0, "sigmas": math.inf})
+    return learned and found["cells"] >= 5 and abs(found["sigmas"]) < 10
 
 
 def main() -> int:
@@ -246,6 +253,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout")
+    parser.add_argument("--tested", type=int, default=4, help="rollouts before the checkpoint that is sampled from")
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -256,9 +264,10 @@ def main() -> int:
 
     def of_family(family: str) -> dict[str, Any]:
         record = trained(family, options)
-        exported = sorted((options.folder / family / "hf").glob("**/config.json"))
-        if not record["exit_status"] and exported:
-            record["followers"] = followers(exported[-1].parent, options, family)
+        if not record["exit_status"]:
+            exported = (options.folder / family / "hf").glob("*/config.json")
+            first = min(exported, key=lambda config: int(config.parent.name))
+            record["followers"] = followers(first.parent, options, family)
         return record
 
     for family in options.families:  # here, because two threads that import transformers break each other's imports

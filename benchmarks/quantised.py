@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -39,7 +38,9 @@ from slime.weights.quantised.outgoing import quantised_outgoing
 from slime.weights.quantised.stream import quantised_stream
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
-from slime.weights.transports import TRANSPORTS, Channel, TransportContext
+from slime.weights.transports import Channel, TransportContext
+from slime.weights.transports.disk import DiskTransport
+from slime.weights.transports.tensor import TensorTransport
 from tests.support.quantised import FP8, float_quantized, int4
 from tests.support.tiny import write_tokenizer
 from tests.support.weights import TamperingChannel
@@ -53,7 +54,9 @@ FLAGS: dict[str, Any] = {
     "max_total_tokens": 8192,
     "max_running_requests": 16,
     "cuda_graph_max_bs": 4,
+    "disable_prefill_cuda_graph": True,
 }
+"""Graphs of prefills, 58 sizes of them, take a minute and a half to compile."""
 START_LIMIT_S = 280.0
 PROMPTS, LENGTH, ANSWER = 8, 128, 32
 SHARPER = 5.0
@@ -87,6 +90,7 @@ class Case:
     kind: str
     """"fp8", "channels" or "int4"."""
     folder: Path
+    logs: Path
     flips: int
 
     def __post_init__(self) -> None:
@@ -113,7 +117,7 @@ class Case:
             folder = self.folder / name
             self._write(folder, weights_of(self.shape, seed))
             spec = ServerSpec(model_path=str(folder), dtype="bfloat16", device="cuda", extra=FLAGS)
-            server = SGLangServer(spec, log_path=self.folder / f"{name}.log")
+            server = SGLangServer(spec, log_path=self.logs / f"{self.folder.name}-{name}.log")
             server.start()
             self.servers[name] = server
         self.started = time.monotonic()
@@ -140,7 +144,7 @@ class Trainer:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.gpu = case, str(torch.cuda.get_device_properties(0).uuid)
-        self.disk = SimpleNamespace(update_weight_disk_dir=str(folder), update_weight_disk_keep_files=False)
+        self.transports = {"disk": DiskTransport(update_weight_disk_dir=str(folder)), "tensor": TensorTransport()}
         server = case.servers["synced"]
         self.control = HttpEngineControl(server.url, server.spec.layout, timeout_s=120)
         self.context = TransportContext(
@@ -157,7 +161,7 @@ class Trainer:
 
     def sync(self, state: State, version: int, transport: str = "tensor", tamper: Any = None) -> dict[str, float]:
         """One verified weight sync."""
-        channel: Channel = TRANSPORTS.build(transport, self.disk).open(self.context)
+        channel: Channel = self.transports[transport].open(self.context)
         try:
             return sync_weights(
                 quantised_outgoing(Whole(self.case.plain, state.items()), self.case.format),
@@ -298,14 +302,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs; without it one that is made")
     options = parser.parse_args()
     command = f"python -m benchmarks.quantised --out {options.out.name}"
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "command": command, "cases": {}}
     root, cases = Path(tempfile.mkdtemp()), {}
+    if options.logs is not None:
+        options.logs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     for name in options.cases:
         shape, kind, flips = CASES[name]
-        cases[name] = Case(SHAPES[shape], kind, root / name.replace(" ", "_"), flips)
+        folder = root / name.replace(" ", "_")
+        cases[name] = Case(SHAPES[shape], kind, folder, options.logs or root, flips)
         cases[name].start()
         print(f"{time.monotonic() - began:6.1f} s: started {name}", flush=True)
     warm_digest(torch.device("cuda"))
@@ -314,12 +322,12 @@ def main() -> None:
         try:
             for key, value in measure(cases[name], root / "disk"):
                 told[key] = value
+                options.out.write_text(json.dumps(results, indent=1))
                 print(f"{time.monotonic() - began:6.1f} s: {name}: {key} {str(value)[:300]}", flush=True)
         except Exception:
             told["failure"] = traceback.format_exc()[-3000:]
             print(told["failure"], flush=True)
             for which, server in cases[name].servers.items():
-                (options.out.parent / f"{name.replace(' ', '_')}_{which}.log").write_text(server.log_tail())
                 print(f"--- {which} ends with\n{server.log_tail()[-3000:]}", flush=True)
         options.out.write_text(json.dumps(results, indent=1))
         cases[name].stop()

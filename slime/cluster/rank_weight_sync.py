@@ -10,7 +10,9 @@ Composed here because only this room sees the trainer, the weights and the contr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from slime.cluster.actors import EngineInfo
 from slime.core.errors import DeadlineExceeded, SlimeError
@@ -33,8 +36,10 @@ from slime.weights.buckets import Buffers
 from slime.weights.quantised.checkpoint import format_of_folder
 from slime.weights.quantised.outgoing import quantised_outgoing
 from slime.weights.receivers import Peers, Receiver
+from slime.weights.rendezvous import join_store, listen_on, open_store
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, TransportContext
+from slime.weights.words import Words
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +62,15 @@ class RankWeightSync:
         """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
         self._args, self._backend = args, backend
         self._rank = rank
-        self._group, self._words = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo")
+        self._words = self._meet(address, args.weight_sync_timeout_s)
         self._peers = Peers(
             rank=rank,
             broadcast=self._broadcast,
             gather=self._gather,
             share=self._share,
-            tell=self._tell,
-            hear=self._hear,
+            tell=self._words.tell,
+            hear=self._words.hear,
         )
         dtype = getattr(torch, args.sglang["dtype"])
         weights = backend.outgoing(dtype)
@@ -118,6 +124,7 @@ class RankWeightSync:
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
 
     def _send(self) -> dict[str, float]:
+        self._words.begin()
         return sync_weights(
             self._outgoing,
             receivers=list(self._known.values()),
@@ -164,33 +171,44 @@ class RankWeightSync:
         dist.all_gather_object(everyone, mine, group=self._group)
         return dict(everyone)
 
+    def _meet(self, address: str, limit_s: float) -> Words:
+        """This rank's client of a store that the conductor keeps. Collective."""
+        if dist.get_world_size() == 1:
+            return Words(HashStore(), limit_s=limit_s)
+        limit, size, listener = timedelta(seconds=limit_s), dist.get_world_size(), None
+        if self._rank == CONDUCTOR:
+            listener = listen_on(address)
+        at = self._broadcast(listener.getsockname()[:2] if listener is not None else None)
+        if listener is not None:
+            return Words(open_store(listener, world_size=size, timeout=limit, wait=False), limit_s=limit_s)
+        return Words(join_store(*at, world_size=size, timeout=limit), limit_s=limit_s)
+
     def _broadcast(self, value: Any) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, src=CONDUCTOR, group=self._group)
+        with _named("the word of training rank 0"):
+            dist.broadcast_object_list(box, src=CONDUCTOR, group=self._group)
         return box[0]
 
     def _gather(self, value: Any) -> list[Any] | None:
-        out: list[Any] | None = [None] * dist.get_world_size() if self._peers.conducts else None
-        dist.gather_object(value, out, dst=CONDUCTOR, group=self._group)
+        out: list[Any] | None = [None] * dist.get_world_size() if self._rank == CONDUCTOR else None
+        with _named("the word of every training rank"):
+            dist.gather_object(value, out, dst=CONDUCTOR, group=self._group)
         return out
 
     def _share(self, memory: Tensor, source: int) -> None:
         if dist.get_world_size() > 1:
             dist.broadcast(memory, src=source)
 
-    def _tell(self, rank: int, good: bool) -> None:
-        dist.send(torch.tensor([good]), dst=rank, group=self._words)
 
-    def _hear(self, rank: int) -> bool:
-        good, limit_s = torch.zeros(1, dtype=torch.bool), self._args.weight_sync_timeout_s
-        try:
-            word = dist.irecv(good, src=rank, group=self._words)
-            assert word is not None, "this rank is in the group"
-            word.wait(timedelta(seconds=limit_s))
-        except RuntimeError as error:
-            what = f"training rank {rank} to send its buckets (rank {self._rank} is next)"
-            raise DeadlineExceeded.waiting(owner="weight sync", for_what=what, limit_s=limit_s) from error
-        return bool(good)
+@contextmanager
+def _named(for_what: str) -> Iterator[None]:
+    """What a collective of the weight sync waits for. Its limit is that of gloo's groups."""
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        limit_s = time.monotonic() - began
+        raise DeadlineExceeded.waiting(owner="weight sync", for_what=for_what, limit_s=limit_s) from error
 
 
 def _post_write(args: Args) -> Callable[[Path, Sequence[str]], object] | None:

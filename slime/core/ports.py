@@ -51,6 +51,10 @@ class Digest(Protocol):
         """For a tensor that comes in parts."""
         ...
 
+    def finish(self, hashers: Sequence[Hasher]) -> list[str]:
+        """Digests of several, which a GPU makes together."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RankChecksums:

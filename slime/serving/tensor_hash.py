@@ -11,6 +11,7 @@ Invariant: parts of any lengths give the digest of the whole.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,6 @@ SECOND_SEED = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
 PLACE_FACTORS = 0x27D4EB2D, 0x165667B1
 PLACE_ROTATIONS = 15, 13
 MIX_FACTORS = 0x85EBCA6B, 0xC2B2AE35
-PENDING_BYTES = 64 * 2**20
-"""Parts are kept until they are so much together: a kernel for each expert would cost more than its bytes."""
 _WORD = 0xFFFFFFFF
 
 
@@ -36,7 +35,6 @@ class TileHasher:
 
     def __init__(self) -> None:
         self._pending: list[Tensor] = []
-        self._pending_bytes = 0
         self._num_words = 0
         self._sums: list[Tensor] = []
         """[tiles, 2] int32 each; where a part begins within a tile, the first row is of the same tile as the last one
@@ -45,12 +43,9 @@ class TileHasher:
         """First tile of each."""
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Hashes what is large by itself; what is small is kept, not copied, until more has come."""
-        for part in parts:
-            self._pending.append(part)
-            self._pending_bytes += part.numel() * part.element_size()
-        if self._pending_bytes >= PENDING_BYTES:
-            self.flush()
+        """Keeps parts, without a copy, until they are hashed together (`flush`): a kernel for each expert would cost
+        more than its bytes."""
+        self._pending += parts
 
     def flush(self) -> None:
         """Hashes what is kept, but for up to three bytes, which wait for the next part as a copy."""
@@ -64,7 +59,6 @@ class TileHasher:
             flat = torch.cat([flat, flat.new_zeros(4 - rest.numel())])
             num_whole, rest = flat.numel(), flat[:0]
         self._pending = [rest.clone()] if rest.numel() else []
-        self._pending_bytes = rest.numel()
         if num_whole:
             words = flat[:num_whole].view(torch.int32)
             self._begins.append(self._num_words // TILE_WORDS)
@@ -73,15 +67,42 @@ class TileHasher:
 
     def finish(self) -> str:
         """16 hex digits."""
+        return finish_all([self])[0]
+
+    def rest(self) -> tuple[list[Tensor], list[int], int]:
+        """Reads what is left. Sums of all parts, the first tile of each, and the number of words."""
         if self._pending:
             self._read(last=True)
-        if not self._sums:
-            return f"{0:016x}"
-        tiles = torch.zeros(-(-self._num_words // TILE_WORDS), 2, dtype=torch.int32, device=self._sums[0].device)
-        for begin, sums in zip(self._begins, self._sums, strict=True):
-            tiles[begin : begin + len(sums)] += sums
-        mixed = _mixed((tiles.long() & _WORD) ^ (self._num_words * 4 & _WORD))
-        return f"{_mixed_64(int((mixed[:, 0] << 32 | mixed[:, 1]).sum())):016x}"
+        return self._sums, self._begins, self._num_words
+
+
+def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
+    """16 hex digits of each, with a dozen kernels and one wait for all of them together."""
+    parts = [hasher.rest() for hasher in hashers]
+    num_tiles = [-(-num_words // TILE_WORDS) for _, _, num_words in parts]
+    firsts = [0, *itertools.accumulate(num_tiles)]
+    sums = [one for own, _, _ in parts for one in own]
+    if not sums:
+        return [f"{0:016x}"] * len(parts)
+    device = sums[0].device
+    begins = [first + begin for first, (_, own, _) in zip(firsts, parts, strict=False) for begin in own]
+    tiles = torch.zeros(firsts[-1], 2, dtype=torch.int64, device=device)
+    tiles.index_add_(0, _ranges(begins, [len(one) for one in sums], device), torch.cat(sums).long() & _WORD)
+    counts = torch.tensor(num_tiles)
+    lengths = torch.tensor([num_words * 4 & _WORD for _, _, num_words in parts]).repeat_interleave(counts).to(device)
+    mixed = _mixed((tiles & _WORD) ^ lengths[:, None])
+    owners = torch.arange(len(parts)).repeat_interleave(counts).to(device)
+    totals = torch.zeros(len(parts), dtype=torch.int64, device=device)
+    totals.index_add_(0, owners, mixed[:, 0] << 32 | mixed[:, 1])
+    return [f"{_mixed_64(total) if count else 0:016x}" for total, count in zip(totals.tolist(), num_tiles, strict=True)]
+
+
+def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers from each begin on, as many as its length says, end to end."""
+    counts = torch.tensor(lengths)
+    starts = counts.cumsum(0) - counts
+    shifts = (torch.tensor(begins) - starts).repeat_interleave(counts)
+    return (torch.arange(int(counts.sum())) + shifts).to(device)
 
 
 def tile_sums(words: Tensor, begin: int) -> Tensor:

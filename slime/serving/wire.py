@@ -27,7 +27,7 @@ from torch.multiprocessing import reductions
 
 from slime.core.ports import Hasher
 from slime.serving.shm import SHM
-from slime.serving.tensor_hash import TileHasher
+from slime.serving.tensor_hash import TileHasher, finish_all
 from slime.weights.byte_runs import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
@@ -160,8 +160,16 @@ class _Digest:
         hasher.add([parts] if isinstance(parts, Tensor) else parts)
         return hasher.finish()
 
-    def begin(self) -> Hasher:
+    def begin(self) -> _PartsHasher:
         return _PartsHasher()
+
+    def finish(self, hashers: Sequence[Hasher]) -> list[str]:
+        tiles = [hasher.tiles for hasher in hashers if isinstance(hasher, _PartsHasher) and hasher.tiles is not None]
+        of_tiles = iter(finish_all(tiles))
+        return [
+            next(of_tiles) if isinstance(hasher, _PartsHasher) and hasher.tiles is not None else hasher.finish()
+            for hasher in hashers
+        ]
 
 
 class _PartsHasher:
@@ -169,22 +177,22 @@ class _PartsHasher:
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
-        self._tiles: TileHasher | None = None
+        self.tiles: TileHasher | None = None
 
     def add(self, parts: Sequence[Tensor]) -> None:
         if parts and parts[0].is_cuda:
-            self._tiles = self._tiles or TileHasher()
-            self._tiles.add(parts)
+            self.tiles = self.tiles or TileHasher()
+            self.tiles.add(parts)
             return
         for run in byte_runs(parts):
             self._sha.update(run.numpy().data)
 
     def flush(self) -> None:
-        if self._tiles is not None:
-            self._tiles.flush()
+        if self.tiles is not None:
+            self.tiles.flush()
 
     def finish(self) -> str:
-        return self._sha.digest()[:8].hex() if self._tiles is None else self._tiles.finish()
+        return self._sha.digest()[:8].hex() if self.tiles is None else self.tiles.finish()
 
 
 digest = _Digest()

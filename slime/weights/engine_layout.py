@@ -15,7 +15,7 @@ Rules, of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py
 Invariants
 1. Ranks that hold the same bytes share one digest, whatever engines they belong to: it is computed once.
 2. Digests take what comes and let it go: kept are the HF tensors of one parameter (one expert), where they come in
-   table order, and never a whole resident tensor.
+   table order, and what is hashed together on a GPU, `UNREAD_BYTES`; never a whole resident tensor.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from slime.weights.holding import Holding, Share, holdings
 
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this."""
+UNREAD_BYTES = 64 * 2**20
+"""Of tensors that have come, before what hashers have kept of them is read."""
 CPU_MLP_PADDING = 32
 """On a CPU, SGLang pads each rank's share of MLP features to a multiple of this."""
 
@@ -128,6 +130,11 @@ class _Resident:
     num_taken: int = 0
     """Entries of which digests have been taken."""
 
+    def flush(self) -> None:
+        """Nothing of it is kept unread."""
+        for hasher, _ in self.parts.values():
+            hasher.flush()
+
 
 def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
     """Raises `WeightSyncError` for tensors that are not `sent`."""
@@ -146,6 +153,7 @@ class ExpectedDigests:
         self._complete: list[_Resident] = []
         self._sums: dict[str, str] = {}
         self._seen: set[str] = set()
+        self._unread_bytes = 0
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
         """Takes one full HF tensor. Raises `WeightSyncError` for one that is unknown, doubled or of a wrong shape."""
@@ -161,9 +169,13 @@ class ExpectedDigests:
             resident = self._open[name] = self._begin(name, on_cpu=not tensor.is_cuda)
         resident.waiting[hf_name] = tensor.detach()
         self._take(resident)
+        self._unread_bytes += tensor.nbytes
+        if self._unread_bytes >= UNREAD_BYTES:
+            self._unread_bytes = 0
+            for one in self._open.values():
+                one.flush()
         if resident.num_taken == len(resident.held):
-            for hasher, _ in resident.parts.values():
-                hasher.flush()
+            resident.flush()
             self._complete.append(self._open.pop(name))
 
     def _begin(self, name: str, *, on_cpu: bool) -> _Resident:
@@ -204,8 +216,10 @@ class ExpectedDigests:
         require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
+        hashers = [hasher for resident in self._complete for hasher, _ in resident.parts.values()]
+        finished = iter(self._digest.finish(hashers))
         for resident in self._complete:
-            found = {holding: hasher.finish() for holding, (hasher, _) in resident.parts.items()}
+            found = dict(zip(resident.parts, finished, strict=False))
             sums = [entry.plus_one for entry in resident.held if entry.plus_one]
             for layout, rank, name, holding in resident.places:
                 of_rank = digests.setdefault(layout, {}).setdefault(rank, {})

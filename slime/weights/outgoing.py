@@ -30,10 +30,17 @@ class Outgoing(Protocol):
         """Every bucket of every rank, in order; the same on all ranks."""
         ...
 
+    def beside(self, turn: Turn) -> int:
+        """Bytes that its sender has while it fills the bucket of a turn, beside that bucket and the parameters, as far
+        as they are more than what every bucket leaves room for."""
+        ...
+
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
         """On its sender the (HF name, full tensor) of a turn, each to be read before the next is asked for.
 
-        All ranks walk through all turns: those that have a part of its tensors give it, and get nothing.
+        All ranks walk through all turns: those that have a part of its tensors give it, and get nothing. What is wrong
+        with a tensor is raised as a `SlimeError` after all parts of the turn were given. Any other error leaves the
+        ranks in different collectives, and whoever sees it must not go on.
         """
         ...
 
@@ -63,6 +70,10 @@ class Whole:
             for name, tensor in self._tensors.items()
         ]
         return turns_of(portions, senders=self._senders, limit_bytes=limit_bytes, together=self.table.together)
+
+    def beside(self, turn: Turn) -> int:
+        """Nothing is gathered."""
+        return 0
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
         """Nothing on other ranks."""

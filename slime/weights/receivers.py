@@ -51,10 +51,11 @@ class Peers:
     """Collective: the conductor gets every rank's (picklable) object in rank order, the others None."""
     share: Callable[[Tensor, int], None] = lambda memory, source: None
     """Collective: the content of one rank's memory in that of all, which are equally large."""
-    tell: Callable[[int, bool], None] = lambda rank, good: None
-    """Tells another rank that it is its turn, and whether all went well so far. From one thread."""
-    hear: Callable[[int], bool] = lambda rank: True
-    """Waits for what a rank tells this one. From one thread. Raises `DeadlineExceeded`."""
+    tell: Callable[[int, bool], None] = lambda turn, good: None
+    """Tells the rank whose turn it is that it may begin, and whether all went well so far. From one thread."""
+    hear: Callable[[int, int], bool] = lambda turn, num_turns: True
+    """Waits for the word of a turn of this rank, behind so many turns of others. From one thread. Raises
+    `DeadlineExceeded`."""
 
     @property
     def conducts(self) -> bool:

@@ -5,16 +5,18 @@ raises. Waits for each engine's answers, with the limit of its control, and for 
 
 Called collectively on every training rank. Each walks through all turns (`turns`): filling buckets is a collective of
 those who have parts of the tensors, whatever has failed. Rank 0 conducts: pauses engines, verifies, lets them serve. At
-the end all ranks agree on the outcome, and all raise or none does. Where a bucket goes from its sender to the engines
-it does so beside the filling of the next one (`delivery`); where all ranks must have it (`Channel.everywhere`), turns
-follow one another.
+the end all ranks agree on the outcome, and all raise or none does. The exception is a rank that breaks a collective of
+the trainer off (no memory for its part, say): it cannot agree on anything, raises at once, and with it the run ends.
+Where a bucket goes from its sender to the engines it does so beside the filling of the next one (`delivery`); where all
+ranks must have it (`Channel.everywhere`), turns follow one another.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
-2. After a failure the engines stay paused; another weight sync may start from any such state.
+2. After a failure the engines stay paused, but for those that hold the verified version and were let go before another
+   one could not be reached; another weight sync may start from any such state.
 3. Digests are taken of the trainer's own tensors, not of what travels: by the rank that sends them, before they are
-   copied into the bucket. Beside the model a rank has two buckets, and what it gathers for one tensor at a time, which
-   counts where that is more than a sixteenth of a bucket.
+   copied into the bucket. Beside the model a rank has two buckets, what it gathers for a turn included
+   (`Outgoing.beside`), unless one parameter takes more by itself.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
    With `retract` and `in_place` requests stay, so nothing can be flushed. What such an engine has cached is divided by
@@ -32,10 +34,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.core.errors import SlimeError, WeightSyncError
+from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.core.ports import Digest
 from slime.weights.buckets import NUM_BUFFERS, Bucket, Buffers
 from slime.weights.delivery import Delivery
+from slime.weights.departure import Departure
 from slime.weights.engine_layout import Digests, ExpectedDigests, merged, require_all
 from slime.weights.outgoing import Outgoing
 from slime.weights.receivers import Peers, Receiver, on_all
@@ -140,19 +143,22 @@ class _WeightSync:
             self._send_in_turn(turns, buffers, buffer_bytes)
 
     def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers, limit_bytes: int) -> None:
-        delivery = Delivery(turns, self._peers, self._deliver)
-        delivery.open(self._failure is None)
-        for number, turn in enumerate(turns):
-            if turn.sender == self._peers.rank:
-                if turn.num_bytes > limit_bytes:  # it is gathered whole, which takes as much again
-                    delivery.wait(0)
-                    buffers.free()
-                delivery.wait(NUM_BUFFERS - 1)
-                bucket = buffers.next(turn.specs)
-                delivery.send(number, bucket if self._fill(turn, bucket) else None)
-            else:
-                self._take_part(turn)
-        self._note(delivery.close())
+        with Delivery(turns, self._peers, self._deliver, Departure(self._outgoing.device)) as delivery:
+            delivery.open(self._failure is None)
+            before = 0
+            for number, turn in enumerate(turns):
+                if turn.sender == self._peers.rank:
+                    needs = turn.num_bytes + self._outgoing.beside(turn)
+                    if max(needs, before) > limit_bytes:  # no room for a bucket that is on its way
+                        delivery.wait(0)
+                        buffers.free()
+                    delivery.wait(NUM_BUFFERS - 1)
+                    delivery.send(number, self._filled(turn, buffers))
+                    before = turn.num_bytes
+                else:
+                    self._take_part(turn)
+            delivery.wait(0)
+        self._note(delivery.failure)
         self._times["send"] += delivery.seconds
 
     def _send_everywhere(self, turns: Sequence[Turn], buffers: Buffers) -> None:
@@ -172,15 +178,31 @@ class _WeightSync:
         for _ in self._outgoing.tensors(turn):
             raise AssertionError("tensors are for the rank that sends them")
 
-    def _fill(self, turn: Turn, bucket: Bucket) -> bool:
-        """Takes digests of a turn's tensors and copies them into the bucket. False if something is wrong with one."""
+    def _filled(self, turn: Turn, buffers: Buffers) -> Bucket | None:
+        """A bucket of a turn's tensors; None if something is wrong with one, or went wrong before."""
+        made: list[Bucket] = []
+        self._guarded(lambda: made.append(buffers.next(turn.specs)))
+        return made[0] if self._fill(turn, made[0] if made else None) else None
+
+    def _fill(self, turn: Turn, bucket: Bucket | None) -> bool:
+        """Takes digests of a turn's tensors and copies them into the bucket. False if something is wrong with one.
+
+        Whatever is wrong, all parts of the turn are taken: others wait for that.
+        """
         self._sent.append(turn)
-        views, good = dict(bucket.tensors), True
-        for name, tensor in self._outgoing.tensors(turn):
-            with self._timed("digest"):
-                good = self._guarded(self._expected.add, name, tensor) and good
-            views[name].copy_(tensor)
-        return good
+        views = dict(bucket.tensors) if bucket is not None else {}
+        try:
+            for name, tensor in self._outgoing.tensors(turn):
+                if name in views:
+                    self._guarded(self._take, name, tensor, views[name])
+        except SlimeError as error:  # after the last part
+            self._note(error)
+        return bucket is not None and self._failure is None
+
+    def _take(self, name: str, tensor: Any, place: Any) -> None:
+        with self._timed("digest"):
+            self._expected.add(name, tensor)
+        place.copy_(tensor)
 
     def _deliver(self, bucket: Bucket) -> None:
         """In this rank's turn, in a thread of its own."""
@@ -206,7 +228,7 @@ class _WeightSync:
         parts = self._peers.gather(self._part())
         outcome: SlimeError | dict[str, float] | None = None
         if parts is not None:
-            self._failure = next((part.failure for part in parts if part.failure is not None), None)
+            self._failure = _first_cause([part.failure for part in parts])
             self._guarded(self._complete, parts)
             self._guarded(self._resume)
             outcome = self._failure or self._cost(parts)
@@ -285,6 +307,13 @@ class _WeightSync:
     def _timed(self, name: str) -> _Timer:
         """Adds the seconds of a block to the cost of `name`."""
         return _Timer(self._times, name)
+
+
+def _first_cause(failures: Sequence[SlimeError | None]) -> SlimeError | None:
+    """Of what ranks ended with: which engines failed, before what else did, before who waited in vain for another."""
+    found = [failure for failure in failures if failure is not None]
+    found.sort(key=lambda failure: (not failure.engines, isinstance(failure, DeadlineExceeded)))
+    return found[0] if found else None
 
 
 class _Timer:

@@ -34,7 +34,8 @@ START_LIMIT_S = 300.0
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
     """All engines start side by side."""
-    found = {kind: Case(SHAPE, kind, tmp_path_factory.mktemp(kind), flips=6) for kind in ("int4", "channels", "fp8")}
+    logs, kinds = tmp_path_factory.mktemp("logs"), ("int4", "channels", "fp8")
+    found = {kind: Case(SHAPE, kind, tmp_path_factory.mktemp(kind), logs, flips=6) for kind in kinds}
     started = []
     try:
         for case in found.values():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from slime.core.errors import EngineError
 from slime.core.layout import ONE_RANK, EngineLayout, EngineRank
@@ -23,6 +22,7 @@ from slime.weights.engine_layout import engine_shards
 from slime.weights.holding import holdings
 from slime.weights.receivers import Peers, Receiver
 from slime.weights.transports import Channel, TransportContext
+from slime.weights.words import Words
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -200,8 +200,7 @@ class Ranks:
     def __init__(self, size: int, limit_s: float = 10) -> None:
         self.size, self.barrier = size, threading.Barrier(size, timeout=limit_s)
         self.slots: list[Any] = [None] * size
-        self.words: dict[tuple[int, int], queue.Queue[bool]] = defaultdict(queue.Queue)
-        self.limit_s = limit_s
+        self.words = Words(HashStore(), limit_s=limit_s)  # type: ignore[attr-defined]
 
     def peers(self, rank: int) -> Peers:
         def exchange(value: Any) -> list[Any]:
@@ -220,6 +219,6 @@ class Ranks:
             broadcast=lambda v: exchange(v)[0],
             gather=lambda v: out if (out := exchange(v)) and rank == 0 else None,
             share=share,
-            tell=lambda to, good: self.words[rank, to].put(good),
-            hear=lambda source: self.words[source, rank].get(timeout=self.limit_s),
+            tell=self.words.tell,
+            hear=self.words.hear,
         )

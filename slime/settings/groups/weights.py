@@ -104,7 +104,7 @@ class WeightSyncSettings:
     )
     """Bytes per bucket."""
     weight_sync_timeout_s: float = opt(300.0, gt=0)
-    """Limit of one weight sync, in seconds."""
+    """Limit of each call to an engine in a weight sync, in seconds: to pause, to join, to take a bucket, to load."""
 
 
 def deltas_are_files(args: Args) -> str | None:

@@ -9,12 +9,15 @@ ranks of its tensor-parallel and expert-parallel group, in the collectives of th
 Invariants
 1. Every rank walks through all turns and takes part in those of its groups' ranks, in the same order as they do.
 2. Beside its shards and its buckets a rank has one message of at most `limit / MESSAGES` bytes and what it is made of
-   and into: no more than four times that. A parameter that is larger by itself is its own message.
+   and into: no more than four times that. A parameter that is larger by itself is its own message, there two and a half
+   times. If layers have such, buckets are smaller by that much, down to `LEAST_BUCKET` of the limit; what still finds
+   no room is reported (`beside`), and is gathered while no other bucket is there.
+3. What is wrong with a tensor is raised when all parts of its turn were given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 from slime.weights.buckets import Spec
@@ -31,7 +35,13 @@ from slime.weights.convert import export, export_stack
 from slime.weights.turns import Portion, Turn, turns_of
 
 MESSAGES = 16
-"""Of a bucket's bytes, at least; four of them are taken off the two buckets of a sender."""
+"""Of a bucket's bytes, at least."""
+MESSAGE_TIMES = 4
+"""How often a message of several parameters is there at a time, at most."""
+PARAMETER_TIMES = 2.5
+"""How often one that is larger is there: gathered, as it leaves, and this rank's shard where it is cast."""
+LEAST_BUCKET = 0.5
+"""Of the limit. What more than this would leave no room for is gathered by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class TrainerWeights:
         self._model, self._dtype = model, dtype
         self.table: FamilyTable = model.base.table
         self.device = model.device
-        # On a GPU a sender's part in the turn of another would wait on the stream on which its own bucket travels.
+        # On GPUs several senders of a stage were never seen: broadcasts would run beside gathers of other ranks' turns.
         takes_turns = self.table.sizes.num_experts > 0 and self.device.type == "cpu"
         self._senders = _senders(takes_turns=takes_turns)
         self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
@@ -63,15 +73,26 @@ class TrainerWeights:
         self._rank = dist.get_rank()
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
         """Of a limit in bytes."""
+        self._room = 0
+        """Bytes that each of two buckets leaves for what is gathered."""
+        self._wrong: Exception | None = None
+        """What was the first to be wrong with a tensor of the turn."""
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
         """Buckets leave room for what is gathered, so that a sender never has more than two times `limit_bytes`."""
         if self._turns[0] != limit_bytes:
-            limit = max(1, limit_bytes - 2 * max(1, limit_bytes // MESSAGES))
-            together = self.table.together
-            turns = turns_of(self._portions(), senders=self._senders, limit_bytes=limit, together=together)
+            portions, message = list(self._portions()), max(1, limit_bytes // MESSAGES)
+            in_layers = [_bytes_of(p, message) for p in portions if p.entries[0].layer is not None]
+            room = max([MESSAGE_TIMES * message, *(n for n in in_layers if n <= 2 * (1 - LEAST_BUCKET) * limit_bytes)])
+            self._room = -(-room // 2)
+            limit, together = max(1, limit_bytes - self._room), self.table.together
+            turns = turns_of(portions, senders=self._senders, limit_bytes=limit, together=together)
             self._turns = limit_bytes, turns
         return self._turns[1]
+
+    def beside(self, turn: Turn) -> int:
+        """More than nothing for a parameter that is larger than half of a bucket or so."""
+        return max(0, *(_bytes_of(portion, self._message_bytes) - self._room for portion in turn.portions))
 
     def _portions(self) -> Iterator[Portion]:
         for run in self.table.runs:
@@ -100,6 +121,18 @@ class TrainerWeights:
             else:
                 for message in self._messages([entry for portion in portions for entry in portion.entries]):
                     yield from self._full(message, turn.sender)
+        wrong, self._wrong = self._wrong, None
+        if isinstance(wrong, SlimeError):
+            raise wrong
+        if wrong is not None:
+            raise WeightSyncError(f"got {type(wrong).__name__} while weights were put together: {wrong}") from wrong
+
+    def _kept(self, make: Callable[..., Iterable[tuple[str, Tensor]]], *given: Any) -> Iterator[tuple[str, Tensor]]:
+        """As many as can be made; what ends them waits for the end of the turn."""
+        try:
+            yield from make(*given)
+        except Exception as error:
+            self._wrong = self._wrong or error
 
     @property
     def _message_bytes(self) -> int:
@@ -125,11 +158,11 @@ class TrainerWeights:
         if message.expert:
             stack = self._stack_at(message, sender)
             if stack is not None:
-                yield from export_stack([tensor.entry for tensor in message.tensors], stack)
+                yield from self._kept(export_stack, [tensor.entry for tensor in message.tensors], stack)
             return
         shards = self._shards_at(message, sender)
         for tensor in message.tensors if shards else ():
-            yield from export(self.table, tensor.name, shards.pop(0))
+            yield from self._kept(export, self.table, tensor.name, shards.pop(0))
 
     def _stacked(self, portion: Portion, sender: int) -> Iterator[tuple[str, Tensor]]:
         """HF tensors that hold all experts of a layer."""
@@ -139,17 +172,12 @@ class TrainerWeights:
             if stack is None:
                 continue
             entries = [tensor.entry for tensor in message.tensors]
-            parts = export_stack(entries, stack)
             if len(entries) == len(portion.entries):
-                yield from parts
+                yield from self._kept(export_stack, entries, stack)
                 return
-            first = entries[0].expert
-            assert first is not None, f"{entries[0].megatron} has no number of an expert"
-            for name, part in parts:
-                if name not in whole:
-                    whole[name] = part.new_empty((len(portion.entries), *part.shape[1:]))
-                whole[name][first : first + len(part)] = part
-        yield from whole.items()
+            for _ in self._kept(_placed, whole, stack, portion, entries):
+                pass
+        yield from whole.items() if self._wrong is None else ()
 
     # --- what ranks give ----------------------------------------------------------------------------------------------
 
@@ -221,6 +249,26 @@ def _senders(*, takes_turns: bool) -> list[list[int]]:
     for rank, (stage, group) in enumerate(everyone):
         first.setdefault(stage, list(group) if takes_turns else [rank])
     return [first[stage] for stage in range(mpu.get_pipeline_model_parallel_world_size())]
+
+
+def _bytes_of(portion: Portion, message_bytes: int) -> int:
+    """Bytes that are there for it while it is gathered, at most."""
+    if portion.entries[0].row.stacked:  # all experts of a layer, put together message by message
+        return portion.num_bytes + MESSAGE_TIMES * message_bytes
+    return max(MESSAGE_TIMES * message_bytes, int(PARAMETER_TIMES * portion.num_bytes))
+
+
+def _placed(
+    whole: dict[str, Tensor], stack: Tensor, portion: Portion, entries: Sequence[Entry]
+) -> Iterator[tuple[str, Tensor]]:
+    """Puts the parts of some experts where they belong in `whole`, which has all of the portion."""
+    first = entries[0].expert
+    assert first is not None, f"{entries[0].megatron} has no number of an expert"
+    for name, part in export_stack(entries, stack):
+        if name not in whole:
+            whole[name] = part.new_empty((len(portion.entries), *part.shape[1:]))
+        whole[name][first : first + len(part)] = part
+        yield name, part
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:

@@ -53,6 +53,7 @@ class DeltaChannel(Channel):
         self._newest_full: int | None = None
         self._confirmed: tuple[Receiver, ...] | None = None
         """The engines that have the version before; None after a failure."""
+        self._failed_as_delta = False
         self._receivers: tuple[Receiver, ...] = ()
         self._full, self._version = True, 0
         self._base: Base | None = None
@@ -62,7 +63,7 @@ class DeltaChannel(Channel):
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         """On every sender."""
-        self._receivers, self._version = tuple(receivers), version
+        self._receivers, self._version, self._failed_as_delta = tuple(receivers), version, False
         confirmed = self._confirmed
         self._full = chain.is_full(
             since_full=self._since_full,
@@ -131,6 +132,7 @@ class DeltaChannel(Channel):
         self._made = None
 
     def abandon(self) -> None:
+        self._failed_as_delta = self._writer is not None and not self._full
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -140,7 +142,7 @@ class DeltaChannel(Channel):
 
     @property
     def heals(self) -> bool:
-        return not self._full and self._confirmed is None
+        return self._failed_as_delta
 
     def costs(self) -> Mapping[str, float]:
         return self._costs

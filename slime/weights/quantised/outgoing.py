@@ -6,18 +6,23 @@ trainer. Digests are taken of them before they are copied into a bucket, as of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry
 from slime.weights.buckets import Spec
 from slime.weights.outgoing import Outgoing
 from slime.weights.quantised.engine_table import engine_table
 from slime.weights.quantised.format import QuantisedFormat
-from slime.weights.quantised.stream import quantised_stream
+from slime.weights.quantised.stream import RUN_BYTES, TIMES, quantised_stream
 from slime.weights.turns import Portion, Turn
+
+RUNS = 16
+"""Of a bucket's bytes, at least: what is quantised at a time is there `TIMES` times."""
 
 
 def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
@@ -65,6 +70,37 @@ class QuantisedOutgoing:
             entries[entry.megatron] = entry
         return Portion(tuple(entries.values()), tuple(specs), portion.stage)
 
+    @property
+    def _run_bytes(self) -> int:
+        """Half of a plain bucket is free, as much for both; a run takes a third of that."""
+        return min(RUN_BYTES, self._turns[0] // RUNS)
+
+    def beside(self, turn: Turn) -> int:
+        """Of the plain weights, and what is quantised at a time."""
+        plain = self._plain[id(turn)]
+        weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
+        return self._weights.beside(plain) + TIMES * max((n for n in weights if 2 * n > self._run_bytes), default=0)
+
+    def _quantises(self, spec: Spec) -> bool:
+        return spec.name in self._quantised.names
+
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
         """On the sender the parts of a turn; as collective as the plain weights."""
-        return quantised_stream(self._weights.tensors(self._plain[id(turn)]), self._quantised)
+        broken: list[Exception] = []
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            try:
+                yield from self._weights.tensors(self._plain[id(turn)])
+            except Exception as error:
+                broken.append(error)
+                raise
+
+        plain = watched()
+        try:
+            yield from quantised_stream(plain, self._quantised, self._run_bytes)
+        except Exception as error:
+            for _ in plain:  # other ranks are in its collectives
+                pass
+            if broken or isinstance(error, SlimeError):
+                raise
+            raise WeightSyncError(f"got {type(error).__name__} while weights were quantised: {error}") from error

@@ -1,8 +1,8 @@
 """Some engines on GPUs of training ranks, others on GPUs of their own: each gets weights by the way that reaches it.
 
-Engines that share all their GPUs with training map the trainer's memory (`tensor`); the others take part in broadcasts
-(`distributed`). Both ways send the same buckets, one after the other. Every bucket is brought to all training ranks, as
-the first way needs it; the conductor alone takes part in broadcasts.
+Engines that share all their GPUs with training map the trainer's memory (`tensor`); the others, those too that share
+some of their GPUs alone, take part in broadcasts (`distributed`). Both ways send the same buckets, one after the other.
+Every bucket is brought to all training ranks, as the first way needs it; the conductor alone takes part in broadcasts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ every bucket is brought to all training ranks, each makes handles of its own mem
 conductor gathers them. On a CPU the sender of a bucket serves all engine ranks.
 
 Invariant: a bucket's memory is filled again when the next but one is made, by which time every engine has answered for
-it, and the conductor has passed the next collective.
+it, and the conductor has passed the next collective. On a GPU an engine answers when its copies are asked for; they are
+done long before, and were they not, the digests would not be equal.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from slime.core.errors import WeightSyncError
 from slime.training.backend import MegatronBackend
-from slime.training.state.outgoing import MESSAGES, TrainerWeights
+from slime.training.state import outgoing as module
+from slime.training.state.outgoing import MESSAGE_TIMES, MESSAGES, PARAMETER_TIMES, TrainerWeights
 from slime.weights.buckets import Buffers
 from tests.support.adapters import fill_b
 from tests.support.families import write_family
@@ -88,7 +90,12 @@ def peak_bytes(backend: MegatronBackend, outgoing: TrainerWeights, rank: int) ->
 
     with tracker:
         before = total("current")
+        held = 0
         for turn in turns:
+            if turn.sender == rank:
+                if max(held, turn.num_bytes + outgoing.beside(turn)) > ROOM_BYTES:  # as the weight sync does
+                    buffers.free()
+                held = turn.num_bytes
             views = dict(buffers.next(turn.specs).tensors) if turn.sender == rank else {}
             for name, tensor in outgoing.tensors(turn):
                 views[name].copy_(tensor)
@@ -107,5 +114,46 @@ def test_every_tensor_is_sent_once_and_is_what_an_export_has(layout: str, tmp_pa
     stages = 2 if "pp2" in layout else 1
     assert len(set(told[0]["senders"])) == stages * (2 if "ep2" in layout else 1), "each stage, and those with experts"
     assert told[0]["largest"] <= LIMIT_BYTES
-    room = 2 * ROOM_BYTES + 4 * max(0, told[0]["portion"] - ROOM_BYTES // MESSAGES)
-    assert told[0]["many"] and 0 < max(own["peak"] for own in told) <= room, "two buckets beside its shards"
+    alone = int((1 + PARAMETER_TIMES) * told[0]["portion"]) + MESSAGE_TIMES * (ROOM_BYTES // MESSAGES)
+    peak = max(own["peak"] for own in told)
+    assert told[0]["many"] and 0 < peak <= max(2 * ROOM_BYTES, alone), "two buckets, or what one parameter takes"
+
+
+def break_an_export(seat: Seat, model: str, megatron: dict[str, Any], broken: str) -> tuple[str, list[str], list[str]]:
+    """What a rank raises when one parameter cannot be put together, what it sends, and what it would."""
+    backend = MegatronBackend(training_args(Path(model), megatron=megatron), **seat.place)
+    outgoing = backend.outgoing(torch.bfloat16)
+    original, raised, sent = module.export, "", []
+
+    def export(table: Any, name: str, shards: Any) -> Any:
+        if name == broken:
+            raise MemoryError("no room")
+        return original(table, name, shards)
+
+    module.export = export
+    turns = outgoing.turns(ROOM_BYTES)
+    try:
+        for turn in turns:
+            try:
+                for name, _ in outgoing.tensors(turn):
+                    sent.append(name)
+            except WeightSyncError as error:
+                raised += str(error)
+    finally:
+        module.export = original
+    backend.close()
+    return raised, sent, [spec.name for turn in turns for spec in turn.specs if turn.sender == seat.rank]
+
+
+def test_a_parameter_that_cannot_be_put_together_is_told_by_its_sender_once_all_of_its_turn_were_given(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    """Law: the ranks stay in the same collectives; what is wrong with one tensor is known after the turn."""
+    _, family, megatron, _ = LAYOUTS["tp2_pp2_ep2"]
+    model = write(tmp_path / "model", family, tied=False)
+    broken = "decoder.layers.1.self_attention.linear_qkv.weight"
+    told = ranks.run(break_an_export, 4, str(model), megatron, broken)
+    raised = [error for error, _, _ in told if error]
+    assert len(raised) == 1 and "MemoryError while weights were put together: no room" in raised[0]
+    missing = {name for _, sent, own in told for name in set(own) - set(sent)}
+    assert missing == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"}

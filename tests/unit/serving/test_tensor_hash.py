@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.serving.tensor_hash import TILE_WORDS, TileHasher
+from slime.serving.tensor_hash import TILE_WORDS, TileHasher, finish_all
 
 CONTENT = torch.randint(0, 256, (4 * TILE_WORDS * 2 + 4 * 137 + 2,), generator=torch.Generator().manual_seed(1)).to(
     torch.uint8
@@ -43,3 +43,14 @@ def test_two_tiles_that_change_places_are_noticed_and_so_is_a_length() -> None:
     hasher.add([CONTENT[tile : 2 * tile], CONTENT[:tile], CONTENT[2 * tile :]])
     assert hasher.finish() != WHOLE
     assert len({hashed([], length) for length in (4, 8, tile, 2 * tile)}) == 4
+
+
+@given(st.lists(st.tuples(st.integers(0, len(CONTENT)), st.integers(0, len(CONTENT))), max_size=4))
+def test_several_that_are_finished_together_have_their_own_digests(parts: list[tuple[int, int]]) -> None:
+    """Law: cut where it may be, a digest is that of its tensor alone."""
+    hashers = []
+    for cut, length in parts:
+        hashers.append(TileHasher())
+        hashers[-1].add([CONTENT[: min(cut, length)], CONTENT[min(cut, length) : length]])
+        hashers[-1].flush()
+    assert finish_all(hashers) == [hashed([], length) for _, length in parts]

@@ -105,6 +105,9 @@ class CountingDigest:
         hasher.add(parts)
         return hasher.finish()
 
+    def finish(self, hashers: Any) -> list[str]:
+        return digest.finish(hashers)
+
     def begin(self) -> Any:
         hasher, add = digest.begin(), digest.begin().add
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.core.errors import ConfigError, WeightSyncError
+from slime.core.errors import CheckpointError, ConfigError, WeightSyncError
 from slime.core.layout import ONE_RANK, EngineLayout
 from slime.models import table_for
 from slime.serving.wire import digest
@@ -26,6 +26,7 @@ from slime.weights.quantised.outgoing import quantised_outgoing
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
+from slime.weights.turns import Turn
 from tests.support.quantised import FP8, float_quantized, int4
 from tests.support.weights import FakeEngine, FakeWire, TamperingChannel, engine_tensors, transport_context
 
@@ -157,3 +158,23 @@ def test_weights_that_engines_fuse_are_quantised_alike() -> None:
     narrow = table_for({**CONFIG, "head_dim": 64, "num_key_value_heads": 1, "num_attention_heads": 2})
     with pytest.raises(ConfigError, match="multiples of a block"):
         engine_table(narrow, BlockFp8(quantised.names, 128, 128))
+
+
+def test_a_weight_that_cannot_be_quantised_is_told_when_all_of_its_turn_were_taken() -> None:
+    """Law: ranks that give their parts of a turn never wait for one that has found something wrong."""
+    table, state, quantised = model("fp8")
+    bad = next(name for name in table.hf_names if name in quantised.names)
+    state[bad][0, 0] = float("nan")
+    taken: list[str] = []
+
+    class Watched(Whole):
+        def tensors(self, turn: Turn) -> Any:
+            for name, tensor in super().tensors(turn):
+                taken.append(name)
+                yield name, tensor
+
+    outgoing = quantised_outgoing(Watched(table, state.items()), quantised)
+    (turn,) = outgoing.turns(1 << 30)
+    with pytest.raises(CheckpointError, match="infinite or undefined"):
+        list(outgoing.tensors(turn))
+    assert sorted(taken) == sorted(state)
