@@ -23,8 +23,22 @@ NUM_STEPS, LIMIT = 2, 1e-4
 """Worst gap of a log-prob, in float32."""
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RealRun]:
+WAYS: dict[str, tuple[str, list[str]]] = {
+    "here": ("train.py", []),
+    "workers": (
+        "train_async.py",
+        [
+            *("--rollout-num-workers", "2", "--actor-num-gpus-per-node", "2", "--pause-generation-mode", "retract"),
+            *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "256", "--update-weight-transport", "distributed"),
+        ],
+    ),
+}
+"""Name -> the loop, and who works on groups and batches."""
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RealRun]:
+    script, more = WAYS[request.param]
     root = tmp_path_factory.mktemp("vision-run")
     model, data = write_vision_model(root / "model"), write_colours(root / "data")
     flags = [
@@ -37,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RealRun]:
         *("--save-debug-rollout-data", root / "rollouts" / "{rollout_id}.jsonl", "--mismatch-limit", str(LIMIT)),
         *("--save-hf", root / "hf-{rollout_id}", "--save", root / "save", "--save-interval", "1"),
     ]
-    return root, started_and_finished(root / "run", flags)
+    return root, started_and_finished(root / "run", [*flags, *more], script=script)
 
 
 def test_engine_and_trainer_agree_on_what_was_sampled_of_images(run: tuple[Path, RealRun]) -> None:

@@ -40,7 +40,8 @@ class RowPictures:
 
     def on_device(self, tensors: Mapping[str, Tensor]) -> RowImages:
         """`tensors`: those of `arrays`, among others."""
-        return RowImages(grids=torch.from_numpy(self.grids), **{name: tensors[f"images/{name}"] for name in _NAMES})
+        pixels, rows, features, positions = (tensors[f"images/{name}"] for name in _NAMES)
+        return RowImages(pixels, torch.from_numpy(self.grids), rows, features, positions)
 
 
 @dataclass(frozen=True, slots=True)

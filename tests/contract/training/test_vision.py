@@ -19,7 +19,7 @@ from slime.models import family_of
 from slime.training.step.images import placeholder_starts
 from tests.support.measured_backend import MeasuredBackend
 from tests.support.ranks import Ranks, Seat
-from tests.support.training import training_args, with_samples
+from tests.support.training import random_batch, training_args, with_samples
 from tests.support.vision import IMAGE_ID, drawn, seeing_batch, write_vision_model
 
 TOLERANCE = 3e-5
@@ -32,9 +32,16 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def _measure(seat: Seat, checkpoint: Path, run_dir: Path, batch: TrainBatch, megatron: dict[str, Any]) -> Any:
-    """(log-probs, gradients, the folder of an export) of one rank."""
-    args = training_args(checkpoint, megatron=megatron, **SETTINGS, run_dir=str(run_dir))
+def _measure(
+    seat: Seat,
+    checkpoint: Path,
+    run_dir: Path,
+    batch: TrainBatch,
+    megatron: dict[str, Any],
+    changes: dict[str, Any] | None = None,
+) -> Any:
+    """(log-probs, gradients) of one rank, which exports its model into `run_dir`."""
+    args = training_args(checkpoint, megatron=megatron, **SETTINGS | (changes or {}), run_dir=str(run_dir))
     backend = MeasuredBackend(args, **seat.place)
     log_probs = [x.tolist() for x in backend.log_probs(batch)]
     gradients = {name: g.detach().cpu().clone() for name, g in backend.gradients(batch).items()}
@@ -151,3 +158,24 @@ def test_other_images_give_other_log_probs_and_the_wrong_ones_are_refused(
     with pytest.raises(AssertionError, match=r"placeholders in a prompt of .* read as \[15\] tokens"):
         wrong = dataclasses.replace(seen[0], tokens=np.delete(seen[0].tokens, 5))
         ranks.run(_measure, 1, checkpoint, root, with_samples(batch, [wrong]), {})
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_text_alone_is_trained_in_every_layout(split: str, tmp_path: Path, ranks: Ranks) -> None:
+    checkpoint, text = write_vision_model(tmp_path / "model", num_hidden_layers=4), {"multimodal_keys": None}
+    batch = random_batch(seed=3)
+    want, gradients, _ = _reference(tmp_path, checkpoint, batch)
+    for number, megatron in enumerate(({}, SPLITS[split])):
+        got, own = ranks.run(_measure, 1 + number, checkpoint, tmp_path / str(number), batch, megatron, text)[0]
+        assert max(np.abs(np.asarray(a) - b).max() for a, b in zip(got, want, strict=True)) < 1e-5
+        for name, expected in gradients.items():
+            error = float((own[name] - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
+            assert error < TOLERANCE, f"gradient of {name} differs by {error:.1e}"
