@@ -54,7 +54,9 @@ class ImageColumn:
 
     def read(self, value: Mapping[str, Any], folder: Path) -> Pictures:
         """The images of a row; keeps them. `folder`: that of its file. Raises `DataError` for anything else."""
-        found = value.get(self.column)
+        if self.column not in value:
+            raise DataError(f"no column {self.column!r}; it has {sorted(map(str, value))}")
+        found = value[self.column]
         images = found if isinstance(found, list | tuple) else [] if found is None else [found]
         digests, counts = [], []
         for number, image in enumerate(images):
@@ -84,8 +86,7 @@ def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dic
     Raises `DataError` if there are not as many as images.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if num_images:
-        messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
+    messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
     found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))
     if found != num_images:
         raise DataError(f"the prompt has {found} images ({MARK}, or parts of type image) and {num_images} in its row")

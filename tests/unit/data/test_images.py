@@ -104,7 +104,8 @@ def test_a_placeholder_that_a_text_spells_is_ordinary_text(tmp_path: Path, token
     ("row", "said"),
     [
         ({"problem": "what?", "images": ["red.png"]}, r"the prompt has 0 images .* and 1 in its row"),
-        ({"problem": "<image>?", "images": []}, None),
+        ({"problem": "<image>?", "images": []}, r"the prompt has 1 images .* and 0 in its row"),
+        ({"problem": "<image>"}, r"no column 'images'; it has \['answer', 'problem'\]"),
         ({"problem": "<image><image>", "images": ["red.png"]}, r"the prompt has 2 images .* and 1 in its row"),
         ({"problem": "<image>", "images": ["gone.png"]}, r"image 0 of 'images': gone.png, which cannot be read"),
         ({"problem": "<image>", "images": ["https://host/red.png"]}, r"which is not downloaded; do: fetch it"),
@@ -115,18 +116,20 @@ def test_a_placeholder_that_a_text_spells_is_ordinary_text(tmp_path: Path, token
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(
-    row: dict[str, Any], said: str | None, tmp_path: Path, tokenizer: Any, column: ImageColumn
+    row: dict[str, Any], said: str, tmp_path: Path, tokenizer: Any, column: ImageColumn
 ) -> None:
     for name, content in (("red", RED), ("broken", b"GIF89a?"), ("narrow", drawn(4, 8, [(0, 0, 0)]))):
         (tmp_path / f"{name}.png").write_bytes(content)
     file = _written(tmp_path / "rows.jsonl", {"problem": "<image>", "images": ["red.png"]}, row)
     dataset = _load(file, tokenizer, column)
-    if said is None:  # without images the mark is text
-        assert len(dataset) == 2 and dataset[1].images == ()
-        return
     (bad,) = dataset.quarantined
     assert bad.line == 2
     assert re.search(said, bad.reason), bad.reason
+
+
+def test_a_row_without_images_is_a_row_of_text(tmp_path: Path, tokenizer: Any, column: ImageColumn) -> None:
+    file = _written(tmp_path / "rows.jsonl", *({"problem": "what?", "images": none} for none in (None, [])))
+    assert [row.images for row in (_load(file, tokenizer, column)[i] for i in range(2))] == [(), ()]
 
 
 def test_parts_and_marks_are_taken_in_order() -> None:

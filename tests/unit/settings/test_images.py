@@ -76,6 +76,46 @@ def test_frequencies_take_turns_among_time_height_and_width(tmp_path: Path) -> N
     assert images_problem(config) is None and architecture(config)["qk_layernorm"] is True
 
 
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": True,
+    "text_config": {
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "model_type": "qwen3_vl"},
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
+"""As Qwen3-VL-4B-Instruct is published, in the spelling of transformers 4."""
+
+
+def test_a_published_checkpoint_is_read(tmp_path: Path) -> None:
+    base = _base(tmp_path, PUBLISHED)
+    assert parse_args([*base, *KEYS, "--spec", "slime_plugins.models.qwen3_vl", "get_spec"]).multimodal_keys
+    config = read_hf_config(base[1])
+    settings = architecture(config)
+    assert (settings["rotary_base"], settings["rope_scaling"], settings["kv_channels"]) == (5e6, None, 128)
+    axes = family_of(config).rotary_axes(config)
+    assert axes is not None and [axes.count(axis) for axis in range(3)] == [24, 20, 20] and axes[-4:] == (0,) * 4
+    assert [family_of(config).layer(config, number) is not None for number in range(4)] == [True, True, True, False]
+
+
 def test_flags_of_images_are_read_without_what_reads_images(tmp_path: Path) -> None:
     code = (
         "import sys; from slime.settings import parse_args; parse_args(sys.argv[1:]);"
