@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.core.hf_config import quantisation_of, read_hf_config
 from slime.settings.conditions import estimator_of, fine_tunes
 from slime.settings.families import images_problem_of
 from slime.settings.fields import opt
@@ -61,6 +62,8 @@ def _apart(args: Args) -> Iterator[str]:
         yield f"--advantage-estimator {args.advantage_estimator}, whose critic sees none"
     if args.use_opd:
         yield "--use-opd, whose teacher sees none"
+    if quantisation_of(read_hf_config(args.hf_checkpoint)) is not None:
+        yield "a quantised hf_checkpoint, whose engines were not compared with images"
     if any(model.in_pairs for model in topology_of(args).models):
         yield "engines in pairs, which do not hand images on"
 
