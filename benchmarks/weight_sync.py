@@ -1,13 +1,14 @@
 """Weight syncs of a model that is cut over ranks: memory beside the shards, time, and what hundreds of them leave.
 
-    python -m benchmarks.weight_sync [--syncs 500] [--output FILE]
+    python -m benchmarks.weight_sync [--syncs 500] [--transports tensor ...] [--output FILE]
 
 Four training ranks (tensor, pipeline and expert parallel 2 each) send a Mixture-of-Experts model of random weights to
 two SGLang servers, all on the CPU, by the code that a run uses. Asked of each rank: the largest resident memory in its
 second weight sync (the first one makes threads and connections), beyond what it had before it without buckets, next to
-its shard and two buckets; and after many weight syncs its memory, descriptors and threads, and the bytes in /dev/shm,
-next to those after the first ten. Every weight sync is verified. Needs 12 GB of memory. glibc is asked to give freed
-memory back at once (`ALLOCATOR`): else what is kept for later use counts as resident, a quarter of two buckets here.
+its shard and two buckets; and after many weight syncs memory, descriptors and threads of each rank and of every process
+of the engines, and files and bytes in /dev/shm, next to those after the first twenty, with the course of memory after
+every hundred. Every weight sync is verified. Needs 12 GB of memory. glibc is asked to give freed memory back at once
+(`ALLOCATOR`): else what is kept for later use counts as resident, a quarter of two buckets here.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.core.layout import ONE_RANK
 from slime.serving.server import ServerSpec, SGLangServer
+from tests.support.engines import descendants
 from tests.support.ranks import Ranks, Seat
 from tests.support.tiny import write_tiny_model
 from tests.support.training import training_args
@@ -36,37 +39,49 @@ SIZES = {
     "intermediate_size": 512,
 }
 LAYOUT = {f"{kind}_model_parallel_size": 2 for kind in ("tensor", "pipeline", "expert")} | {"sequence_parallel": True}
-BUCKET_BYTES = 32 * 2**20
-WARM_SYNCS = 10
+BUCKET_MIB = 32
+WARM_SYNCS, LOOK_SYNCS = 20, 100
 TRANSPORTS = ("distributed", "tensor", "disk")
 LIMIT_S = 3000.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 
 
-def status(name: str) -> int:
-    """A figure of /proc/self/status: bytes of what is given in kB, else a number."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+def status(name: str, pid: int | str = "self") -> int:
+    """A figure of /proc/PID/status: bytes of what is given in kB, else a number."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
     number = int(line.split()[1])
     return number * 1024 if line.endswith("kB") else number
 
 
-def looked() -> dict[str, int]:
-    """What this process has, and the host in shared memory."""
-    shared = sum(file.stat().st_size for file in os.scandir("/dev/shm") if file.is_file())
-    descriptors = len(os.listdir("/proc/self/fd"))
-    own = {"resident_bytes": status("VmRSS:"), "descriptors": descriptors, "threads": status("Threads:")}
-    return own | {"shared_bytes": shared}
+def looked(pid: int | str = "self") -> dict[str, int]:
+    """What a process has."""
+    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    return {"resident_bytes": status("VmRSS:", pid), "descriptors": descriptors, "threads": status("Threads:", pid)}
 
 
-def send(seat: Seat, model: str, folder: str, urls: list[str], transport: str, syncs: int) -> dict[str, Any]:
-    """One rank."""
+def shared() -> dict[str, int]:
+    """What the host has in shared memory."""
+    sizes = [file.stat().st_size for file in os.scandir("/dev/shm") if file.is_file()]
+    return {"shared_files": len(sizes), "shared_bytes": sum(sizes)}
+
+
+def around(pids: Sequence[int]) -> dict[str, Any]:
+    """This process, processes of engines, and the host."""
+    return {**looked(), **shared(), "engines": [looked(pid) for pid in pids]}
+
+
+def send(
+    seat: Seat, model: str, folder: str, urls: list[str], pids: list[int], transport: str, bucket: int, syncs: int
+) -> dict[str, Any]:
+    """One rank, with buckets of so many bytes; the first one looks at the processes of the engines, too."""
+    seen = pids if seat.rank == 0 else []
     from slime.cluster.actors import EngineInfo
     from slime.cluster.rank_weight_sync import RankWeightSync
     from slime.training.backend import MegatronBackend
 
     settings: dict[str, Any] = {
         "update_weight_transport": transport,
-        "update_weight_buffer_size": BUCKET_BYTES,
+        "update_weight_buffer_size": bucket,
         "update_weight_disk_dir": str(Path(folder) / "disk"),
         "weight_sync_timeout_s": 300.0,
     }
@@ -76,7 +91,7 @@ def send(seat: Seat, model: str, folder: str, urls: list[str], transport: str, s
     weight_sync = RankWeightSync(args, backend, rank=seat.rank, slots=range(seat.world_size), address="127.0.0.1")
     engines = [EngineInfo(i, url, ONE_RANK, (i,)) for i, url in enumerate(urls)]
     shard = sum(parameter.nbytes for parameter in backend.model.parameters)
-    found: dict[str, Any] = {"shard_bytes": shard, "seconds": []}
+    found: dict[str, Any] = {"shard_bytes": shard, "seconds": [], "resident_bytes": []}
     before = 0
     for number in range(1, syncs + 1):
         backend.weight_version = number
@@ -90,36 +105,44 @@ def send(seat: Seat, model: str, folder: str, urls: list[str], transport: str, s
         if number == 2:
             found["peak_beside_bytes"] = status("VmHWM:") - before
         if number == min(WARM_SYNCS, syncs):
-            found["warm"] = looked()
-    found["end"] = looked()
+            found["warm"] = around(seen)
+        if number % LOOK_SYNCS == 0:
+            found["resident_bytes"].append([status("VmRSS:", pid) for pid in ("self", *seen)])
+    found["end"] = around(seen)
     weight_sync.close()
     backend.close()
     return found
 
 
-def measure(urls: list[str], model: Path, folder: Path, transport: str, syncs: int) -> dict[str, Any]:
+def measure(
+    servers: Sequence[SGLangServer], model: Path, folder: Path, transport: str, bucket: int, syncs: int
+) -> dict[str, Any]:
     """All ranks, one transport."""
+    urls = [server.url for server in servers]
+    pids = [pid for server in servers for pid in (server.pid, *descendants(server.pid))]
     with Ranks() as ranks:
-        told = ranks.run(send, 4, str(model), str(folder), urls, transport, syncs)
+        told = ranks.run(send, 4, str(model), str(folder), urls, pids, transport, bucket, syncs, limit_s=LIMIT_S)
     seconds = sorted(told[0].pop("seconds")[1:]) or [0.0]
     for rank in told[1:]:
         del rank["seconds"]
     most = max(rank["peak_beside_bytes"] for rank in told)
-    print(f"{transport}: {most / 2**20:.1f} MiB beside the shards, two buckets are {2 * BUCKET_BYTES / 2**20:.0f}")
+    print(f"{transport}: {most / 2**20:.1f} MiB beside the shards, two buckets are {2 * bucket / 2**20:.0f}")
     return {"median_s": seconds[len(seconds) // 2], "worst_s": seconds[-1], "syncs": syncs, "ranks": told}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--syncs", type=int, default=500, help="of the first transport, at least two; others get ten")
+    parser.add_argument("--syncs", type=int, default=10, help="of each transport, at least two")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--bucket-mib", type=int, default=BUCKET_MIB)
     options = parser.parse_args()
     os.environ.update(ALLOCATOR)
+    bucket = options.bucket_mib * 2**20
     result: dict[str, Any] = {
         "command": " ".join(["python", "-m", "benchmarks.weight_sync", *sys.argv[1:]]),
-        "bucket_bytes": BUCKET_BYTES,
+        "bucket_bytes": bucket,
         "transports": {},
     }
     with tempfile.TemporaryDirectory() as temporary:
@@ -133,10 +156,8 @@ def main() -> None:
                 server.start()
             for server in servers:
                 server.wait_ready(timeout_s=LIMIT_S)
-            urls = [server.url for server in servers]
-            for number, transport in enumerate(options.transports):
-                syncs = options.syncs if number == 0 else min(10, options.syncs)
-                result["transports"][transport] = measure(urls, model, folder, transport, syncs)
+            for transport in options.transports:
+                result["transports"][transport] = measure(servers, model, folder, transport, bucket, options.syncs)
         finally:
             for server in servers:
                 server.stop()

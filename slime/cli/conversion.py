@@ -1,6 +1,7 @@
-"""What `slime convert` does: a Hugging Face folder or a slime checkpoint to a Hugging Face folder, in another type.
+"""What `slime convert` does with weights: from a Hugging Face folder, a slime checkpoint or Megatron's `torch_dist` to
+a Hugging Face folder in another type, or to `torch_dist`.
 
-One tensor after the other; no model, no ranks, no engine. OUT gets its name when it is complete.
+One tensor after the other (but to `torch_dist`); no model, no ranks, no engine. OUT gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from slime.models import load_family, table_for
 from slime.models.common.table import FamilyTable
 from slime.observability.logs import setup_logging
 from slime.observability.progress import Progress
+from slime.training.foreign.confined import Confined
+from slime.training.foreign.torch_dist import TorchDist, checkpoint_in
+from slime.training.foreign.trust import require_trust
 from slime.training.state.adapter_files import write_peft
 from slime.training.state.hf_files import HfReader, begin_export, commit_export, with_duplicates, write_hf
 from slime.training.state.shards import MASTER, MODEL, digest_of, open_checkpoint
@@ -30,10 +34,10 @@ from slime.training.state.tensor_file import TensorFile
 from slime.weights import fp8
 from slime.weights.quantised.block_fp8 import SCALE_SUFFIX
 
-PEFT = "peft"
-"""What `--to` says for the adapters alone."""
+PEFT, FP8, TORCH_DIST = "peft", "fp8", "torch_dist"
+"""What `--to` says for the adapters alone, for quantised weights, and for a folder of Megatron."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What else `--to` may say, besides fp8."""
+"""What else `--to` may say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,16 @@ def convert(
     to: str | None = None,
     hf_checkpoint: Path | None = None,
     model_family: str | None = None,
+    *,
+    trust_pickle: bool = False,
 ) -> None:
-    """Writes `target`. `to`: a key of `DTYPES`, "fp8", `PEFT`, or None, which keeps types as they are.
+    """Writes `target`. `to`: a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST`, or None; the last two keep types.
 
-    `hf_checkpoint`: what the model of a slime checkpoint was loaded from, for tensors that training does not hold, and
-    for adapters the model that they name as theirs.
-    `model_family`: as the flag of training, a family of the user's.
+    `hf_checkpoint`: what the model of a checkpoint was loaded from, for tensors that training does not hold, for
+    config and tokenizer of a `torch_dist` folder, and for adapters the model that they name as theirs.
+    `model_family`: as the flag of training, a family of the user's. `trust_pickle`: a `torch_dist` folder is opened.
     Raises `CheckpointError` if `target` is not empty or `source` is damaged, `ConfigError` for a model that slime does
-    not know or a file that misses a tensor of it.
+    not know, a file that misses a tensor of it, or pickles that nobody trusts.
     """
     if to == PEFT and (source / "config.json").is_file():
         raise CheckpointError(f"got --to peft for {source}, whose adapters are merged or none; name a --save folder")
@@ -76,9 +82,17 @@ def convert(
         _write_adapters(source, target, hf_checkpoint)
         return
     with ExitStack() as stack:
-        found = _of_hf(source, to, stack) if (source / "config.json").is_file() else None
-        found = found or _of_checkpoint(source, to, hf_checkpoint, stack)
-        quantization = fp8.config_entry(_kept(found.names)) if to == "fp8" else None
+        if (source / "config.json").is_file():
+            found = _of_hf(source, to, stack)
+        elif (megatron := checkpoint_in(source)) is not None:
+            require_trust(source, trusted=trust_pickle)
+            found = _of_torch_dist(megatron, to, hf_checkpoint, stack)
+        else:
+            found = _of_checkpoint(source, to, hf_checkpoint, stack)
+        if to == TORCH_DIST:
+            _write_torch_dist(found, target, stack)
+            return
+        quantization = fp8.config_entry(_kept(found.names)) if to == FP8 else None
         progress = stack.enter_context(Progress("convert", total=len(found.names), unit="tensors"))
         partial = begin_export(target)
         tensors = _converted(found, to, progress)
@@ -94,8 +108,24 @@ def _write_adapters(source: Path, target: Path, base: Path | None) -> None:
         commit_export(partial, target)
 
 
+def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
+    """Tensors that training does not hold stay behind: Megatron has no name for them."""
+    from slime.training.foreign.write_torch_dist import write_torch_dist
+
+    progress = stack.enter_context(Progress("convert", total=len(found.table.entries), unit="parameters"))
+    partial = begin_export(target)
+    wanted = set(found.table.hf_names)
+    held = {name: tensor for name, tensor in found.tensors if name in wanted}
+    write_torch_dist(partial, found.table, held.__getitem__, progress.advance)
+    commit_export(partial, target)
+
+
 def described(folder: Path) -> str:
     """What a folder of weights holds, in lines: files, tensors, types, size."""
+    if (megatron := checkpoint_in(folder)) is not None:
+        parts = sorted(file for file in megatron.glob("*.distcp"))
+        num_bytes = sum(file.stat().st_size for file in parts)
+        return f"wrote {folder}: {_size(num_bytes)} in {len(parts)} files of {megatron.name}/, format torch_dist"
     lines, num_tensors, num_bytes = [], 0, 0
     for file in sorted(folder.glob("*.safetensors")):
         tensors = TensorFile(file)
@@ -116,13 +146,13 @@ def _size(num_bytes: int) -> str:
 
 def _of_hf(folder: Path, to: str | None, stack: ExitStack) -> _Source:
     config = read_hf_config(str(folder))
-    if to == "fp8" and (found := quantisation_of(config)) is not None:
+    if to == FP8 and (found := quantisation_of(config)) is not None:
         method = str(found.get("quant_method")).upper()
         raise ConfigError(f"got --to fp8 for {folder}, which is {method} already; copy it, or choose another --to")
     read = stack.enter_context(HfReader(folder))
     table = table_for(config)
     table.check(hf_names=read.names)
-    return _Source(folder, table, read.names, _read_all(read, read.names, exact=to is not None))
+    return _Source(folder, table, read.names, _read_all(read, read.names, exact=to in (*DTYPES, FP8)))
 
 
 def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
@@ -135,23 +165,41 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
                 "name the folder that the model was loaded from"
             )
         opened.table = opened.table_of(config)
-    table = opened.table
     # The masters are what training has; a model in fewer bits is what they were rounded to, and what was served.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
+    found = _Source(opened.assets, opened.table, opened.table.hf_names, tensors)
+    return _with_carried(found, to, hf_checkpoint, stack)
+
+
+def _of_torch_dist(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
     if hf_checkpoint is None:
-        if table.carried:
+        raise ConfigError(
+            f"got {folder}, which holds weights alone; give --hf-checkpoint, the Hugging Face folder of its model, for "
+            "config.json and tokenizer"
+        )
+    opened = TorchDist(stack.enter_context(Confined(folder)), folder, read_hf_config(str(hf_checkpoint)))
+    found = _Source(hf_checkpoint, opened.table, opened.table.hf_names, opened.iter_hf())
+    has_weights = any(hf_checkpoint.glob("*.safetensors"))
+    return _with_carried(found, to, hf_checkpoint if has_weights else None, stack)
+
+
+def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
+    """With what files of the model hold besides what is trained."""
+    table = found.table
+    if hf_checkpoint is None:
+        if table.carried and to != TORCH_DIST:
             raise ConfigError(
                 f"got a checkpoint of {table.family}, whose files hold tensors that training does not "
                 f"({', '.join(table.carried)}); name the folder that it was loaded from with --hf-checkpoint"
             )
-        return _Source(opened.assets, table, table.hf_names, tensors)
+        return found
     read = stack.enter_context(HfReader(hf_checkpoint))
     table.check(hf_names=read.names)
     carried = tuple(filter(table.carries, read.names))
-    more = _read_all(read, carried, exact=to is not None)
+    more = _read_all(read, carried, exact=to in (*DTYPES, FP8))
     doubled = tuple(name for name in read.names if name in table.duplicates)
-    tensors = iter(with_duplicates(tensors, table.duplicates, frozenset(doubled)))
-    return _Source(opened.assets, table, table.hf_names + doubled + carried, chain(tensors, more))
+    tensors = iter(with_duplicates(found.tensors, table.duplicates, frozenset(doubled)))
+    return replace(found, names=table.hf_names + doubled + carried, tensors=chain(tensors, more))
 
 
 def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:
@@ -165,8 +213,8 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
     """Rows that are wide stay so, in the layers that training does not hold as well."""
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
-        for part, weight in fp8.apart(name, tensor) if to == "fp8" else [(name, tensor)]:
-            if to == "fp8" and fp8.quantises(part):
+        for part, weight in fp8.apart(name, tensor) if to == FP8 else [(name, tensor)]:
+            if to == FP8 and fp8.quantises(part):
                 codes, scale = fp8.quantise(weight)
                 yield part, codes
                 yield part + SCALE_SUFFIX, scale

@@ -1,6 +1,7 @@
 """Folders that hold a model: what a name on the command line means, and what is refused, before anything starts.
 
-A checkpoint of Megatron is a folder of pickles, which are not read (law 10); Hugging Face folders are read directly.
+A checkpoint of Megatron is a folder of pickles, which no run reads (law 10): `slime convert` makes a Hugging Face
+folder of it. Hugging Face folders are read directly.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ def has_megatron_checkpoint(folder: str) -> bool:
 def what_to_give(folder: str) -> str:
     """What to do about a folder that is not in Hugging Face format, or not there."""
     path = Path(folder)
+    convert = (
+        f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" if has_megatron_checkpoint(folder) else ""
+    )
     if path.name.endswith(_MEGATRON_SUFFIX):
         origin = path.with_name(path.name.removesuffix(_MEGATRON_SUFFIX))
-        return f"nothing has to be converted: give the Hugging Face folder that it was made of, {origin}"
+        made_of = f"nothing has to be converted: give the Hugging Face folder that it was made of, {origin}"
+        return f"{made_of}, or what this writes: {convert}" if convert else made_of
+    if convert:
+        return f"give the Hugging Face folder that this writes: {convert}"
     return download_hint(folder) or "give a folder in Hugging Face format"
 
 

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 from aiohttp import web
@@ -18,14 +19,20 @@ HANDED_ON = ("Authorization", "Content-Type")
 
 
 async def forward(
-    request: web.Request, target: str, change: Callable[[bytes], bytes] = lambda piece: piece
+    request: web.Request,
+    target: str,
+    change: Callable[[bytes], bytes] = lambda piece: piece,
+    body: bytes | None = None,
 ) -> web.StreamResponse:
-    """Asks `target` the same, and answers what it answers, piece by piece as it comes, each changed by `change`."""
+    """Asks `target` the same, and answers what it answers, piece by piece as it comes, each changed by `change`.
+
+    `body`: in place of the request's own.
+    """
     headers = {name: request.headers[name] for name in HANDED_ON if name in request.headers}
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
         session.request(
-            request.method, f"{target}{request.path_qs}", data=await request.read(), headers=headers
+            request.method, f"{target}{request.path_qs}", data=body or await request.read(), headers=headers
         ) as answer,
     ):
         handed_on = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
@@ -59,25 +66,44 @@ class LyingProxy:
         return await forward(request, self.target, lambda piece: re.sub(rb'"[0-9a-f]{16}', b'"' + b"0" * 16, piece))
 
 
+class Proxy(Protocol):
+    """Something between a client and an engine."""
+
+    url: str
+    """Where it answers; set by `between`."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """One request."""
+        ...
+
+
 @contextlib.contextmanager
-def lying(target: str) -> Iterator[LyingProxy]:
-    """Serves on a free port of the loopback for the block, in a thread of its own."""
-    proxy, there = LyingProxy(target), threading.Event()
-    loop = asyncio.new_event_loop()
+def between(proxy: Proxy, on_end: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Serves on a free port of the loopback for the block, in a thread of its own, which calls `on_end` at the end."""
+    there, loop, over = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", proxy.handle)
         async with served(app) as proxy.url:
             there.set()
-            await proxy.over.wait()
+            await over.wait()
+            on_end()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
     assert there.wait(30), "the proxy does not start"
     try:
-        yield proxy
+        yield
     finally:
-        loop.call_soon_threadsafe(proxy.over.set)
+        loop.call_soon_threadsafe(over.set)
         thread.join(30)
         loop.close()
+
+
+@contextlib.contextmanager
+def lying(target: str) -> Iterator[LyingProxy]:
+    """An engine behind one that lies, for the block."""
+    proxy = LyingProxy(target)
+    with between(proxy, proxy.over.set):
+        yield proxy

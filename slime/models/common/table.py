@@ -330,7 +330,7 @@ class FamilyTable:
             if missing or unknown or doubled:
                 raise ConfigError(
                     f"got {len(names)} {what} tensors for table {self.family!r}, which needs {len(known)}: "
-                    f"missing {_some(missing)}, unknown {_some(unknown)}, doubled {_some(doubled)}; "
+                    f"missing {some_of(missing)}, unknown {some_of(unknown)}, doubled {some_of(doubled)}; "
                     "the model must be built from the same config.json as the table"
                 )
 
@@ -341,7 +341,8 @@ class FamilyTable:
         return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def some_of(names: list[str], limit: int = 8) -> str:
+    """The first of these names, and how many more there are."""
     if not names:
         return "none"
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

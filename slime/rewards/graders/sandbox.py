@@ -56,13 +56,8 @@ SUPERVISOR_S = 10.0
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 CAPABILITY_VERSION_3 = 0x20080522
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
+PR_SET_CHILD_SUBREAPER = 36
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-FS_RIGHTS, FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}, 0b1100000000000111
-"""Landlock: number of file rights since an ABI; the rights that a plain file can have."""
-READ_RIGHTS = 0b1101
-"""Execute, read a file, list a folder."""
 NAMESPACES, LANDLOCK = "namespaces", "Landlock"
 WHAT_FOR = {
     NAMESPACES: "no network, no other process in sight, a scratch disk of its own",
@@ -202,27 +197,14 @@ class Sandbox:
         return verdict
 
 
-def confine(scratch: Path, libc: Any) -> bool:
+def confine(scratch: Path) -> bool:
     """Landlock: this process and its children use the files above and no TCP, and signal nobody else. False without."""
-    abi = libc.syscall(444, None, 0, 1)
-    if abi < 1:
-        return False
-    rights = (1 << max(bits for since, bits in FS_RIGHTS.items() if since <= abi)) - 1
-    attributes = (ctypes.c_uint64 * 3)(rights, 0b11, 0b11)  # files; TCP bind and connect; abstract sockets and signals
-    ruleset = libc.syscall(444, attributes, 24 if abi >= 6 else 16 if abi >= 4 else 8, 0)
-    if ruleset < 0:
-        return False
-    allowed = dict.fromkeys((*READABLE, sys.prefix, sys.base_prefix, sys.argv[5]), READ_RIGHTS)
-    allowed |= dict.fromkeys(DEVICES, FILE_RIGHTS) | {str(scratch / "work"): rights}
-    for path, permitted in allowed.items():
-        with contextlib.suppress(OSError):  # a system without such a file
-            descriptor = os.open(path, os.O_PATH)
-            permitted &= rights if os.path.isdir(path) else rights & FILE_RIGHTS
-            rule = permitted.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
-            libc.syscall(445, ruleset, 1, rule, 0)
-            os.close(descriptor)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    return bool(libc.syscall(446, ruleset, 0) == 0)
+    from slime.core import landlock  # the supervisor has imported it
+
+    devices = dict.fromkeys(DEVICES, landlock.ALL)
+    return landlock.confine(
+        landlock.readable_libraries([sys.argv[5]]) | devices | {str(scratch / "work"): landlock.ALL}
+    )
 
 
 def give_up_rights(libc: Any) -> None:
@@ -259,7 +241,7 @@ def become_program(
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
-    unheld = [*missing, *([] if confine(scratch, libc) else [LANDLOCK])]
+    unheld = [*missing, *([] if confine(scratch) else [LANDLOCK])]
     give_up_rights(libc)
     os.write(report, json.dumps(unheld).encode())
     low, high = sorted((asserts.fileno(), result))
@@ -381,6 +363,7 @@ def main() -> None:
     For each line on stdin, the name of a folder in SCRATCH, it runs what stands there and prints a line: the verdict.
     """
     sys.path.append(str(Path(__file__).parents[3]))
+    from slime.core import landlock  # noqa: F401  (here, because its forks may not read the folder of the package)
     from slime.core.lifeline import die_with_parent
     from slime.rewards.environment import leave_network
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ from slime.settings.held_out import loss_datasets, samples_evaluations
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
-_PICKLE = ".pt"
-"""Ending of the public slime's records."""
+_PICKLE, _RECORD = ".pt", ".jsonl.zst"
+"""Endings of the public slime's records, and of ours."""
 
 
 def _trains_only(s: Any) -> bool | None:
@@ -64,7 +65,7 @@ class DebugSettings:
     debug_train_only: bool = derived(_trains_only, _why_trains_only, default=False)
     """Train; no engine is started. Needs --load-debug-rollout-data, or an SFT rollout function."""
     save_debug_rollout_data: str | None = derived(
-        lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details", adjust=_as(".jsonl.zst")
+        lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details", adjust=_as(_RECORD)
     )
     """Write every rollout here; {rollout_id} in the path is replaced, by eval_STEP_NAME for an evaluation. Files are
     compressed JSON lines: a path that ends in .pt gets the ending .jsonl.zst."""
@@ -75,7 +76,7 @@ class DebugSettings:
     {rollout_id} in the path is replaced."""
     dump_details: str | None = None
     """Folder for all of this: sets both --save-debug-... paths and gets the tokenizer."""
-    load_debug_rollout_data: str | None = opt(None, adjust=_as(".jsonl.zst"))
+    load_debug_rollout_data: str | None = opt(None, adjust=_as(_RECORD))
     """Replay rollouts written by --save-debug-rollout-data, with the same path, instead of generating; implies
     --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = None
@@ -103,14 +104,23 @@ def losses_have_a_trainer(args: Args) -> str | None:
 
 
 def records_are_no_pickles(args: Args) -> str | None:
-    """A record of the public slime runs code when it is read."""
+    """A record of the public slime runs code when it is read. A template names it if no record of ours is there."""
     path = args.load_debug_rollout_data
-    if path is None or not path.endswith(_PICKLE) or not Path(path).is_file():
+    if path is None or (not path.endswith(_PICKLE) and _there(path)):
+        return None
+    found = _there(path.removesuffix(_RECORD).removesuffix(_PICKLE) + _PICKLE)
+    if not found:
         return None
     return (
-        f"got load_debug_rollout_data {path}, a pickle, which could run code; give what --save-debug-rollout-data of "
-        "this slime wrote"
+        f"got load_debug_rollout_data {path}, for which there is {found[0]}, a pickle, which could run code; give what "
+        "--save-debug-rollout-data of this slime wrote, or make that of it: "
+        f"slime convert {found[0]} {found[0].removesuffix(_PICKLE)}{_RECORD} --trust-pickle"
     )
+
+
+def _there(template: str) -> list[str]:
+    """The files that a template with `{rollout_id}` names."""
+    return sorted(glob.glob(glob.escape(template).replace("{rollout_id}", "*")))
 
 
 RULES: tuple[Rule, ...] = (records_are_no_pickles, halves_are_compatible, losses_have_a_trainer)

@@ -208,6 +208,7 @@ def test_a_checkpoint_of_megatron_is_refused_with_what_to_give(base: list[str], 
     words = [*base, "--advantage-estimator", "ppo", flag, str(folder)]
     said = refused(words)
     assert "a checkpoint of Megatron, made of pickles" in said and str(tmp_path / "model") in said
+    assert f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" in said
     missing = refused([*base, "--ref-load", str(tmp_path / "other_torch_dist")])
     assert "which is not a folder" in missing and str(tmp_path / "other") in missing
 
@@ -225,5 +226,10 @@ def test_records_have_the_ending_of_what_they_are(base: list[str], tmp_path: Pat
     assert replay.load_debug_rollout_data == args.save_debug_rollout_data
     pickled = tmp_path / "0.pt"
     pickled.write_bytes(b"")
-    with pytest.raises(ConfigError, match="a pickle, which could run code"):
+    with pytest.raises(ConfigError, match=r"could run code.*slime convert \S+/0\.pt \S+/0\.jsonl\.zst --trust-pickle"):
         parse_args([*base, "--load-debug-rollout-data", str(pickled)])
+    template = ["--load-debug-rollout-data", str(tmp_path / "{rollout_id}.pt")]
+    with pytest.raises(ConfigError, match=r"there is \S+/0\.pt, a pickle"):
+        parse_args([*base, *template])
+    (tmp_path / "0.jsonl.zst").touch()
+    assert parse_args([*base, *template]).load_debug_rollout_data == str(tmp_path / "{rollout_id}.jsonl.zst")

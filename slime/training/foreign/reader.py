@@ -1,0 +1,227 @@
+"""The confined process: opens one `torch_dist` folder or one pickled rollout, and answers with JSON and plain bytes.
+
+Consumes: requests of `confined.Confined`, a line of JSON each, from stdin. Produces: for each a frame on stdout:
+lengths, JSON, and for a tensor its bytes. Waits for: the next request. Is woken by: a line, or the end of stdin.
+
+Invariants
+1. It has left the network, and confined itself to the one path and to libraries, before a byte of the path is read.
+2. Nothing that a pickle names is imported or called (`inert`); no file is written; memory is bounded.
+3. Every request gets a reply; what is wrong with a file is a reply, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import struct
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+HEADER = struct.Struct("<QQ")
+"""Lengths of the JSON and of the bytes behind it."""
+NETWORK, FILES = "network", "files"
+"""What it is held from; a name is missing in its first reply where the kernel does not give it."""
+SPARE_BYTES = 4 << 30
+"""Address space beside what the libraries take and what the files are."""
+_METADATA, _CHUNKS_HELD = ".metadata", 2
+_Chunk: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], Any]"
+
+
+class Folder:
+    """A `torch_dist` folder: which tensors it stores, and where."""
+
+    def __init__(self, folder: Path) -> None:
+        from slime.training.foreign import inert
+
+        self._folder = folder
+        self._held: dict[tuple[str, int], Any] = {}
+        with open(folder / _METADATA, "rb") as file:
+            fields = inert.load(file).fields
+        infos = {(i.fields["fqn"], i.fields.get("offset")): info for i, info in fields["storage_data"].items()}
+        self.tensors: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        self._chunks: dict[str, list[_Chunk]] = {}
+        for key, stored in fields["state_dict_metadata"].items():
+            if type(stored).__name__ != "TensorStorageMetadata":
+                continue
+            self.tensors[key] = (stored.fields["properties"].state[0], tuple(stored.fields["size"]))
+            places = [(tuple(c.fields["offsets"]), tuple(c.fields["sizes"])) for c in stored.fields["chunks"]]
+            self._chunks[key] = [(start, size, infos.get((key, start))) for start, size in dict(places).items()]
+
+    def describe(self) -> dict[str, Any]:
+        """Name -> type and shape of each tensor."""
+        return {name: [str(kind).removeprefix("torch."), size] for name, (kind, size) in self.tensors.items()}
+
+    def read(self, key: str, at: tuple[int, ...]) -> Any:
+        """A tensor, without its leading axes, on which it is the one of number `at`."""
+        import torch
+
+        kind, size = self.tensors[key]
+        axes = len(at)
+        out = torch.empty(size[axes:], dtype=kind)
+        missing = out.numel()
+        for start, length, info in self._chunks[key]:
+            inside = [number - first for number, first in zip(at, start, strict=False)]
+            if any(not 0 <= i < n for i, n in zip(inside, length, strict=False)):
+                continue
+            part = self._chunk(info, kind, length)
+            for number in inside:
+                part = part[number]
+            target = out
+            for axis, (first, num) in enumerate(zip(start[axes:], length[axes:], strict=True)):
+                target = target.narrow(axis, first, num)
+            target.copy_(part)
+            missing -= part.numel()
+        if missing:
+            raise ValueError(f"{missing} of its {out.numel()} numbers are stored nowhere")
+        return out
+
+    def _chunk(self, info: Any, kind: Any, size: tuple[int, ...]) -> Any:
+        """A stored part; the last few stay, since several experts may be in one."""
+        from slime.training.foreign import inert
+
+        fields = info.fields
+        name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+        if fields.get("transform_descriptors"):
+            raise ValueError(f"{name} is compressed ({fields['transform_descriptors']}), which is not read")
+        if Path(name).name != name:
+            raise ValueError(f"it is said to be in {name}, outside of the folder")
+        if (name, offset) in self._held:
+            return self._held[name, offset]
+        with open(self._folder / name, "rb") as file:
+            file.seek(offset)
+            tensor = inert.tensor_of(file.read(length))
+        if tensor.dtype != kind or tuple(tensor.shape) != size:
+            raise ValueError(f"{name} holds {tensor.dtype} {tuple(tensor.shape)} instead of {kind} {size}")
+        while len(self._held) >= _CHUNKS_HELD:
+            self._held.pop(next(iter(self._held)))
+        self._held[name, offset] = tensor
+        return tensor
+
+
+def plain(value: Any, where: str = "it") -> Any:
+    """What JSON can say of a value. Raises `ValueError` that says where it cannot."""
+    from slime.training.foreign.inert import Record
+
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(held, f"{where}.{key}") for key, held in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(held, f"{where}[{i}]") for i, held in enumerate(value)]
+    if isinstance(value, Record):
+        enum = value.state is None and len(value.given) == 1
+        return plain(value.given[0], where) if enum else plain(value.fields, where)
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a tensor, an array or a number of numpy
+        return plain(value.tolist(), where)
+    raise ValueError(f"{where} is of {type(value).__name__}, which is not JSON")
+
+
+class Dump:
+    """A pickled rollout."""
+
+    def __init__(self, path: Path) -> None:
+        from slime.training.foreign import inert
+
+        with open(path, "rb") as file:
+            held = inert.load_archive(file)
+        if not isinstance(held, dict) or "samples" not in held:
+            raise ValueError("it is not a rollout: a dict with samples")
+        self._samples = list(held["samples"])
+        self._other = {key: plain(value, key) for key, value in held.items() if key in ("rollout_id", "metadata")}
+
+    def describe(self) -> dict[str, Any]:
+        """All but the samples, and how many there are."""
+        return {**self._other, "num_samples": len(self._samples)}
+
+    def sample(self, number: int) -> Any:
+        """The fields of a sample; its memory is given back."""
+        held, self._samples[number] = self._samples[number], None
+        return plain(held, f"sample {number}")
+
+
+class Server:
+    """Answers requests about one path, which the first one opens."""
+
+    def __init__(self, path: Path, held: list[str]) -> None:
+        self._path, self._held = path, held
+        self._opened: Folder | Dump | None = None
+
+    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """(reply, tensor or None)"""
+        if self._opened is None:
+            self._opened = Folder(self._path) if self._path.is_dir() else Dump(self._path)
+        if "tensor" in request and isinstance(self._opened, Folder):
+            tensor = self._opened.read(request["tensor"], tuple(request["at"]))
+            return {}, tensor
+        if "sample" in request and isinstance(self._opened, Dump):
+            return {"sample": self._opened.sample(request["sample"])}, None
+        return {"held": self._held, "content": self._opened.describe()}, None
+
+
+def limit_resources(path: Path) -> None:
+    """No core, no file, few open at a time, no more memory than the largest file explains."""
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    largest = max((file.stat().st_size for file in files), default=0)
+    with open("/proc/self/statm") as file:
+        own = int(file.read().split()[0]) * resource.getpagesize()
+    factor = 4 if path.is_dir() else 32  # numbers of a pickle are objects
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_AS, own + SPARE_BYTES + factor * largest),
+    ):
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def serve(requests: BinaryIO, replies: BinaryIO, server: Server) -> None:
+    """One reply for each request, until there are no more."""
+    for line in requests:
+        tensor = None
+        try:
+            reply, tensor = server.answer(json.loads(line))
+            text = json.dumps(reply).encode()
+        except (pickle.UnpicklingError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            text = json.dumps({"error": f"{error}" or type(error).__name__}).encode()
+        except Exception as error:  # whatever a damaged or hostile file makes of it
+            text = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+        content = b"" if tensor is None else memoryview(_bytes_of(tensor))
+        replies.write(HEADER.pack(len(text), len(content)) + text)
+        replies.write(content)
+        replies.flush()
+
+
+def _bytes_of(tensor: Any) -> Any:
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def main() -> None:
+    """Entry of `python -m slime.training.foreign.reader PARENT_PID PATH`."""
+    from slime.core.landlock import READ, confine, readable_libraries
+    from slime.core.lifeline import die_with_parent
+    from slime.rewards.environment import leave_network
+
+    die_with_parent(int(sys.argv[1]))
+    path = Path(sys.argv[2])
+    held = [NETWORK] if leave_network() else []  # while there is one thread
+    replies, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    from slime.training.foreign import inert  # noqa: F401  (its libraries, before the limits)
+
+    limit_resources(path)
+    here = [str(Path(entry)) for entry in sys.path if entry]
+    held += [FILES] if confine({**readable_libraries(here), str(path): READ}) else []
+    serve(requests, replies, Server(path, held))
+
+
+if __name__ == "__main__":
+    main()

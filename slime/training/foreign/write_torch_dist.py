@@ -1,0 +1,116 @@
+"""Weights to a `torch_dist` folder, by Megatron-core's own `dist_checkpointing`: one rank, no GPU, no model.
+
+Layers are written by themselves (what Megatron calls non-homogeneous layers), which the folder says, and which a loader
+asks it (`dist_checkpointing.load_content_metadata`). All weights are in memory, or mapped, while they are written:
+`dist_checkpointing.save` takes them at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.compat.megatron_cpu import activate
+from slime.models.common.table import EMBEDDING, HEAD, FamilyTable
+from slime.training.foreign.names import Places
+from slime.training.foreign.torch_dist import RELEASE, TRACKER
+from slime.weights.convert import ReadHF, load_shard
+from slime.weights.rendezvous import keep_gloo_on
+
+CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+"""What a loader has to know of the form: every layer by itself, the experts of a layer stacked."""
+LIMIT = timedelta(minutes=10)
+
+
+def write_torch_dist(
+    folder: Path, table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None] = lambda: None
+) -> None:
+    """Writes all parameters of a model to `folder`, which is empty, as a release: `release/` and the tracker.
+
+    `read_hf`: HF name -> the full tensor, in the type that is to be written; asked once for each, in table order.
+    `advance` is called for each parameter that was read.
+    """
+    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (before the patches of what is loaded)
+    from megatron.core import dist_checkpointing
+
+    activate("cpu")
+    release = folder / RELEASE
+    release.mkdir(parents=True)
+    with _one_rank():
+        state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "args": _arguments(table)}
+        state["model"] = _sharded(table, read_hf, advance)
+        dist_checkpointing.save(state, str(release), content_metadata=dict(CONTENT))
+    (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
+
+
+def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -> dict[str, Any]:
+    """Parameter -> its tensor, with its place in the folder; and what a loader wants for each linear layer."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
+    places, sharded = Places(table), {}
+    for entry in table.entries:
+        tensor = load_shard(table, entry.megatron, read_hf, tp_rank=0, tp_size=1)
+        place = places.written(entry.megatron)
+        axes = [(axis, number, table.sizes.num_experts) for axis, number in enumerate(place.at)]
+        sharded[entry.megatron] = ShardedTensor.from_rank_offsets(
+            place.key,
+            tensor.contiguous(),
+            *axes,
+            prepend_axis_num=len(axes),
+            allow_shape_mismatch=entry.megatron in (EMBEDDING, HEAD),
+        )
+        for module in _modules_with_state(place.key):
+            state = make_sharded_object_for_checkpoint(
+                None, f"{module}._extra_state", tuple(axes), replica_id=(0, 0, 0)
+            )
+            sharded[f"{entry.megatron} {state.unique_key}"] = state
+        advance()
+    return sharded
+
+
+def _modules_with_state(key: str) -> list[str]:
+    """The modules of Transformer Engine, seen from a weight, that keep more than weights: of FP8, and here nothing.
+
+    A loader refuses a folder that does not name it.
+    """
+    module, _, kind = key.rpartition(".")
+    found = [module] if kind == "weight" and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) else []
+    attention, is_output, _ = module.partition("self_attention.linear_proj")
+    return [*found, *([f"{attention}self_attention.core_attention"] if is_output and found else [])]
+
+
+def _arguments(table: FamilyTable) -> argparse.Namespace:
+    """What Megatron's training script compares with its own arguments, or asks of the run that wrote a folder."""
+    return argparse.Namespace(
+        num_layers=table.sizes.num_layers,
+        hidden_size=table.sizes.hidden_size,
+        num_attention_heads=table.sizes.num_heads,
+        add_position_embedding=False,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        no_save_optim=True,
+        no_save_rng=True,
+    )
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """A process group of this process alone, for the block."""
+    before = dict(os.environ)
+    keep_gloo_on("127.0.0.1")
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=LIMIT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
