@@ -82,7 +82,7 @@ class BatchImages:
             for start, image in zip(starts.tolist(), which, strict=True):
                 rows.append(places[start : start + counts[image]])
                 features.append(np.arange(begins[image], begins[image + 1]))
-        arrays = (pixels, np.concatenate(rows), np.concatenate(features), positions)
+        arrays: tuple[npt.NDArray[Any], ...] = (pixels, np.concatenate(rows), np.concatenate(features), positions)
         return RowPictures(grids, {f"images/{name}": array for name, array in zip(_NAMES, arrays, strict=True)})
 
 
