@@ -44,7 +44,11 @@ COMMANDS = (
         trace.run,
     ),
     Command(
-        "convert", "a Hugging Face folder or a checkpoint to a Hugging Face folder", convert.add_flags, convert.run
+        "convert",
+        "a Hugging Face folder, a checkpoint or a torch_dist folder to a Hugging Face or torch_dist folder; "
+        "a rollout X.pt to X.jsonl.zst",
+        convert.add_flags,
+        convert.run,
     ),
     Command("tokenizer", "a tokenizer.json for a folder whose tokenizer is code", tokenizer.add_flags, tokenizer.run),
     Command(
