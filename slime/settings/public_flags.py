@@ -173,9 +173,14 @@ def tables() -> str:
         "These are taken and listed as without effect; `--strict` refuses them:",
         _table(("in a script", "needs"), list(_without_effect())),
         "These are refused by name, with what to do in the message:",
-        _table(("flag, without its dashes", "do"), list(_grouped(_by_setting(REFUSED), ""))),
+        refused_table(),
     ]
     return "\n\n".join(parts)
+
+
+def refused_table() -> str:
+    """The last of the three, whose flags do not exist."""
+    return _table(("flag", "do"), list(_grouped(REFUSED)))
 
 
 def _without_effect() -> Iterator[tuple[str, str]]:
@@ -185,18 +190,13 @@ def _without_effect() -> Iterator[tuple[str, str]]:
         for field in own_fields(LaunchScriptSettings)
         if declared(field).conditions
     }
-    yield from _grouped({name.replace("_", "-"): text for name, text in needs.items()}, "--")
+    yield from _grouped({name.replace("_", "-"): text for name, text in needs.items()})
 
 
-def _by_setting(answers: Mapping[str, str]) -> dict[str, str]:
-    """As a setting is called: the document names no flag that does not exist."""
-    return {name.replace("-", "_"): text for name, text in answers.items()}
-
-
-def _grouped(answers: Mapping[str, str], dashes: str) -> Iterator[tuple[str, str]]:
+def _grouped(answers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(flags, answer): those with the same answer in one row."""
     for answer in dict.fromkeys(answers.values()):
-        flags = ", ".join(f"`{dashes}{name}`" for name, text in answers.items() if text == answer)
+        flags = ", ".join(f"`--{name}`" for name, text in answers.items() if text == answer)
         yield flags, answer
 
 
