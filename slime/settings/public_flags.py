@@ -1,7 +1,7 @@
 """What flags of the public slime mean here, where that is something else: the tables of docs/migration.md.
 
 `slime train --help public` prints them, and a test holds the document to them. A flag that is refused is answered from
-here as well (`slime.settings.foreign_names`). What is not here means the same in both.
+here as well (`slime.settings.foreign_names`). What is not here is meant to mean the same in both.
 """
 
 from __future__ import annotations
@@ -87,13 +87,39 @@ DIFFERENT: tuple[Difference, ...] = (
     Difference("`--rollout-max-response-len`", "the default is 1024"),
     Difference("`--rollout-max-context-len`", "also bounds what is generated"),
     Difference("`--log-probs-chunk-size`", "the default is 1024"),
+    Difference(
+        "`--rollout-health-check-interval`", "the default is 5 s, not 30; processes are looked at every second besides"
+    ),
+    Difference(
+        "`--use-fault-tolerance`", "on by default; with `--no-use-fault-tolerance` the run ends when an engine does"
+    ),
+    Difference("`--check-weight-update-equal`", "always so: every weight sync is verified, and its `--no-` is refused"),
+    Difference(
+        "`--use-tis` with `--fully-async`",
+        "on by default for the policy loss, where no `--use-rollout-logprobs`, `--rejection-level` or list of "
+        "corrections takes its place",
+    ),
+    Difference(
+        "`--qwen-gdn-backend`",
+        "the default is auto: fla where its kernels are installed and can run, else torch, which is plain PyTorch",
+    ),
+    Difference(
+        "`--global-batch-size` that does not divide the executions of a rollout",
+        "refused: some would never be trained; nothing is dropped",
+    ),
+    Difference(
+        "`--offload`, `--offload-train`, `--offload-rollout` without `--colocate`",
+        "listed as without effect: nothing else needs the memory",
+    ),
     Difference("`--n-samples-per-prompt 1` with normalised rewards", "refused: every advantage would be zero"),
     Difference("`--update-weights-interval` in train.py", "refused where it is not 1: every step syncs"),
     Difference(
         "`--custom-loss-function-path`", "gets log-probs; with `--custom-loss-logits` what the public slime hands it"
     ),
     Difference(
-        "`--custom-rm-path`", "called for one sample at a time, in a process of its own, with `--reward-timeout-s`"
+        "`--custom-rm-path`",
+        "called for one sample at a time, siblings of a fan-out one by one (all samples of a prompt with "
+        "`--group-rm`), in a process of its own, with `--reward-timeout-s`",
     ),
     Difference(
         "`--profile-target`, `--memory-snapshot-dir`",
