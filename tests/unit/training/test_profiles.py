@@ -96,6 +96,14 @@ REFUSED = [
     ("--use-pytorch-profiler --profile-target everything", "train_overall, train_actor, train_log_probs, rollout"),
     ("--record-memory-history --device cpu", "keeps no history; drop it, or run on CUDA"),
     ("--record-memory-history --memory-recorder memray", "attach memray"),
+    (
+        "--record-memory-history --device cuda --memory-snapshot-path a/b.pickle",
+        "give the folder as --memory-snapshot-dir",
+    ),
+    (
+        "--use-pytorch-profiler --profile-step-start 1 --debug-rollout-only --profile-target rollout train_actor",
+        "got --profile-target train_actor with --debug-rollout-only",
+    ),
     ("--profile", "use --use-pytorch-profiler"),
 ]
 
@@ -109,3 +117,30 @@ def test_what_would_trace_nothing_is_listed(tmp_path: Path) -> None:
     args = parse_args([*complete(tmp_path), "--use-pytorch-profiler"])  # 3 steps; the default begins at the tenth
     assert "use_pytorch_profiler True, which needs a --profile-step-start below --num-rollout" in listed(args)
     assert "--record-memory-history" in listed(parse_args([*complete(tmp_path / "b"), "--memory-snapshot-dir", "x"]))
+
+
+IDLE = [
+    (f"{' '.join(STEPS)} --debug-rollout-only", "use_pytorch_profiler True, which needs a --profile-target that runs"),
+    (
+        f"{' '.join(STEPS)} --profile-target rollout --load-debug-rollout-data {{folder}}/x.jsonl.zst",
+        "use_pytorch_profiler True, which needs a --profile-target that runs",
+    ),
+    ("--device cuda --debug-rollout-only --record-memory-history", "record_memory_history True, which needs training"),
+    (
+        "--device cuda --record-memory-history --memory-snapshot-num-steps 4",
+        "memory_snapshot_num_steps 4, which needs as many steps: at most --num-rollout",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), IDLE)
+def test_what_no_part_of_the_run_reads_is_listed(tmp_path: Path, words: str, said: str) -> None:
+    (tmp_path / "x.jsonl.zst").touch()
+    assert said in listed(parse_args([*complete(tmp_path / "run"), *words.format(folder=tmp_path).split()]))
+
+
+def test_the_part_that_runs_is_traced_and_nothing_is_listed(tmp_path: Path) -> None:
+    rollout = parsed(tmp_path / "a", *STEPS, "--debug-rollout-only", "--profile-target", "rollout")
+    assert traces_engines(rollout, 1)
+    last = ["--record-memory-history", "--memory-snapshot-num-steps", "3"]
+    assert parse_args([*complete(tmp_path / "b"), "--device", "cuda", *last]).memory_snapshot_num_steps == 3
