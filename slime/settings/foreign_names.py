@@ -190,6 +190,7 @@ _MEGATRON: Mapping[str, str] = {
     **dict.fromkeys(("use-checkpoint-args", "megatron-to-hf-mode"), _FROM_CHECKPOINT),
     **dict.fromkeys(("use-flash-attn", "use-mcore-models"), _OWN_LAYERS),
     **dict.fromkeys(("ckpt-format", "dist-ckpt-format", "use-dist-ckpt", "ckpt-fully-parallel-save"), _ONE_FORMAT),
+    "dist-ckpt-strictness": f"{_ONE_FORMAT}, and one is loaded whole or refused with what is missing",
     "no-save-rng": "use --no-save-optim, which leaves both out",
     "freeze-all-layers": "use --freeze-params-name-list, with patterns of names",
     "num-layers-per-virtual-pipeline-stage": "use --virtual-pipeline-model-parallel-size, the stages of each rank",
@@ -199,6 +200,15 @@ _MEGATRON: Mapping[str, str] = {
     "recompute-activations": "use --recompute-granularity selective",
     "eval-iters": "drop it: an evaluation goes over its whole data set",
     "exit-interval": _STEPS,
+    "exit-duration-in-mins": (
+        "use --save DIR --save-interval N with --load DIR: a run that is ended goes on from its newest checkpoint"
+    ),
+    "sft": "use --loss-type sft_loss",
+    "manual-gc": "drop it: training ranks leave it to Python when garbage is collected",
+    "yarn-scaling-factor": _FROM_CHECKPOINT,
+    "log-params-norm": "drop it: norms are logged of gradients, as train/grad_norm; parameters have none",
+    "log-timers-to-tensorboard": "use --use-tensorboard: the times of every step are among the metrics, as perf/...",
+    "nvtx-ranges": "use --use-pytorch-profiler, whose traces name the parts of a step",
     **dict.fromkeys(("profile", "use-memory-profiler"), "use --use-pytorch-profiler, or --record-memory-history"),
     "wandb-exp-name": _RUN_NAME,
     "wandb-save-dir": "use --wandb-dir",
