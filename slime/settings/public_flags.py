@@ -77,8 +77,8 @@ DIFFERENT: tuple[Difference, ...] = (
     ),
     Difference(
         "`--megatron-config-path`",
-        "settings of one role; parallel sizes and everything else that roles share are refused in it. `load` of the "
-        "critic is `--critic-load`",
+        "settings of one role; what roles share, as parallel sizes, is refused in it if it is not the run's. `load` of "
+        "the critic is `--critic-load`",
     ),
     Difference("`--balance-by-flops`", "`--balance-data`, which always weighs samples so"),
     Difference("`--kl-loss-type`", "the default is low_var_kl; k1 with a coefficient is refused"),

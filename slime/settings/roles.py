@@ -8,8 +8,8 @@ The file is a list of roles below `megatron`, at most one entry for each:
         overrides: {lr: 1.0e-5, lr_warmup_iters: 10}
 
 What a role overrides goes before the command line, for that role alone. Every value is read as a flag's is, and the
-settings of each role are resolved and checked as those of a run. The two share ranks, batches and model: what is
-about these cannot differ.
+settings of each role are resolved and checked as those of a run, the critic's with its own rate as `lr`. The two share
+ranks, batches and model: what is about these cannot differ, and may be said again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.core.errors import ConfigError
 from slime.settings.args import Args
 from slime.settings.conditions import ADVANTAGES, CRITIC
 from slime.settings.custom_yaml import Given, read_yaml, setting_of
-from slime.settings.flags import FlagTable
+from slime.settings.flags import FlagTable, shown
 from slime.settings.passthrough import Passthrough
 from slime.settings.problems import refuse
 from slime.settings.validation import without_effect
@@ -47,8 +47,20 @@ _OF_CRITIC = {"lr": "critic_lr", "load": "critic_load"}
 """What a critic's own entry calls settings that a flag names as well."""
 _PLACES = ("num_nodes", "num_gpus_per_node")
 """Of the public format, where both roles have the same ones in any case."""
+_RATE, _FLOOR = ("megatron", "lr"), ("megatron", "min_lr")
 _LAYOUT = ("parallel", "pipeline", "context", "stage")
 """Words in the names of settings that split a model over ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A line about a setting that both roles have in common."""
+
+    key: tuple[str, str]
+    """(owner, dest)"""
+    value: Any
+    otherwise: str
+    """What is said where the run has another value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,8 @@ class _Role:
     given: Given
     idle: Mapping[str, str]
     """Setting -> its value, and why it does not act."""
+    shared: tuple[_Shared, ...] = ()
+    """Lines that may only say again what the run has."""
 
 
 def resolve_roles(
@@ -75,12 +89,16 @@ def resolve_roles(
 
     def of(role: str) -> Args:
         own = roles[role].given if role in roles else {}
+        values, where = {**given, **own}, {**origins, **dict.fromkeys(own, f"{path}, role {role}")}
+        if role == "critic":
+            values, where = _at_its_rate(values, where, floor_is_own=_FLOOR in own)
         try:
-            return resolve({**given, **own}, origins={**origins, **dict.fromkeys(own, f"{path}, role {role}")})
+            return resolve(values, origins=where)
         except ConfigError as error:
             raise ConfigError(f"with what {path} gives to role {role}: {error}") from None
 
     args = of("actor")
+    refuse([line.otherwise for role in roles.values() for line in role.shared if not _repeats(line, args, given)])
     told = {f"{role}.{name}": text for role, entry in roles.items() for name, text in entry.idle.items()}
     missing = next((need.text for need in (ADVANTAGES, CRITIC) if not need.acts(args)), None)
     if missing is None:
@@ -96,6 +114,28 @@ def resolve_roles(
         args = args.replace(idle=Passthrough("idle", {**args.idle, **told}))
         refuse(list(without_effect(args)))
     return args
+
+
+def _at_its_rate(
+    given: Given, origins: Mapping[tuple[str, str], str], *, floor_is_own: bool
+) -> tuple[Given, Mapping[tuple[str, str], str]]:
+    """Values and origins as a run would have them that trains with the critic's rate; a floor that it has in common
+    with the policy is lowered to that (`critic_args`)."""
+    of_critic = ("slime", "critic_lr")
+    if of_critic not in given:
+        return given, origins
+    rate, why = given[of_critic], origins[of_critic]
+    given, origins = {**given, _RATE: rate}, {**origins, _RATE: why}
+    if not floor_is_own and (given.get(_FLOOR) or 0.0) > rate:
+        given, origins = {**given, _FLOOR: rate}, {**origins, _FLOOR: f"derived: critic_lr, from {why}, is lower"}
+    return given, origins
+
+
+def _repeats(line: _Shared, args: Args, given: Given) -> bool:
+    """Whether the run has the value, as it was given or as it came out."""
+    owner, dest = line.key
+    has = getattr(args, owner).get(dest) if owner in ("megatron", "sglang", "router") else getattr(args, dest)
+    return bool(line.value == has or (line.key in given and given[line.key] == line.value))
 
 
 def critic_args(args: Args) -> Args:
@@ -163,26 +203,33 @@ def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, 
     """What an entry gives to `role`. Raises one `ConfigError`."""
     own: Given = {}
     idle: dict[str, str] = {}
+    shared: list[_Shared] = []
     problems: list[str] = []
     for key, value in values.items():
         name = str(key)
         if name in _PLACES:
             idle[name] = f"{value}, which needs ranks of its own; policy and critic share those of the trainer"
             continue
+        if role == "critic" and name == "save":
+            idle[name] = f"{value}, which needs checkpoints of its own; those below --save hold both roles"
+            continue
         try:
-            owner_and_name, typed = _setting(role, name, value, table, given, where=f"{where}.{name}")
+            found = _setting(role, name, value, table, given, where=f"{where}.{name}")
         except ConfigError as error:
             problems.append(str(error))
             continue
-        own[owner_and_name] = typed
+        if isinstance(found, _Shared):
+            shared.append(found)
+        else:
+            own[found[0]] = found[1]
     refuse(problems)
-    return _Role(own, idle)
+    return _Role(own, idle, tuple(shared))
 
 
 def _setting(
     role: str, name: str, value: Any, table: FlagTable, given: Given, *, where: str
-) -> tuple[tuple[str, str], Any]:
-    """((owner, dest), value) of one line. Raises `ConfigError` for what no role has for itself."""
+) -> tuple[tuple[str, str], Any] | _Shared:
+    """((owner, dest), value) of one line that a role has for itself. Raises `ConfigError` for an unknown name."""
     aliases = _OF_CRITIC if role == "critic" else {}
     found = table.by_name.get("--" + name.replace("_", "-"))
     dest = found[0].dest if found is not None else name
@@ -195,4 +242,6 @@ def _setting(
         hint = f"did you mean {near[2:].replace('-', '_')}?" if near else f"a role has {', '.join(MAY_DIFFER)}"
         raise ConfigError(f"{where}: got an unknown setting; {hint}")
     shared = "the ranks, which are split in one way for both" if any(w in dest for w in _LAYOUT) else "the whole run"
-    raise ConfigError(f"{where}: got a setting of {shared}, so it cannot differ between roles; give it as a flag")
+    key, typed = setting_of(table, name, value, {}, where=where)
+    got = f"{where}: got {shown(found[0], typed)} for a setting of {shared}, so it cannot differ between roles"
+    return _Shared(key, typed, f"{got}; give it as a flag")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slime.settings.conditions import ADVANTAGES, CRITIC
 from slime.settings.families import prefix_problem_of
 from slime.settings.group import Rule
 from slime.settings.megatron_defaults import FIXED, UNSUPPORTED
@@ -130,6 +131,21 @@ def learning_rate_can_decay(args: Args) -> str | None:
     return f"got min_lr {m['min_lr']} above lr {m['lr']}, to which it could not decay; lower --min-lr or raise --lr"
 
 
+def learning_rate_can_warm_up(args: Args) -> str | None:
+    """A warm-up begins below where it ends; with a file of roles each is checked by itself, with its rate as lr."""
+    m = args.megatron
+    rates = {"lr": m["lr"]}
+    if args.megatron_config_path is None and ADVANTAGES.acts(args) and CRITIC.acts(args):
+        rates["critic_lr"] = args.critic_lr
+    for name, rate in rates.items():
+        if rate is not None and m["lr_warmup_init"] > rate:
+            return (
+                f"got lr_warmup_init {m['lr_warmup_init']} above {name} {rate}, to which it could not warm up; lower "
+                f"--lr-warmup-init or raise --{name.replace('_', '-')}"
+            )
+    return None
+
+
 def state_dtypes_can_be_kept(args: Args) -> str | None:
     """Dtypes that the optimizer can round to; moments span more than float16 can hold."""
     for name, allowed in OPTIMIZER_DTYPES.items():
@@ -184,6 +200,7 @@ RULES: tuple[Rule, ...] = (
     one_warm_up,
     warm_up_ends,
     learning_rate_can_decay,
+    learning_rate_can_warm_up,
     state_dtypes_can_be_kept,
     adam_decouples,
     moments_may_begin_anew,

@@ -68,8 +68,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lr_warmup_iter": 2}, "got an unknown setting; did you mean lr_warmup_iters?"),
     ({"tensor_model_parallel_size": 2}, "a setting of the ranks, which are split in one way for both"),
     ({"context_parallel_size": 2}, "a setting of the ranks"),
-    ({"save": "x"}, "a setting of the whole run, so it cannot differ between roles"),
-    ({"rollout_batch_size": 2}, "a setting of the whole run"),
+    ({"rollout_batch_size": 3}, "a setting of the whole run, so it cannot differ between roles"),
+    ({"sequence_parallel": 0}, "it is a switch; write true or false"),
     ({"bf16": False}, "a setting of the whole run"),
     ({"clip_grad": "much"}, "clip_grad"),
     ({"adam_beta2": 2.0}, "with what"),
@@ -82,6 +82,46 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_a_role_cannot_have_is_refused_by_name(ppo: list[str], own: dict[str, Any], said: str) -> None:
     message = refused(with_roles(ppo, critic=own))
     assert said in message and next(iter(own)) in message
+
+
+def test_a_role_may_say_again_what_the_run_has(ppo: list[str]) -> None:
+    again = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "optimizer": "adam", "bf16": True}
+    said = parsed(ppo, actor={**again, "rollout_batch_size": 4}, critic=again)
+    assert dict(said.critic) == {} and not said.idle
+    assert "cannot differ" in refused(with_roles(ppo, actor={"optimizer": "sgd"}))
+
+
+def test_where_a_critic_would_be_saved_is_listed(ppo: list[str]) -> None:
+    assert "critic.save x, which needs checkpoints of its own" in listed(
+        parse_args(with_roles(ppo, critic={"save": "x"}))
+    )
+
+
+def test_each_role_s_schedule_is_held_to_its_own_rate(ppo: list[str]) -> None:
+    """The policy's rate is 2e-6."""
+    critic = critic_args(parsed(ppo, critic={"lr": 1e-5, "min_lr": 5e-6}))
+    assert (critic.lr, critic.min_lr) == (1e-5, 5e-6)
+    critic = critic_args(parsed(ppo, critic={"lr": 1e-5, "lr_warmup_init": 5e-6, "lr_warmup_iters": 1}))
+    assert (critic.lr, critic.lr_warmup_init) == (1e-5, 5e-6)
+    assert "got min_lr 1e-06 above lr 1e-07" in refused(with_roles(ppo, critic={"lr": 1e-7, "min_lr": 1e-6}))
+    warms = {"lr": 1e-7, "lr_warmup_init": 1e-6, "lr_warmup_iters": 1}
+    assert "got lr_warmup_init 1e-06 above lr 1e-07" in refused(with_roles(ppo, critic=warms))
+    assert "role actor: got lr_warmup_init" in refused(with_roles(ppo, actor=warms))
+
+
+def test_a_floor_in_common_is_lowered_to_the_critic_s_rate(ppo: list[str]) -> None:
+    words = [*ppo, "--min-lr", "1e-6", "--critic-lr", "5e-7"]
+    for args in (parse_args(words), parsed(words, critic={"clip_grad": 0.5})):
+        assert (args.min_lr, critic_args(args).lr, critic_args(args).min_lr) == (1e-6, 5e-7, 5e-7)
+
+
+def test_a_warm_up_in_common_begins_below_both_rates(ppo: list[str]) -> None:
+    words = [*ppo, "--lr-warmup-iters", "1", "--lr-warmup-init", "5e-7"]
+    assert parse_args(words).lr_warmup_init == 5e-7
+    assert "above critic_lr 1e-08" in refused([*words, "--critic-lr", "1e-8"])
+    assert "role critic: got lr_warmup_init 5e-07 above lr 1e-08" in refused(with_roles(words, critic={"lr": 1e-8}))
+    own = parsed(words, critic={"lr": 1e-8, "lr_warmup_init": 1e-9})
+    assert critic_args(own).lr_warmup_init == 1e-9
 
 
 FILES = [
