@@ -89,7 +89,8 @@ def resolve_roles(
 
     def of(role: str) -> Args:
         own = roles[role].given if role in roles else {}
-        values, where = {**given, **own}, {**origins, **dict.fromkeys(own, f"{path}, role {role}")}
+        values = {**given, **own}
+        where: Mapping[tuple[str, str], str] = {**origins, **dict.fromkeys(own, f"{path}, role {role}")}
         if role == "critic":
             values, where = _at_its_rate(values, where, floor_is_own=_FLOOR in own)
         try:
