@@ -117,8 +117,8 @@ DIFFERENT: tuple[Difference, ...] = (
         "`--custom-loss-function-path`",
         "gets log-probs; with `--custom-loss-logits` the logits `[1, T, V]`. Of the batch `unconcat_tokens`, "
         "`total_lengths`, `response_lengths` and `loss_masks` are lists with one entry per sample; `advantages` and "
-        "its like are flat tensors over all response tokens, to be split by `response_lengths`; the old `log_probs` are "
-        "`old_log_probs` ([customization.md](customization.md#advantages-and-losses))",
+        "its like are flat tensors over all response tokens, to be split by `response_lengths`; the old `log_probs` "
+        "are `old_log_probs` ([customization.md](customization.md#advantages-and-losses))",
     ),
     Difference(
         "`--custom-rm-path`",
