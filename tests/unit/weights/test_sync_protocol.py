@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from slime.core.errors import CheckpointError, DeadlineExceeded, EngineError, WeightSyncError
+from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from slime.core.layout import EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.serving.wire import digest
 from slime.weights import receivers as receivers_module
-from slime.weights.delta.channel import DeltaChannel
 from slime.weights.outgoing import Whole
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.sync import sync_weights
@@ -168,119 +165,6 @@ def test_all_trainer_ranks_agree_and_each_gpu_is_served_by_its_own_rank(broken: 
         kind = EngineError if broken == "update" else WeightSyncError
         assert all(isinstance(o, kind) for o in outcomes) and str(outcomes[0]) == str(outcomes[1])
         assert "resume" not in engine.log
-
-
-class Broken(Whole):
-    """One tensor of a turn of rank 1 cannot be made, which is said when all of the turn were given."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.walked: list[str] = []
-
-    def tensors(self, turn: Turn) -> Any:
-        for item in super().tensors(turn):
-            self.walked.append(item[0])
-            yield item
-        if turn.sender == self._rank == 1:
-            raise CheckpointError("got a weight with an undefined entry")
-
-
-def on_ranks(number: int, member: Callable[[int, Ranks], Any]) -> list[Any]:
-    """What each training rank ends with, a result or an error."""
-    ranks, outcomes = Ranks(number, limit_s=60), [None] * number
-
-    def run_one(rank: int) -> None:
-        try:
-            outcomes[rank] = member(rank, ranks)
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run_one, args=(rank,)) for rank in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
-
-
-@pytest.mark.parametrize("number", [1, 3])
-def test_ranks_that_never_began_end_with_what_the_engine_said(number: int, tmp_path: Path) -> None:
-    """Law: a channel that began nothing is asked for nothing."""
-    table, state = model()
-    engine = FakeEngine("http://a", table, FakeWire())
-    engine.fail_at = "pause abort"
-    senders = (tuple(range(number)),)
-
-    def member(rank: int, ranks: Ranks) -> Any:
-        peers = ranks.peers(rank)
-        context = transport_context(peers=peers, hf_checkpoint=tmp_path)
-        return sync_weights(
-            Whole(table, state.items(), rank=rank, senders=senders),
-            receivers=[Receiver(engine)],  # type: ignore[arg-type]
-            channel=DeltaChannel(tmp_path, context, every=20, encoding="xor", checksum="xxh3-128", keep=False),
-            digest=digest,
-            version=1,
-            buffer_bytes=4096,
-            peers=peers,
-        )
-
-    outcomes = on_ranks(number, member)
-    assert all(isinstance(o, EngineError) and "refuses to pause" in str(o) for o in outcomes), outcomes
-
-
-def test_what_is_wrong_with_a_tensor_is_raised_on_all_ranks_once_all_were_given() -> None:
-    table, state = model()
-    wire = FakeWire()
-    engine = FakeEngine("http://a", table, wire)
-    walked: list[str] = []
-
-    def member(rank: int, ranks: Ranks) -> Any:
-        peers = ranks.peers(rank)
-        weights = Broken(table, state.items(), rank=rank, senders=((0, 1, 2),))
-        try:
-            return sync_weights(
-                weights,
-                receivers=[Receiver(engine)],  # type: ignore[arg-type]
-                channel=TensorTransport().open(transport_context(serialize=wire.serialize, peers=peers)),
-                digest=digest,
-                version=1,
-                buffer_bytes=4096,
-                peers=peers,
-            )
-        finally:
-            walked.extend(weights.walked)
-
-    outcomes = on_ranks(3, member)
-    assert all(isinstance(o, CheckpointError) for o in outcomes), outcomes
-    assert sorted(walked) == sorted(state)
-    assert "resume" not in engine.log
-
-
-def test_the_engine_that_failed_is_named_and_not_who_waited_in_vain_for_a_rank_that_saw_it() -> None:
-    table, state = model()
-    wire = FakeWire()
-    engine = FakeEngine("http://a", table, wire)
-    engine.fail_at = "update"
-
-    def member(rank: int, ranks: Ranks) -> Any:
-        def expired(turn: int, num_turns: int) -> bool:
-            raise DeadlineExceeded.waiting(owner="weight sync", for_what="a turn", limit_s=1)
-
-        peers = ranks.peers(rank)
-        if rank == 0:  # sends after rank 1, and gives up before that
-            peers = dataclasses.replace(peers, hear=expired)
-        return sync_weights(
-            Whole(table, state.items(), rank=rank, senders=((1, 0),)),
-            receivers=[Receiver(engine)],  # type: ignore[arg-type]
-            channel=TensorTransport().open(transport_context(serialize=wire.serialize, peers=peers)),
-            digest=digest,
-            version=1,
-            buffer_bytes=4096,
-            peers=peers,
-        )
-
-    outcomes = on_ranks(2, member)
-    assert all(isinstance(o, EngineError) and o.engines == ("http://a",) for o in outcomes), outcomes
 
 
 def three_engines(lost: str = "") -> list[Receiver]:
