@@ -40,6 +40,7 @@ def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) 
             index=origin.first_index + i,
             prompt=copy.deepcopy(row.prompt),
             tokens=list(row.prompt_tokens or ()),
+            images=list(row.images),
             label=copy.deepcopy(row.label),
             metadata=copy.deepcopy(dict(row.metadata)),
         )

@@ -72,7 +72,9 @@ class RankWeightSync:
             tell=self._words.tell,
             hear=self._words.hear,
         )
-        weights = backend.outgoing(getattr(torch, args.sglang["dtype"]))
+        dtype = getattr(torch, args.sglang["dtype"])
+        weights = backend.outgoing(dtype)
+        self._carried = backend.sight.digests(dtype, digest) if rank == CONDUCTOR else {}
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
@@ -133,6 +135,7 @@ class RankWeightSync:
             peers=self._peers,
             pause_mode=self._args.pause_generation_mode,
             buffers=self._buffers,
+            carried=self._carried,
         )
 
     def give_up(self, url: str, incarnation: int) -> None:

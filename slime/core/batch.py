@@ -60,6 +60,8 @@ class TrainSample:
     routed_experts: Ids | Elsewhere | None = None
     """[at most T - 1, layers, topk] experts that the engine chose for the tokens from the first on, see
     `slime.core.routed_experts`; None: not recorded."""
+    images: tuple[str, ...] = ()
+    """Digests of the images of its prompt (`slime.core.images`), in the order of their placeholders."""
 
     def __post_init__(self) -> None:
         """An unscored sample trains nothing, so none of its tokens is a trained one."""
@@ -112,6 +114,7 @@ class TrainSample:
             truncated=sample.status.value == "truncated",
             teacher_log_probs=teacher,
             routed_experts=None if sample.rollout_routed_experts is None else sample.rollout_routed_experts.ids,
+            images=tuple(sample.images),
         )
 
 

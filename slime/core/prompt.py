@@ -21,6 +21,8 @@ class PromptRow:
     """JSON-serialisable; `tools` holds the row's tool definitions."""
     source: str
     """Where the row is, for people: `train.jsonl:17` (the line of a text file, the row of a parquet file, from 1)."""
+    images: tuple[str, ...] = ()
+    """Digests of its images (`slime.core.images`), in the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True)

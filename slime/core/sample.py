@@ -87,6 +87,8 @@ class Sample:
     """[R] log-prob (nats) of each response token under the teacher of `--opd-type sglang`; any number where masked."""
     rollout_routed_experts: RoutedExperts | None = None
     """[at most T - 1, layers, topk] experts that the engine chose when it read each token; None: not recorded."""
+    images: list[str] = field(default_factory=list)
+    """Digests of the images of the prompt (`slime.core.images`), in the order of their placeholders in `tokens`."""
     label: Any = None
     """The reference answer, as the dataset gives it."""
     reward: float | dict[str, Any] | None = None

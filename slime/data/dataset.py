@@ -24,8 +24,9 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.prompt import Fingerprint, PromptRow
 from slime.data.chat import ChatRenderer, Rendered
 from slime.data.files import RawRow, read_rows
+from slime.data.images import ImageColumn, Pictures, with_images
 from slime.data.schemes import INPUT, LABEL, METADATA, TOOLS
-from slime.settings.data_files import scheme_of
+from slime.settings.data_files import files_of, scheme_of
 from slime.settings.groups.data import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class PromptDataset:
         self._rows: list[PromptRow] = []
         self._tokens: list[np.ndarray[Any, np.dtype[np.int32]] | None] = []
         for row in rows:
-            digest.update(json.dumps([row.prompt, row.label, row.metadata], sort_keys=True).encode() + b"\n")
+            parts = [row.prompt, row.label, row.metadata, *([row.images] if row.images else [])]
+            digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
             # Four bytes per id instead of a Python object.
             self._tokens.append(None if row.prompt_tokens is None else np.asarray(row.prompt_tokens, np.int32))
             self._rows.append(replace(row, prompt_tokens=None))
@@ -126,12 +128,14 @@ class PromptDataset:
         max_prompt_tokens: int | None = None,
         max_bad_fraction: float = 0.05,
         held_out: bool = False,
+        images: ImageColumn | None = None,
     ) -> PromptDataset:
         """Reads `path`: files (.jsonl, .jsonl.zst, .parquet; a folder or a pattern of them) or the data of a scheme,
         whose columns have names of their own; optional `@[a:b]`. `held_out`: as in `read_rows`.
 
         With `apply_chat_template` the prompt (messages, or a string taken as one user message) becomes text and ids;
         without it a string is encoded as it stands, no token added, and messages stay messages.
+        `images`: the column with those of a prompt; wants the template.
         `allow_control_tokens` lets control strings in the data become control tokens (only with the template).
         Raises `DataError` for an unreadable or empty file and for more malformed rows than `max_bad_fraction` (one
         is always allowed, however short the file, unless it is 0), `ConfigError` for a length limit or template without
@@ -144,9 +148,9 @@ class PromptDataset:
             kwargs = apply_chat_template_kwargs
             chat = ChatRenderer(tokenizer, kwargs=kwargs, allow_control_tokens=allow_control_tokens)
         keys = _Keys(input_key, label_key, metadata_key, tool_key)
-        if scheme_of(str(path)) is not None:
+        if made := scheme_of(str(path)) is not None:
             keys = _Keys(INPUT, LABEL, METADATA, TOOLS)
-        loader = _Loader(keys, tokenizer, chat)
+        loader = _Loader(keys, tokenizer, chat, images, Path() if made else files_of(str(path))[0].parent)
         chunk: list[RawRow] = []
         for raw in read_rows(str(path), held_out=held_out):
             chunk.append(raw)
@@ -165,20 +169,24 @@ class PromptDataset:
         )
 
 
-_Parsed = tuple[PromptRow, Rendered | None, RawRow]
-"""A row, its rendered prompt if it is text, and where it came from."""
+_Parsed = tuple[PromptRow, Rendered | None, RawRow, Pictures]
+"""A row, its rendered prompt if it is text, where it came from, and its images."""
+NO_PICTURES = Pictures((), ())
 
 
 class _Loader:
     """Turns raw rows into prompt rows, chunk by chunk."""
 
-    def __init__(self, keys: _Keys, tokenizer: Any, chat: ChatRenderer | None) -> None:
+    def __init__(
+        self, keys: _Keys, tokenizer: Any, chat: ChatRenderer | None, images: ImageColumn | None, folder: Path
+    ) -> None:
         self.rows: list[PromptRow] = []
         self.quarantined: list[Quarantined] = []
         self.num_control_token_rows = 0
         self._keys = keys
         self._tokenizer = tokenizer
         self._chat = chat
+        self._images, self._folder = images, folder
 
     def add(self, chunk: Sequence[RawRow]) -> None:
         parsed: list[_Parsed] = []
@@ -186,11 +194,16 @@ class _Loader:
             try:
                 if raw.value is None:
                     raise DataError(raw.error or "unreadable")
-                row = _parse(raw.value, self._keys, f"{raw.file}:{raw.line}")
-                parsed.append((*self._render(row), raw))
+                row, seen = _parse(raw.value, self._keys, f"{raw.file}:{raw.line}"), NO_PICTURES
+                if self._images is not None:
+                    seen = self._images.read(raw.value, self._folder)
+                    row = replace(row, prompt=with_images(row.prompt, len(seen.digests)), images=seen.digests)
+                parsed.append((*self._render(row), raw, seen))
             except DataError as error:
                 self.quarantined.append(Quarantined(raw.file, raw.line, str(error)))
-        for (row, rendered, raw), ids in zip(parsed, self._encode(parsed), strict=True):
+        for (row, rendered, raw, seen), ids in zip(parsed, self._encode(parsed), strict=True):
+            if self._images is not None and isinstance(ids, list):
+                ids = self._expanded(ids, seen)
             if isinstance(ids, DataError):
                 self.quarantined.append(Quarantined(raw.file, raw.line, str(ids)))
                 continue
@@ -199,6 +212,13 @@ class _Loader:
                 continue
             self.num_control_token_rows += bool(rendered and rendered.stand_ins)
             self.rows.append(row if ids is None else replace(row, prompt_tokens=tuple(ids)))
+
+    def _expanded(self, ids: list[int], seen: Pictures) -> list[int] | DataError:
+        assert self._images is not None, "the row has a column of images"
+        try:
+            return self._images.expanded(ids, seen)
+        except DataError as error:
+            return error
 
     def _render(self, row: PromptRow) -> tuple[PromptRow, Rendered | None]:
         if self._chat is None:
@@ -212,12 +232,12 @@ class _Loader:
         out: list[list[int] | DataError | None] = [None] * len(parsed)
         if self._tokenizer is None:
             return out
-        plain = [(i, r) for i, (_, r, _) in enumerate(parsed) if r is not None and not r.stand_ins]
+        plain = [(i, r) for i, (_, r, *_) in enumerate(parsed) if r is not None and not r.stand_ins]
         if plain:
             ids = self._tokenizer([r.marked for _, r in plain], add_special_tokens=False)["input_ids"]
             for (i, _), row_ids in zip(plain, ids, strict=True):
                 out[i] = list(row_ids)
-        for i, (_, rendered, _) in enumerate(parsed):
+        for i, (_, rendered, *_) in enumerate(parsed):
             if rendered is not None and rendered.stand_ins and self._chat is not None:
                 try:
                     out[i] = self._chat.encode(rendered)
@@ -324,7 +344,9 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
     return messages
 
 
-def load_prompts(args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None) -> PromptDataset | None:
+def load_prompts(
+    args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None, images: ImageColumn | None = None
+) -> PromptDataset | None:
     """The training prompts that the settings name (`--prompt-data` and its columns); None without any.
 
     Raises what `PromptDataset.load` raises.
@@ -341,6 +363,7 @@ def load_prompts(args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int |
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs or {},
         max_prompt_tokens=max_prompt_tokens,
+        images=images,
     )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Family",
     "architecture",
     "family_of",
+    "images_problem",
     "layout_problem",
     "load_family",
     "mtp_problem",
@@ -103,6 +104,18 @@ def prefix_problem(hf_config: HfConfig) -> str | None:
     Raises `ConfigError` for an unknown family.
     """
     return family_of(hf_config).prefix_problem(hf_config)
+
+
+def images_problem(hf_config: HfConfig) -> str | None:
+    """Why this model reads no images that are trained on, in a half sentence; None if it does.
+
+    Raises `ConfigError` for an unknown family.
+    """
+    if not family_of(hf_config).sees_images:
+        readers = ", ".join(name for name, entry in FAMILIES if entry.sees_images)
+        return f"images are not trained on in a {hf_config.get('model_type')}; they are in {readers}"
+    vision = hf_config.get("vision_config")
+    return None if vision else "its config.json has no vision_config: this is the language model alone"
 
 
 def table_for(hf_config: HfConfig) -> FamilyTable:

@@ -7,6 +7,8 @@ method. A family that is a frozen dataclass has settings, its fields, as entries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.core.errors import ConfigError
@@ -19,9 +21,11 @@ from slime.models.common.spread import PLAIN, Spread
 from slime.models.common.table import FamilyTable
 
 if TYPE_CHECKING:
+    import torch
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from slime.models.common.images import ImageProcessor, VisionTower
     from slime.settings import Args
 
 
@@ -48,6 +52,9 @@ class Family(ABC):
     shares_prefixes: ClassVar[bool] = False
     """Its layers read other tokens through `PackedAttention` alone, without masks, and places from `PackedSequences`.
     Then samples may share the tokens with which they begin (`--use-prefix-sharing`)."""
+
+    sees_images: ClassVar[bool] = False
+    """It has `images` and a `tower`, for `--multimodal-keys`."""
 
     # --- the architecture ---------------------------------------------------------------------------------------------
 
@@ -102,6 +109,27 @@ class Family(ABC):
         from slime.models.common.moe import ExpertLayer
 
         return ExpertLayer if is_sparse(hf_config, layer) else DenseMLP
+
+    def layer(self, hf_config: HfConfig, number: int) -> type | None:
+        """The module of a whole layer without experts; None: Megatron's own."""
+        return None
+
+    def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
+        """For each frequency which of a token's three positions (time, height, width) turns it; None: tokens have one
+        position."""
+        return None
+
+    # --- what it sees -------------------------------------------------------------------------------------------------
+
+    def images(self, hf_config: HfConfig, folder: Path) -> ImageProcessor:
+        """How the checkpoint in `folder` reads images. Raises `ConfigError` for a family that reads none."""
+        raise ConfigError(f"got images for a {hf_config.get('model_type')}, which reads none; drop --multimodal-keys")
+
+    def tower(
+        self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
+    ) -> VisionTower:
+        """Its vision tower. `weights`: the tensors that its table carries, by their names in the files."""
+        raise NotImplementedError(f"{type(self).__name__} has no vision tower")
 
     # --- its cost -----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from slime.core.ports import ROUTED_EXPERTS_MARK
 from slime.core.routed_experts import ExpertFormat, RoutedExperts
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.generation import NEVER_SENT, NO_DRAFTS, Generation, parse_drafts, parse_experts, parse_part
+from slime.rollout.pictures import Pictures
 
 ENGINE_MAX_NEW_TOKENS = 128
 """What SGLang takes where none is asked for."""
@@ -65,8 +66,11 @@ class Call:
         experts: ExpertFormat | None = None,
         experts_from: int = 0,
         end: EndOfText | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
-        """`experts`: routed experts are asked for, from token `experts_from` on, and look like this."""
+        """`experts`: routed experts are asked for, from token `experts_from` on, and look like this.
+        `pictures`: what the placeholders among `input_ids` stand for.
+        """
         self.input_ids, self._params = list(input_ids), {"max_new_tokens": ENGINE_MAX_NEW_TOKENS, **params}
         self._token_versions, self._format, self._experts_from = token_versions, experts, experts_from
         self._end = end or EndOfText()
@@ -74,7 +78,8 @@ class Call:
         self._stops = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
         self._window = 4 * max(map(len, self._stops), default=0) + 1
         """Tokens in which a stop string fits: a character may take four."""
-        self.can_continue = not any(params.get(name) for name in GRAMMARS)
+        self._pictures = pictures
+        self._has_grammar = any(params.get(name) for name in GRAMMARS)
         self.tokens: list[int] = []
         self.finish: str | None = None
         """stop | length, as soon as the answer has ended."""
@@ -109,7 +114,15 @@ class Call:
             known = self._experts_from if self._experts is None else self._experts.end
             self._start = min(max(known, 0), len(ids))
             rid = f"{rid}{ROUTED_EXPERTS_MARK}{self._start}"
-        return {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": True}
+        asked = {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": True}
+        if self._pictures is None:
+            return asked
+        return {**asked, "input_ids": self._pictures.written(ids), "image_data": list(self._pictures.uris)}
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another request can go on behind the tokens that there are."""
+        return not self._has_grammar and (self._pictures is None or self._pictures.token_id not in self.tokens)
 
     def start_over(self) -> None:
         """Forgets what was sampled."""
@@ -203,6 +216,12 @@ class Call:
         self._texts.append(part.text)
         if part.prompt_tokens:
             self._prompt_tokens = part.prompt_tokens - self._joint
+            if self._pictures is not None and self._prompt_tokens != len(self.input_ids):
+                raise EngineError(
+                    f"got a prompt of {self._prompt_tokens} tokens read for {len(self.input_ids)} that are trained, "
+                    "because the engine's image processor is not the trainer's; do: let both have the files of "
+                    "--hf-checkpoint, and no settings of their own"
+                )
             self._read = (part.prompt_tokens, part.cached_tokens)
             if self.num_requests == 1:
                 self._cached_tokens = part.cached_tokens

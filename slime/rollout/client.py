@@ -38,6 +38,7 @@ from slime.rollout.engines import EnginePool
 from slime.rollout.generation import Generation, check_request
 from slime.rollout.job import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job
 from slime.rollout.pairing import PairPool
+from slime.rollout.pictures import Pictures
 from slime.rollout.progress import waiting
 from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
 from slime.rollout.slices import Budget
@@ -113,17 +114,20 @@ class EngineClient:
         session_id: str | None = None,
         experts_from: int = 0,
         returns_partial: bool = False,
+        pictures: Pictures | None = None,
     ) -> Generation:
         """Samples a continuation of `input_ids`. `experts_from`: routed experts of earlier tokens are not sent again.
 
         `session_id`: requests of one go to one engine, as long as it lives. `returns_partial`: an interrupted request
-        comes back with what it has, finish reason `abort`, instead of going on.
+        comes back with what it has, finish reason `abort`, instead of going on. `pictures`: those of the prompt.
 
         Raises `RequestRejected` if the request can never succeed, `EngineError` if engines fail or answer nonsense,
         `DeadlineExceeded` after `request_timeout_s` without progress, or `engine_wait_s` without an engine.
         """
         await self._budget.take(IDS_OF_A_REQUEST + len(input_ids))
-        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, STREAM_INTERVAL, False)
+        job = self._job(
+            input_ids, sampling_params, session_id, experts_from, returns_partial, STREAM_INTERVAL, False, pictures
+        )
         async with aclosing(self._parts(job)) as parts:
             async for _ in parts:
                 pass
@@ -274,6 +278,7 @@ class EngineClient:
         partial: bool,
         interval: int,
         streams: bool,
+        pictures: Pictures | None = None,
     ) -> Job:
         """Raises `RequestRejected` for what may not be sent."""
         check_request(input_ids, params, self._vocab_size)
@@ -284,6 +289,7 @@ class EngineClient:
             experts=self._experts,
             experts_from=experts_from,
             end=self._end,
+            pictures=pictures,
         )
         return Job(call, REQUEST_SCOPE.get(), HANDBACK.get(), session, partial, interval, streams)
 

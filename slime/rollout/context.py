@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import HookError
+from slime.core.hf_config import read_hf_config
+from slime.core.images import ImageFolder
 from slime.rewards.pool import GraderPool
 from slime.rollout.client import EngineClient
+from slime.rollout.pictures import Pictures
 from slime.rollout.teacher import TeacherClient
 from slime.rollout.types import Progress
 from slime.settings import Args
@@ -58,6 +61,11 @@ class RolloutContext:
     """`slime.rollout.evaluate.EvalDataset` records."""
     workers: Episodes | None = None
     """Who works on groups; None: this process itself."""
+
+    def pictures(self, digests: Sequence[str]) -> Pictures:
+        """The images of a sample (`Sample.images`), for `EngineClient.generate`. Raises `DataError` without them."""
+        token_id = int(read_hf_config(self.args.hf_checkpoint)["image_token_id"])
+        return Pictures.of(digests, ImageFolder.of_run(self.args.run_dir), token_id)
 
     def engine(self) -> EngineClient:
         """The client. Raises `HookError` where no engine runs."""

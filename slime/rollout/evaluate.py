@@ -53,6 +53,8 @@ class Row(Protocol):
     def label(self) -> Any: ...
     @property
     def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def images(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
                     index=-1 - first_index - len(samples),
                     prompt=copy.deepcopy(row.prompt),
                     tokens=list(row.prompt_tokens or ()),
+                    images=list(row.images),
                     label=row.label,
                     metadata=copy.deepcopy(metadata),
                     generate_function_path=config.custom_generate_function_path,

@@ -53,8 +53,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if "min_new_tokens" in params:
         params["min_new_tokens"] = max(0, min(params["min_new_tokens"] - sample.response_length, budget))
     known = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.end
+    seen: dict[str, Any] = {"pictures": context.pictures(sample.images)} if sample.images else {}
     generation = await context.engine().generate(
-        sample.tokens, params, session_id=sample.session_id, experts_from=known
+        sample.tokens, params, session_id=sample.session_id, experts_from=known, **seen
     )
     if generation.finish_reason == "abort" and params.get("stop") and context.tokenizer is not None:
         generation = before_stop(generation, params["stop"], context.tokenizer)

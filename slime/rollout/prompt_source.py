@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.groups import flatten, group_index_of
+from slime.buffer.image_column import image_column
 from slime.buffer.origin import BLANK, Origin, make_group
 from slime.buffer.prompts import PromptWalk
 from slime.core.errors import CheckpointError
@@ -30,7 +31,8 @@ class RolloutDataSource:
         """Reads the data. Raises what reading it raises."""
         self.args = args
         tokenizer = load_tokenizer(args) if args.prompt_data is not None else None
-        self.dataset = load_prompts(args, tokenizer, max_prompt_tokens=args.rollout_max_prompt_len)
+        most, images = args.rollout_max_prompt_len, image_column(args) if tokenizer is not None else None
+        self.dataset = load_prompts(args, tokenizer, max_prompt_tokens=most, images=images)
         shuffle, seed = args.rollout_shuffle, args.rollout_seed
         self._walk = None if self.dataset is None else PromptWalk(self.dataset, shuffle=shuffle, seed=seed)
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
+from slime.buffer.image_column import image_column
 from slime.buffer.sources import SOURCES, SourceContext
 from slime.data.dataset import PromptDataset
+from slime.data.images import ImageColumn
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.hooks import load
 from slime.settings import Args
@@ -41,10 +43,11 @@ def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
 
 def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
     """The datasets of `--eval-prompt-data` or `--eval-config`, read."""
-    return tuple(EvalDataset(one, _rows(one, tokenizer)) for one in eval_datasets(args))
+    found, images = eval_datasets(args), image_column(args)
+    return tuple(EvalDataset(one, _rows(one, tokenizer, images)) for one in found)
 
 
-def _rows(one: EvalDatasetConfig, tokenizer: Any) -> Any:
+def _rows(one: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None) -> Any:
     dataset = PromptDataset.load(
         one.path,
         tokenizer=tokenizer,
@@ -56,5 +59,6 @@ def _rows(one: EvalDatasetConfig, tokenizer: Any) -> Any:
         apply_chat_template_kwargs=one.apply_chat_template_kwargs,
         max_prompt_tokens=one.max_prompt_len,
         held_out=True,
+        images=images,
     )
     return [dataset[i] for i in range(len(dataset))]

@@ -54,6 +54,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_flush_all,
         sglang_fresh_router,
         sglang_memory_gate,
+        sglang_mutations,
         sglang_quantised,
         sglang_routed_experts,
         sglang_stages,
@@ -70,6 +71,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_config_names.register(unnamed)
     sglang_fresh_router.register()
     sglang_memory_gate.register()
+    sglang_mutations.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
         sglang_token_versions.register()
         sglang_version_prefixes.register()

@@ -236,6 +236,8 @@ class ServerSpec:
             # By default /health samples a token. The router asks it every few seconds; an engine whose memory has been
             # given to the trainer would then compute on nothing and die (seen with 0.5.16 on one GPU, colocated).
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            # With images, ids that come are those that are read (SGLang's default): law 1.
+            "SGLANG_MM_AVOID_RETOKENIZE": None,
         }
         # A list of the user's own is left as it is.
         files = [] if LEAVE_OUT_ENV in os.environ else files_left_out(self.model_path, self.extra)

@@ -26,6 +26,7 @@ from slime.settings.groups.debug import DebugSettings
 from slime.settings.groups.evaluation import EvalSettings
 from slime.settings.groups.fleet import FleetSettings
 from slime.settings.groups.hooks import HookSettings
+from slime.settings.groups.images import ImageSettings
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.groups.logging import LoggingSettings
 from slime.settings.groups.off_policy import OffPolicySettings
@@ -56,6 +57,7 @@ class Args(
     ClusterSettings,
     RolloutSettings,
     DataSettings,
+    ImageSettings,
     EvalSettings,
     RewardSettings,
     AgentSettings,

@@ -59,6 +59,13 @@ def prefix_problem_of(hf_checkpoint: str) -> str | None:
     return problem
 
 
+def images_problem_of(hf_checkpoint: str) -> str | None:
+    """Why a checkpoint reads no images that are trained on, in a half sentence; None if it does."""
+    models: Any = importlib.import_module(MODELS)
+    problem: str | None = models.images_problem(read_hf_config(hf_checkpoint))
+    return problem
+
+
 def model_type_of(hf_checkpoint: str) -> str | None:
     """The `model_type` of a checkpoint, by which its family is known; None for a folder without a config.json."""
     path = Path(hf_checkpoint) / "config.json"

@@ -63,6 +63,11 @@ DIFFERENT: tuple[Difference, ...] = (
         "`--load-debug-rollout-data X.pt`",
         "`slime convert X.pt X.jsonl.zst --trust-pickle` first, for each file ([workflows](workflows.md))",
     ),
+    Difference(
+        "`--multimodal-keys`",
+        '`{"image": COLUMN}` with a dense Qwen3-VL; the tower is frozen, videos and audio are refused '
+        "([vision.md](vision.md))",
+    ),
     Difference("`--eval-prompt-data FILE`", "a data set called aime"),
     Difference("`--eval-prompt-data` without `--eval-interval`", "listed as without effect"),
     Difference("`--eval-prompt-data` under `--loss-type sft_loss`", "the held-out loss"),
@@ -113,7 +118,6 @@ REFUSED: Mapping[str, str] = {
         "use --model-family, a family of your own: a model that only the trainer can build reaches no engine, "
         "checkpoint or export"
     ),
-    "multimodal-keys": "drop it: this release trains on text alone",
     "disable-rollout-global-dataset": "leave --prompt-data out, with your own --data-source or --rollout-function-path",
     "load-forge-rollout-data": "use --load-debug-rollout-data, which replays rollouts without engines",
     "release-train": "use --offload-train, which leaves the GPU to the engines",

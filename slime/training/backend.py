@@ -58,9 +58,10 @@ from slime.training.step.micro_batch import PreparedBatch, prepare, with_advanta
 from slime.training.step.non_finite import check_log_probs
 from slime.training.step.optimizer import Trainable, build_trainable
 from slime.training.step.own_code import after_init
-from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies
+from slime.training.step.policies import REFERENCE, TEACHER, OtherPolicies, needs_old_pass
 from slime.training.step.profiles import Profiles
 from slime.training.step.routing import BatchRouting
+from slime.training.step.sight import Sight
 from slime.training.step.staging import Staging
 from slime.training.step.train import (
     StepContext,
@@ -80,6 +81,8 @@ class MegatronBackend:
     weight_version: int
     model: ShardedModel
     """The record of the policy's parameters."""
+    sight: Sight
+    """What it sees images with."""
 
     def __init__(
         self,
@@ -133,6 +136,7 @@ class MegatronBackend:
         self.model = choose_trained(chunks, self.table, args)
         hf_weights.load_weights(self.model.base, Path(args.initial_weights))
         self._trainable = build_trainable(chunks, self.model, megatron)
+        self.sight = Sight.of(args, self.hf_config, chunks, self.device)
         self._others = OtherPolicies(args, self._trainable)
         self._critic = Critic.of(args, self._algorithm, self.device)
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
@@ -211,7 +215,7 @@ class MegatronBackend:
             one_step=one_step,
         )
         routing = BatchRouting.of(self.args, batch, self._trainable.chunks[0].config, self.device) if sampled else None
-        return dataclasses.replace(prepared, routing=routing)
+        return dataclasses.replace(prepared, routing=routing, images=self.sight.of_batch(batch))
 
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:
         """Adds what the loss needs of forward passes before the update, and the advantages made from it."""
@@ -234,15 +238,10 @@ class MegatronBackend:
 
     def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
         """Those of the policy before the update (see `LogProbs`); none where the pass that is trained gives them."""
-        args = self.args
-        if args.keep_old_actor:
+        if self.args.keep_old_actor:
             return self._others.old_log_probs(context, prepared)
-        # With one step its own forward pass gives them, unless an advantage is made from them.
-        several = len(prepared.schedule.steps) > 1
-        hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path
-        read = args.kl_coef or args.use_opd or hooks or self._algorithm.estimator.reads_log_probs
-        if several or read:
-            return forward_batch(context, LogProbs(args), self._trainable.ddps, prepared)
+        if needs_old_pass(self.args, self._algorithm, prepared):
+            return forward_batch(context, LogProbs(self.args), self._trainable.ddps, prepared)
         return ()
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -342,10 +341,12 @@ class MegatronBackend:
 
     def keep_weights(self) -> dict[str, float]:
         """Leaves the policy's weights alone on the GPU; peaks of the phase that ends. Nothing on a CPU."""
+        self.sight.close()
         return self._sleeper.keep_weights()
 
     def sleep(self) -> dict[str, float]:
         """Leaves nothing on the GPU; peaks of the phase that ends. Nothing on a CPU."""
+        self.sight.close()
         return self._sleeper.sleep()
 
     def wake(self) -> dict[str, float]:

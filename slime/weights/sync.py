@@ -30,7 +30,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +58,13 @@ def sync_weights(
     peers: Peers | None = None,
     pause_mode: str = "abort",
     buffers: Buffers | None = None,
+    carried: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """Sends `version` to all engines and returns its cost. Collective among training ranks.
 
     `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: of a bucket. `pause_mode`: what becomes of running
     requests: `abort`, `retract` or `in_place`. `buffers`: memory of this rank's buckets, from an earlier weight sync.
+    `carried`: see `require_equal`.
 
     Returns seconds and bytes: `update_weights_time` (all), `update_weights_pause_time`, `update_weights_send_time` (in
     which a bucket was on its way), `update_weights_verify_time` (engines' digests and the comparison),
@@ -71,7 +73,7 @@ def sync_weights(
     Raises on every rank: `WeightSyncError` if an engine does not hold what was meant, `EngineError` or
     `DeadlineExceeded` if one cannot be reached.
     """
-    run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode)
+    run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, carried)
     run.send_all(buffers or run.buffers(), buffer_bytes)
     outcome = run.agree()
     if isinstance(outcome, SlimeError):
@@ -107,7 +109,9 @@ class _WeightSync:
         version: int,
         peers: Peers,
         pause_mode: str,
+        carried: Mapping[str, str] | None,
     ) -> None:
+        self._carried = carried
         self._outgoing, self._receivers, self._channel, self._version = outgoing, receivers, channel, version
         self._peers, self._pause_mode = peers, pause_mode
         layouts = [receiver.control.layout for receiver in receivers]
@@ -257,8 +261,14 @@ class _WeightSync:
                 receiver.control.url: (receiver.control.layout, report)
                 for receiver, report in zip(self._receivers, told, strict=True)
             }
-            table, transport = self._outgoing.table, type(self._channel).__name__
-            require_equal(table, expected, named, version=self._version, transport=transport)
+            require_equal(
+                self._outgoing.table,
+                expected,
+                named,
+                version=self._version,
+                transport=type(self._channel).__name__,
+                carried=self._carried,
+            )
 
     def _resume(self) -> None:
         """Lets every engine serve the verified version."""

@@ -2,7 +2,8 @@
 
 Law 2: engine weights equal trainer weights under the version that they are served under. A missing, an extra and a
 differing tensor are all violations. (Engines leave buffers that are never loaded, such as rotary tables, out of their
-report; what the trainer only carries along, such as a vision tower, they loaded themselves.)
+report. What the trainer only carries along they loaded themselves; a vision tower that a trainer sees with is compared
+in engines of one rank.)
 """
 
 from __future__ import annotations
@@ -55,11 +56,13 @@ def require_equal(
     *,
     version: int,
     transport: str,
+    carried: Mapping[str, str] | None = None,
 ) -> None:
     """Raises one `WeightSyncError` that names every engine, rank and tensor that departs.
 
     `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, what its ranks hold; a
-    rank may report several times).
+    rank may report several times); `carried`: resident name -> digest of what the trainer reads but does not send, and
+    an engine of one rank has to have loaded as it did.
     """
     complaints: list[str] = []
     departing: set[str] = set()
@@ -69,8 +72,9 @@ def require_equal(
             departing.add(url)
             continue
         for rank, reported in {(r.rank, tuple(sorted(r.checksums.items()))) for r in ranks}:
-            held = {name: d for name, d in reported if not table.carries(name)}
-            difference = compare(expected[layout][rank], held)
+            alike = carried if carried and layout.num_ranks == 1 else {}
+            held = {name: d for name, d in reported if name in alike or not table.carries(name)}
+            difference = compare({**expected[layout][rank], **alike}, held)
             if difference:
                 complaints.append(f"engine {url} rank {rank}: {describe(table, difference)}")
                 departing.add(url)

@@ -23,6 +23,15 @@ QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
 }
+_MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+QWEN3_VL = {
+    "model_type": "qwen3_vl",
+    "image_token_id": 8,
+    "tie_word_embeddings": True,
+    "text_config": {**QWEN3, "model_type": "qwen3_vl_text", "rope_parameters": _MROPE},
+    "vision_config": {"depth": 2, "deepstack_visual_indexes": [0], "spatial_merge_size": 2},
+}
+"""The config of a model that reads images."""
 
 
 def complete(folder: Path) -> list[str]:

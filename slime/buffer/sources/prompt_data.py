@@ -20,6 +20,7 @@ class PromptData(DataSource):
     def open(self, context: SourceContext) -> DataBuffer:
         """The buffer over the file, in the order that the settings ask for."""
         from slime.buffer.data_buffer import DataBuffer
+        from slime.buffer.image_column import image_column
         from slime.data.dataset import load_prompts
 
         args, hook = context.args, context.buffer_filter
@@ -29,7 +30,12 @@ class PromptData(DataSource):
             return hook(args, None, buffer, n)
 
         return DataBuffer(
-            load_prompts(args, context.tokenizer, max_prompt_tokens=args.rollout_max_prompt_len),
+            load_prompts(
+                args,
+                context.tokenizer,
+                max_prompt_tokens=args.rollout_max_prompt_len,
+                images=image_column(args),
+            ),
             n_samples_per_prompt=args.n_samples_per_prompt,
             shuffle=args.rollout_shuffle,
             seed=args.rollout_seed,

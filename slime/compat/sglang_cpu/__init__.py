@@ -19,6 +19,7 @@ import sys
 
 from slime.compat.report import PatchReport
 from slime.compat.sglang_cpu.grammar_masks import masks_on_a_cpu
+from slime.compat.sglang_cpu.images import names_of_kernels
 from slime.compat.sglang_cpu.latent_attention import latents_in_every_pass
 from slime.compat.sglang_cpu.routed_experts import experts_on_the_host
 from slime.compat.sglang_cpu.stand_ins import STAND_INS, StandInFinder
@@ -59,7 +60,7 @@ def activate(device: str) -> list[PatchReport]:
     reports = [_stand_in(name) for name in STAND_INS]
     # Order: the engine flag is read when sglang is first imported, and `cuda_synchronize` imports torch.
     reports += [_cpu_engine_flag(), _cuda_synchronize(), latents_in_every_pass(UPSTREAM), masks_on_a_cpu(UPSTREAM)]
-    reports += [experts_on_the_host(UPSTREAM), norms_of_all_heads(UPSTREAM)]
+    reports += [experts_on_the_host(UPSTREAM), norms_of_all_heads(UPSTREAM), names_of_kernels(UPSTREAM)]
     for report in reports:
         if report.applied and not report.took_effect:
             raise EngineError(

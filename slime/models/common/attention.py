@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.core.errors import ConfigError
+from slime.models.common.images import RowImages
 from slime.models.common.norm import RMSNorm
 from slime.ops import attention as ops
 from slime.ops.qk_rotary import Heads, split_and_rotate
@@ -105,6 +106,8 @@ class PackedSequences(PackedSeqParams):
     """By number of the layer that chose for the layers behind it: see `sparse_indexer`."""
     routing: Choices | None = None
     """Where the tokens' experts come from; None: routers choose by themselves."""
+    images: RowImages | None = None
+    """What the row's placeholders stand for; None: it has no images."""
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:

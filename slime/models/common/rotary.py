@@ -107,9 +107,15 @@ class Rotary:
     """[r / 2] float32 on the device of the model."""
     factor: float
     """What cos and sin are multiplied by."""
+    axes: Tensor | None = None
+    """[r / 2] int64: which of three positions turns each frequency; None: tokens have one position."""
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> cos and sin, each [T, r / 2] float32."""
+        """positions [T] int64, or [3, T] with `axes` -> cos and sin, each [T, r / 2] float32."""
+        if positions.dim() == 2:
+            assert self.axes is not None, "a model without axes has one position for each token"
+            angles = positions.float().index_select(0, self.axes).T * self.frequencies
+            return angles.cos() * self.factor, angles.sin() * self.factor
         cos, sin = cos_sin(positions, self.frequencies, self.factor)
         return cos.squeeze(1), sin.squeeze(1)
 

@@ -23,6 +23,7 @@ _SPECS = "slime_plugins.models."
 _SPEC_TYPES: Mapping[str, tuple[str, ...]] = {
     "glm5": ("glm_moe_dsa",),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text"),
+    "qwen3_vl": ("qwen3_vl_text",),
 }
 """Module of a spec -> `model_type` of its models, where that is another word."""
 
@@ -127,7 +128,7 @@ def spec_is_the_checkpoint_s(args: Args) -> str | None:
     if args.spec[0].startswith(_SPECS) and config.get("model_type") in _SPEC_TYPES.get(name, (name,)):
         return None
     if name.endswith("_vl"):
-        return f"got --spec {words}, a model of images and text; text alone is trained: drop the flag"
+        return f"got --spec {words}, a model of images and text; layers are those of the checkpoint: drop the flag"
     return (
         f"got --spec {words} for a checkpoint of model_type {config.get('model_type')}, whose layers are those of its "
         "family; drop the flag, or give a family of your own with --model-family"

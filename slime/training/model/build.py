@@ -132,7 +132,9 @@ def _build_chunk(
     model.shard = VocabShard(start=start, num_valid=max(0, min(local, vocab_size - start)), group=group)
     if not family.rotates_itself:
         frequencies = inverse_frequencies(hf_config, int(config.kv_channels * rotary_percent)).to(device)
-        model.rotary = Rotary(frequencies, attention_factor(hf_config))
+        axes = family.rotary_axes(hf_config)
+        by_axis = None if axes is None else torch.tensor(axes, device=device)
+        model.rotary = Rotary(frequencies, attention_factor(hf_config), by_axis)
         if model.position_embedding_type == "rope":
             model.rotary_pos_emb.inv_freq = frequencies
     _mark_sharded_parameters(model)

@@ -21,7 +21,8 @@ def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig)
 
     def layer(number: int) -> ModuleSpec:
         spec = _layer(family, config, hf_config, number)
-        return dataclasses.replace(spec, module=RoutedLayer) if config.num_moe_experts else spec
+        module = RoutedLayer if config.num_moe_experts else family.layer(hf_config, number)
+        return spec if module is None else dataclasses.replace(spec, module=module)
 
     return TransformerBlockSubmodules(
         layer_specs=[layer(number) for number in range(config.num_layers)], layer_norm=RMSNorm

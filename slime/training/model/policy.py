@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from slime.models.common.attention import PackedSequences
+from slime.models.common.images import VisionTower
 from slime.models.common.mtp_layer import MultiTokenHead, following
 from slime.models.common.rotary import Rotary
 from slime.ops.repeats import repeat_rows
@@ -50,6 +51,8 @@ class PolicyModel(GPTModel):
     """Whether multi-token prediction is trained, and the last stage has no embedding."""
     lent_embedding: Tensor | None
     """[V_local, H] on that stage, during a step; see `draft`."""
+    tower: VisionTower | None = None
+    """Sees the images of a row. No module of this one: it is not trained, sent or saved."""
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks parameters for Megatron as its own method does, without the exchange of weights, which come later.
@@ -83,14 +86,20 @@ class PolicyModel(GPTModel):
     def states(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
         """tokens, position_ids [T] -> what the chunk's last layer gives, [T_local, 1, H], of this rank's part."""
         if self.rotary is not None and packed.rotary is None:
-            assert packed.positions is not None, "a packed row knows the positions of its tokens"
-            packed.rotary = self.rotary.of(packed.positions)
+            positions = packed.positions if packed.images is None else packed.images.positions
+            assert positions is not None, "a packed row knows the positions of its tokens"
+            packed.rotary = self.rotary.of(positions)
         if packed.shard is not None:
             tokens, position_ids = (x.index_select(0, packed.shard.positions) for x in (tokens, position_ids))
+        ids, positions, embedded = tokens.unsqueeze(0), position_ids.unsqueeze(0), None
+        if packed.images is not None:
+            assert self.tower is not None, "a row with images is for a model that sees"
+            embedded = packed.images.into(self.embedding(input_ids=ids, position_ids=positions), self.tower)
         out: Tensor = super().forward(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
+            input_ids=ids,
+            position_ids=positions,
             attention_mask=None,
+            decoder_input=embedded,
             packed_seq_params=packed,
         )
         return out

@@ -37,6 +37,7 @@ from slime.models.common.attention import PackedSequences
 from slime.models.common.flops import FlopsModel
 from slime.settings import Args
 from slime.training.model.context import ASKED, RowPlan
+from slime.training.step.images import BatchImages
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Put, put_each
 
@@ -60,6 +61,8 @@ class PreparedBatch:
     """None until `with_advantages`."""
     routing: BatchRouting | None = None
     """Where routers get their choice from in the passes over it; None: from themselves."""
+    images: BatchImages | None = None
+    """What placeholders of its samples stand for; None: it has no images."""
     shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
     """Positions of a micro-batch -> what each of its samples has from one before it; None: every sample is computed
     whole."""
@@ -205,20 +208,15 @@ def to_device(
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
-    questions = _questions(row)
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=questions[ASKED], prefixes=row.prefixes)
+    own = _of_row(row)
+    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=own[ASKED], prefixes=row.prefixes)
     lengths = tuple(s.response_length for s in samples)
-    arrays = {
-        "tokens": row.tokens,
-        "position_ids": row.position_ids,
-        **questions,
-        "sequences": np.repeat(np.arange(len(samples)), lengths),
-        **_of_tokens(prepared, positions),
-        **plan.arrays,
-    }
+    pictures = None if prepared.images is None else prepared.images.row(samples, row, plan.arrays["row/positions"])
+    arrays = {**own, **_of_tokens(prepared, positions), **plan.arrays, **({} if pictures is None else pictures.arrays)}
     tensors = (put or put_each(device))(arrays)
     predicting, target_tokens = _of_each(tensors)
     packed = plan.packed(tensors)
+    packed.images = None if pictures is None else pictures.on_device(tensors)
     if prepared.routing is not None:
         packed.routing = prepared.routing.row(positions, row, packed.shard, device)
     return MicroBatch(
@@ -250,11 +248,12 @@ def to_device(
     )
 
 
-def _questions(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
-    """By the names of `MicroBatch`; no answers where each response token has its own question."""
+def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
+    """Tokens and questions by the names of `MicroBatch`; no answers where each response token has its own question."""
     asked_positions, asked_tokens, answers = row.questions()
     found = {} if answers is None else {"answers": answers}
-    return {ASKED: asked_positions, "asked_tokens": asked_tokens, **found}
+    tokens = {"tokens": row.tokens, "position_ids": row.position_ids}
+    return {**tokens, ASKED: asked_positions, "asked_tokens": asked_tokens, **found}
 
 
 def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -283,6 +282,7 @@ def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, n
         "returns": aims.returns if aims is not None else None,
     }
     return {
+        "sequences": np.repeat(np.arange(len(samples)), [s.response_length for s in samples]),
         "mask": mask,
         "weights": _join([prepared.weights[p] for p in positions], np.float32),
         "rollout_log_probs": _join(rollout, np.float32),

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
+from slime.algorithms.algorithm import Algorithm
 from slime.core.sample import NOT_SAMPLED
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
@@ -100,3 +101,14 @@ class OtherPolicies:
         """What a checkpoint holds: policies that a new run would make otherwise -> their tensors, filled in place."""
         names = (REFERENCE,) if self._args.ref_update_interval else ()
         return self._host.lasting((*names, *((SYNCED,) if self._args.keep_old_actor else ())))
+
+
+def needs_old_pass(args: Args, algorithm: Algorithm, prepared: PreparedBatch) -> bool:
+    """Whether the policy before the update takes a pass of its own.
+
+    With one step the pass that is trained gives its log-probs, unless an advantage is made from them.
+    """
+    several = len(prepared.schedule.steps) > 1
+    hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path
+    read = args.kl_coef or args.use_opd or hooks or algorithm.estimator.reads_log_probs
+    return several or bool(read)

@@ -156,7 +156,8 @@ def _meter(context: StepContext, version: int) -> MismatchMeter:
 
 
 def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
-    meter, prepared = _meter(context, version), dataclasses.replace(prepared, routing=None)  # nothing is routed here
+    meter = _meter(context, version)
+    prepared = dataclasses.replace(prepared, routing=None, images=None)  # nothing is computed here
     for step in prepared.schedule.steps if context.reports else ():
         for batch in _batches(context, prepared, step):
             own = [log_probs[p] for p in batch.positions]

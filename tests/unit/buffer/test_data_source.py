@@ -153,7 +153,12 @@ def test_the_settings_choose(tmp_path: Path) -> None:
     plain: dict[str, Any] = {"prompt_data": None, "n_samples_per_prompt": 3, "rollout_shuffle": False}
     plain |= {"rollout_seed": 1, "tag": "hello", "input_key": "input", "label_key": None, "metadata_key": "metadata"}
     plain |= {"tool_key": "tools", "apply_chat_template": False, "apply_chat_template_kwargs": {}}
-    plain |= {"rollout_max_prompt_len": None, "data_source": "prompt_data", "data_source_path": None}
+    plain |= {
+        "multimodal_keys": None,
+        "rollout_max_prompt_len": None,
+        "data_source": "prompt_data",
+        "data_source_path": None,
+    }
     args = SimpleNamespace(**plain)
     assert build(args).get_groups(1)[0].num_executions == 3
     seen = []

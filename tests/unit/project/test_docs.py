@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from slime.cli.main import COMMANDS, build_parser
 from slime.settings import parse_args
 from slime.settings.schema import owned_spellings
 from slime.settings.table import flag_table
-from tests.support.command_line import complete
+from tests.support.command_line import QWEN3_VL, complete
 from tests.support.documents import LOOPS, ROOT, TEXTS, commands_of, loop_of, text_of
 
 PATH = re.compile(
@@ -126,6 +127,8 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
     def value(flag: str) -> str:
         return words[words.index(flag) + 1]
 
+    if "--multimodal-keys" in words:
+        (Path(own["--hf-checkpoint"]) / "config.json").write_text(json.dumps(QWEN3_VL))
     made: dict[str, Callable[[], str]] = {
         "--hf-checkpoint": lambda: own["--hf-checkpoint"],
         "--prompt-data": lambda: str(chats) if "sft_loss" in words else own["--prompt-data"],
@@ -143,7 +146,7 @@ def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
         flag = out[-1] if out else ""
         if flag in made:
             out.append(made[flag]())
-        elif word.partition("@[")[0].endswith(".jsonl"):
+        elif word.partition("@[")[0].endswith((".jsonl", ".parquet")):
             out.append(own["--prompt-data"])
         else:
             out.append("1" if word in ("N", "K", "$SEED") else word)

@@ -37,6 +37,7 @@ def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
     environment = {name for name, value in spec.environment().items() if value is not None}
     assert environment == {"CUDA_VISIBLE_DEVICES", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"}
     assert spec.environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert spec.environment()["SGLANG_MM_AVOID_RETOKENIZE"] is None, "no prompt with images is tokenised again"
 
 
 def test_more_ranks_than_numa_nodes_name_their_cores() -> None:

@@ -22,7 +22,7 @@ from tests.support.launch_scripts import launch_scripts
 
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
-    "images": r"unknown flag --multimodal-keys|--spec .*, a model of images",
+    "images": r"images are not trained on in a|--spec .*, a model of images",
     "a draft of GLM-5": r"with a draft: of a glm_moe_dsa",
     "training in FP8": r"got fp8",
     "engines' exchange": r"--sglang-moe-a2a-backend",

@@ -1,0 +1,150 @@
+"""Images of a data set's rows: found in their column, put into messages, counted, and kept in the run's folder.
+
+A row's images are bytes (as parquet files of Hugging Face datasets have them: {"bytes", "path"}), base64 in a data URI,
+or the path of a file, from the folder of the data on. Nothing is downloaded.
+
+Invariants
+1. An image is decoded once, here: what is kept, sent to engines and seen by the trainer is the same RGB pixels.
+2. Prompts have one placeholder for each image, ids as many as its image is read as; any other text that spells one is
+   ordinary text (`slime.data.chat`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.core.errors import DataError
+from slime.core.images import ImageFolder
+
+MARK = "<image>"
+"""Stands in a prompt for the next image."""
+
+
+class Counts(Protocol):
+    """What of a model's image processor is needed here."""
+
+    @property
+    def token_id(self) -> int: ...
+    def num_tokens(self, width: int, height: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """The images of one row."""
+
+    digests: tuple[str, ...]
+    num_tokens: tuple[int, ...]
+    """[N] placeholders of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageColumn:
+    """How a data set's images are read."""
+
+    column: str
+    processor: Counts
+    kept: ImageFolder
+
+    def read(self, value: Mapping[str, Any], folder: Path) -> Pictures:
+        """The images of a row; keeps them. `folder`: that of its file. Raises `DataError` for anything else."""
+        if self.column not in value:
+            raise DataError(f"no column {self.column!r}; it has {sorted(map(str, value))}")
+        found = value[self.column]
+        images = found if isinstance(found, list | tuple) else [] if found is None else [found]
+        digests, counts = [], []
+        for number, image in enumerate(images):
+            try:
+                png, size = as_png(_bytes_of(image, folder))
+                counts.append(self.processor.num_tokens(*size))
+            except DataError as error:
+                raise DataError(f"image {number} of {self.column!r}: {error}") from error
+            digests.append(self.kept.put(png))
+        return Pictures(tuple(digests), tuple(counts))
+
+    def expanded(self, ids: Sequence[int], pictures: Pictures) -> list[int]:
+        """The ids of a rendered prompt with as many placeholders as the engine reads. Raises `DataError`."""
+        found = sum(token == self.processor.token_id for token in ids)
+        if found != len(pictures.digests):
+            raise DataError(
+                f"the rendered prompt has {found} placeholders for {len(pictures.digests)} images; does the chat "
+                "template know images?"
+            )
+        counts = iter(pictures.num_tokens)
+        return [t for token in ids for t in ([token] * next(counts) if token == self.processor.token_id else [token])]
+
+
+def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
+    """The prompt as messages whose contents have a part for each `<image>`.
+
+    Raises `DataError` if there are not as many as images.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
+    found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))
+    if found != num_images:
+        raise DataError(f"the prompt has {found} images ({MARK}, or parts of type image) and {num_images} in its row")
+    return messages
+
+
+def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
+    """An image in any format that PIL reads -> the RGB pixels as a PNG, and (width, height). Raises `DataError`."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            size = image.size
+            if image.format == "PNG" and image.mode == "RGB":
+                image.load()
+                return content, size
+            out = io.BytesIO()
+            image.convert("RGB").save(out, "PNG", compress_level=1)
+    except Exception as error:  # whatever a decoder of a damaged file raises
+        raise DataError(
+            f"{len(content)} bytes that PIL cannot read as an image ({type(error).__name__}: {error})"
+        ) from error
+    return out.getvalue(), size
+
+
+def _bytes_of(image: Any, folder: Path) -> bytes:
+    if isinstance(image, Mapping):
+        image = next((image[name] for name in ("bytes", "path", "url") if image.get(name)), None)
+    if isinstance(image, bytes):
+        return image
+    if not isinstance(image, str):
+        raise DataError(f"a {type(image).__name__}; give bytes, a data URI or a path")
+    if image.startswith("data:"):
+        try:
+            return base64.b64decode(image.partition(",")[2], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise DataError(f"a data URI that is not base64: {error}") from error
+    if re.match(r"[a-z]+://", image) and not image.startswith("file://"):
+        raise DataError(f"{image[:80]}, which is not downloaded; do: fetch it, and give its path")
+    try:
+        return (folder / image.removeprefix("file://")).read_bytes()
+    except OSError as error:
+        raise DataError(f"{image[:80]}, which cannot be read: {error}") from error
+
+
+def _parts(content: Any) -> Any:
+    if not isinstance(content, str):
+        return [{k: v for k, v in part.items() if v is not None} for part in _listed(content)]
+    return list(_split(content)) if MARK in content else content
+
+
+def _split(text: str) -> Iterator[dict[str, Any]]:
+    for number, part in enumerate(text.split(MARK)):
+        if number:
+            yield {"type": "image"}
+        if part:
+            yield {"type": "text", "text": part}
+
+
+def _listed(content: Any) -> list[Any]:
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []

@@ -1,0 +1,120 @@
+"""Qwen3-VL, dense: a Qwen3 that reads images through a vision tower, which is frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.core.errors import ConfigError
+from slime.core.hf_config import HfConfig
+from slime.models import FAMILIES
+from slime.models.common.rows import attention, decoder_table, mlp, pre_norm
+from slime.models.common.spread import PLAIN, Spread
+from slime.models.common.table import FamilyTable, Row
+from slime.models.qwen3 import Qwen3
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime.models.common.images import ImageProcessor, VisionTower
+    from slime.settings import Args
+
+LANGUAGE, TOWER = "model.language_model.", r"(model\.)?visual\."
+"""What the tensors of the language model begin with in files; those of the tower, in files and in engines."""
+_SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+@FAMILIES.register("qwen3_vl_text")
+class Qwen3VL(Qwen3):
+    """The language model, which lies under `text_config`, and with `--multimodal-keys` the tower."""
+
+    shares_prefixes = False
+    sees_images = True
+
+    def check(self, args: Args) -> str | None:
+        """The rows of a batch that has images are whole on each rank."""
+        if args.multimodal_keys is None:
+            return None
+        split = [f"--{name.replace('_', '-')} {size}" for name in _SPLITS if (size := args.megatron[name] or 1) > 1]
+        if not split:
+            return None
+        return (
+            f"got multimodal_keys with {' and '.join(split)}, because features of images are put into whole rows on "
+            "whole models; do: leave these at 1 and train on more data-parallel ranks"
+        )
+
+    def departures(self, hf_config: HfConfig) -> dict[str, Any]:
+        """As Qwen3. Raises `ConfigError` where frequencies do not take turns among three positions."""
+        if self._sections(hf_config) is None:
+            raise ConfigError(
+                "got a checkpoint of a Qwen3-VL without mrope_section, or with one that does not divide the rotary "
+                "frequencies in three; its config.json does not describe one"
+            )
+        return super().departures(hf_config)
+
+    def weight_map(self, hf_config: HfConfig) -> FamilyTable:
+        """Rows of the language model; engines hold it at the top."""
+        bias = bool(hf_config.get("attention_bias", False))
+        table = decoder_table(
+            hf_config,
+            lambda s, layer: pre_norm(
+                s.hidden_size,
+                attention(s, qkv_bias=bias, out_bias=bias, qk_norm=True),
+                mlp(s.hidden_size, s.intermediate_size),
+            ),
+            prefix=LANGUAGE,
+            carried=(TOWER,),
+            spread=self.spread(hf_config),
+        )
+        return dataclasses.replace(
+            table,
+            before=tuple(map(_as_served, table.before)),
+            layers=tuple(tuple(map(_as_served, rows)) for rows in table.layers),
+            after=tuple(map(_as_served, table.after)),
+        )
+
+    def spread(self, hf_config: HfConfig) -> Spread:
+        """Tensor parallelism alone: nothing else was proven with images."""
+        return PLAIN
+
+    def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
+        """Frequencies take turns: time, height, width, time, ... up to the sections of height and width, then time."""
+        sections = self._sections(hf_config)
+        assert sections is not None, "refused by departures"
+        return tuple(k % 3 if k < 3 * sections[k % 3] else 0 for k in range(sum(sections)))
+
+    def images(self, hf_config: HfConfig, folder: Path) -> ImageProcessor:
+        """That of the checkpoint."""
+        from slime.models.qwen3_vl.processor import Qwen3VLImages
+
+        return Qwen3VLImages(hf_config, folder)
+
+    def tower(
+        self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
+    ) -> VisionTower:
+        """Transformers' own."""
+        from slime.models.qwen3_vl.tower import Qwen3VLTower
+
+        return Qwen3VLTower(hf_config, weights, dtype=dtype, device=device)
+
+    def layer(self, hf_config: HfConfig, number: int) -> type | None:
+        """The first ones add what deeper layers of the tower see."""
+        from slime.models.qwen3_vl.layer import SeeingLayer
+
+        deep = (hf_config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+        return SeeingLayer if number < len(deep) else None
+
+    def _sections(self, hf_config: HfConfig) -> list[int] | None:
+        """Frequencies of time, height and width; None if they are not what transformers reads."""
+        rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        sections = rope.get("mrope_section") or ()
+        heads = int(hf_config["num_attention_heads"])
+        size = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
+        fits = len(sections) == 3 and sum(sections) == size // 2 and rope.get("mrope_interleaved", True)
+        return list(map(int, sections)) if fits else None
+
+
+def _as_served(row: Row) -> Row:
+    return dataclasses.replace(row, engine=row.engine.replace(LANGUAGE, "model."))

@@ -1,0 +1,53 @@
+"""The vision tower of Qwen3-VL: transformers' own module, frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from slime.core.errors import CheckpointError
+from slime.core.hf_config import HfConfig
+
+ROWS = 64
+"""SGLang pads what it holds as an embedding, the positions of patches among it, to a multiple of so many rows."""
+
+
+class Qwen3VLTower:
+    """Patches in, features out. `weights`: by their names in the files, in any dtype."""
+
+    def __init__(
+        self, hf_config: HfConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises `CheckpointError` for weights that are not those of the config."""
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+        shape = {name: value for name, value in hf_config["vision_config"].items() if name != "model_type"}
+        model = Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**shape), dtype=dtype, attn_implementation="sdpa")
+        own = {name.removeprefix("model.").removeprefix("visual."): tensor for name, tensor in weights.items()}
+        try:
+            model.load_state_dict(own)
+        except RuntimeError as error:
+            raise CheckpointError(f"got a vision tower that is not the one of config.json: {error}") from error
+        self._model, self._device = model.eval().requires_grad_(False), device
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
+        """See `VisionTower`."""
+        model = self._model.to(self._device)
+        seen = model(pixels.to(model.dtype), grid_thw=grids.to(self._device))
+        return seen.pooler_output, *seen.deepstack_features
+
+    def resident(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See `VisionTower`; names are those of SGLang 0.5.16."""
+        for name, tensor in self._model.named_parameters():
+            held = tensor.detach().to(self._device, dtype)
+            if name == "pos_embed.weight":
+                held = torch.cat([held, held.new_zeros(-len(held) % ROWS, held.size(1))])
+            yield f"visual.{name}".replace(".attn.qkv.", ".attn.qkv_proj."), held
+
+    def leave(self) -> None:
+        """See `VisionTower`."""
+        self._model.to("cpu")

@@ -1,0 +1,188 @@
+"""A tiny Qwen3-VL of random weights with its tokenizer and image processor, and rows with images that PIL draws."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import ASSISTANT, BOS, EOS, PAD, SHAPE, UNK, USER, VOCAB_SIZE
+
+VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+SPECIAL_TOKENS = (PAD, EOS, BOS, UNK, USER, ASSISTANT, VISION_START, VISION_END, IMAGE, VIDEO)
+IMAGE_ID, VIDEO_ID = SPECIAL_TOKENS.index(IMAGE), SPECIAL_TOKENS.index(VIDEO)
+CHAT_TEMPLATE = (
+    "{{ '<bos>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}{{ '<eos>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PATCH, MERGE = 4, 2
+SIDE = PATCH * MERGE
+"""Pixels of an image that one token stands for, along each side."""
+VISION_SHAPE: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "out_hidden_size": SHAPE["hidden_size"],
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+IMAGE_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": PATCH,
+    "merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 4 * SIDE * SIDE, "longest_edge": 64 * SIDE * SIDE},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def write_vision_model(directory: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
+    """A float32 checkpoint of `Qwen3VLForConditionalGeneration`; `overrides` are of the language model."""
+    import torch
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = {**SHAPE, "num_hidden_layers": 3, "head_dim": 32, "rope_parameters": rope, "tie_word_embeddings": tied}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = transformers.Qwen3VLConfig(
+            text_config={**text, **overrides},
+            vision_config=VISION_SHAPE,
+            tie_word_embeddings=tied,
+            image_token_id=IMAGE_ID,
+            video_token_id=VIDEO_ID,
+            vision_start_token_id=SPECIAL_TOKENS.index(VISION_START),
+            vision_end_token_id=SPECIAL_TOKENS.index(VISION_END),
+        )
+        model = transformers.Qwen3VLForConditionalGeneration(config).to(torch.float32)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                low = 0.5 if name.endswith("weight") else -0.2
+                torch.nn.init.uniform_(parameter, low, low + (1.0 if low > 0 else 0.4))
+            else:  # wide ones, so that an image changes what is said of it
+                torch.nn.init.normal_(parameter, std=0.15 if "visual" in name else 0.08)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    write_processor(directory)
+    return directory
+
+
+def write_processor(directory: Path) -> None:
+    """Tokenizer, chat template and the settings of the image and video processors."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [c for c in string.printable if c not in "\x0b\x0c\r"]
+    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    vocab.update({f"<unused{i}>": i for i in range(len(vocab), VOCAB_SIZE)})
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=BOS,
+        unk_token=UNK,
+        additional_special_tokens=[USER, ASSISTANT, VISION_START, VISION_END, IMAGE, VIDEO],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    video = {**IMAGE_PROCESSOR, "video_processor_type": "Qwen3VLVideoProcessor"}
+    del video["image_processor_type"]
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
+
+
+def drawn(width: int, height: int, colours: Sequence[tuple[int, int, int]], form: str = "PNG") -> bytes:
+    """The bytes of an image: vertical stripes of `colours`."""
+    from PIL import Image
+
+    image = Image.new("RGB", (width, height))
+    for x in range(width):
+        colour = colours[x * len(colours) // width]
+        for y in range(height):
+            image.putpixel((x, y), colour)
+    out = io.BytesIO()
+    image.save(out, form)
+    return out.getvalue()
+
+
+COLOURS = {"red": (220, 30, 20), "green": (30, 200, 40), "blue": (20, 40, 220), "white": (250, 250, 250)}
+
+
+def picture(seed: int) -> bytes:
+    """A PNG whose size and colours follow from `seed`."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    width, height = (int(n) for n in rng.integers(2 * SIDE, 7 * SIDE, 2))
+    colours = [tuple(int(c) for c in rng.integers(0, 256, 3)) for _ in range(int(rng.integers(1, 5)))]
+    return drawn(width, height, colours)
+
+
+def seeing_batch(folder: Path, checkpoint: Path, *, seed: int = 0) -> Any:
+    """A `TrainBatch` of four groups of two: without images, with one, with two, and with two in another order.
+
+    A response of each group samples the placeholder's id, which is text there. Images lie in `folder`.
+    """
+    import numpy as np
+
+    from slime.core.batch import TrainBatch
+    from slime.core.hf_config import read_hf_config
+    from slime.core.images import ImageFolder
+    from slime.models import family_of
+    from tests.support.training import random_batch, with_samples
+
+    config = read_hf_config(str(checkpoint))
+    processor, kept = family_of(config).images(config, checkpoint), ImageFolder(folder)
+    pictures = [picture(seed + n) for n in range(2)]
+    digests = [kept.put(png) for png in pictures]
+    counts = processor.tokens_of(processor.patches(pictures)[1])
+    batch = random_batch(seed=seed)
+    samples = []
+    for sample, which in zip(batch.samples, [(), (), (0,), (0,), (0, 1), (0, 1), (1, 0), (1, 0)], strict=True):
+        rng = np.random.default_rng(seed + sample.group_index)  # the prompts of a group are equal
+        ids = [2, *rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, 3)]
+        for image in which:
+            ids += [SPECIAL_TOKENS.index(VISION_START), *[IMAGE_ID] * counts[image], SPECIAL_TOKENS.index(VISION_END)]
+            ids += [*rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, 2)]
+        response = sample.tokens[-sample.response_length :].copy()
+        if sample.index % 2:
+            response[len(response) // 2] = IMAGE_ID
+        tokens = np.array([*ids, *response], np.int32)
+        samples.append(dataclasses.replace(sample, tokens=tokens, images=tuple(digests[n] for n in which)))
+    assert isinstance(batch, TrainBatch)
+    return with_samples(batch, samples)
+
+
+def write_colours(folder: Path) -> Path:
+    """Rows of questions for colours in a parquet file, images as Hugging Face data sets have them: bytes and a path."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = []
+    for number in range(12):
+        names = [list(COLOURS)[(number + n) % len(COLOURS)] for n in range(1 + number % 2)]
+        form, width = ("PNG", "JPEG")[number % 2], 24 + 8 * (number % 4)
+        files = [drawn(width, 16 + 4 * n, [COLOURS[name]], form) for n, name in enumerate(names)]
+        images = [{"bytes": file, "path": None} for file in files]
+        question = "".join(f"<image>{n}" for n in range(len(names))) + "what?"
+        rows.append({"problem": question, "answer": " ".join(names), "images": images})
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "colours.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
