@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.observability.sinks import read_jsonl
 from tests.e2e.test_loops import MAX_MISMATCH
 from tests.support.e2e import latest_step, started_and_finished
 from tests.support.families import write_family
@@ -27,4 +28,6 @@ def test_a_recipe_samples_trains_syncs_evaluates_and_saves_a_tiny_model_of_its_f
     assert step["train/train_rollout_logprob_abs_diff_max"] <= MAX_MISMATCH, step
     assert step["train/grad_norm"] > 0, "something was learnt from"
     assert latest_step(tmp_path / "checkpoints") == 0
+    seen = {name for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") for name in row}
+    assert {"eval/held_out", "perf/update_weights_time"} <= seen, "it was evaluated, and engines got the new weights"
     assert run.left() == []
