@@ -1,8 +1,8 @@
 """One training rank's part of the weight sync: its transport, its peers, and how it knows the engines.
 
 Consumes the trainer's weights and the engines that are to have them, once per weight sync. Produces the outcome, which
-all ranks share. Waits for the other ranks (in gloo groups of their own, one for collectives and one for the word whose
-turn it is) and, where it sends, for engines, each with a limit; the driver calls it on all ranks.
+all ranks share. Waits for the other ranks (in a gloo group of its own, and for the word whose turn it is through a
+store that rank 0 keeps) and, where it sends, for engines, each with a limit; the driver calls it on all ranks.
 
 Composed here because only this room sees the trainer, the weights and the control plane of the engines together.
 """
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 CONDUCTOR = 0
 """The training rank that pauses engines, verifies what they hold and lets them serve."""
+LEAST_LIMIT_S, LIMITS_OF_A_SYNC = 1800.0, 100
+"""Of a wait for the other ranks, which may be for the whole of a weight sync: the limits of many calls to engines."""
 
 
 class RankWeightSync:
@@ -62,7 +64,8 @@ class RankWeightSync:
         """`slots`: placement slot of every training rank; `address`: this host, as engines reach it."""
         self._args, self._backend = args, backend
         self._rank = rank
-        self._group = dist.new_group(backend="gloo")
+        limit_s = max(LEAST_LIMIT_S, LIMITS_OF_A_SYNC * args.weight_sync_timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
         self._words = self._meet(address, args.weight_sync_timeout_s)
         self._peers = Peers(
             rank=rank,
@@ -112,8 +115,9 @@ class RankWeightSync:
         try:
             metrics = self._send()
         except SlimeError as error:
-            may_heal = self._peers.broadcast(self._channel.heals)  # only the conductor knows
-            if not may_heal or isinstance(error, DeadlineExceeded):
+            if isinstance(error, DeadlineExceeded):  # on all ranks, or their group is gone
+                raise
+            if not self._peers.broadcast(self._channel.heals):  # only the conductor knows
                 raise
             logger.warning("%s; all weights are sent again, whole", error)
             metrics = self._send()
@@ -202,13 +206,13 @@ class RankWeightSync:
 
 @contextmanager
 def _named(for_what: str) -> Iterator[None]:
-    """What a collective of the weight sync waits for. Its limit is that of gloo's groups."""
+    """What a collective of the weight sync waits for; behind a failure of it the group is gone."""
     began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        limit_s = time.monotonic() - began
-        raise DeadlineExceeded.waiting(owner="weight sync", for_what=for_what, limit_s=limit_s) from error
+        waited = f"weight sync waited {time.monotonic() - began:.0f} s for {for_what}"
+        raise DeadlineExceeded(f"{waited}; a training rank is late or gone: {error}") from error
 
 
 def _post_write(args: Args) -> Callable[[Path, Sequence[str]], object] | None:

@@ -29,7 +29,8 @@ from slime.weights.turns import Turn
 
 
 class Delivery:
-    """One weight sync's buckets of this rank. A context: when it ends, so does the thread."""
+    """One weight sync's buckets of this rank. A context: when it ends, so does the thread; if it ends by an error,
+    which ends the run, nobody waits for what the thread waits for."""
 
     def __init__(
         self, turns: Sequence[Turn], peers: Peers, deliver: Callable[[Bucket], None], departure: Departure
@@ -47,8 +48,8 @@ class Delivery:
     def __enter__(self) -> Delivery:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown()
+    def __exit__(self, kind: object, *rest: object) -> None:
+        self._pool.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
     def open(self, good: bool) -> None:
         """The conductor: lets the first turn begin, or says that none may."""

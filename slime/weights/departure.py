@@ -7,12 +7,19 @@ a stream of their own, each behind the event that ended its filling.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+@functools.cache
+def departure_from(device: torch.device) -> Departure:
+    """One for all weight syncs of a process."""
+    return Departure(device)
 
 
 class Departure:
@@ -22,7 +29,8 @@ class Departure:
         """On a CPU, what is asked for is done at once, and there is nothing to wait for."""
         import torch
 
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of another priority than all else: of equal ones torch has 32, and hands them out again and again.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def filled(self) -> torch.cuda.Event | None:
         """Who fills: all that was asked of the GPU so far."""

@@ -36,7 +36,7 @@ class Outgoing(Protocol):
         ...
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """On its sender the (HF name, full tensor) of a turn, each to be read before the next is asked for.
+        """On its sender the (HF name, full tensor) of a turn, each as it is until nobody holds it any more.
 
         All ranks walk through all turns: those that have a part of its tensors give it, and get nothing. What is wrong
         with a tensor is raised as a `SlimeError` after all parts of the turn were given. Any other error leaves the

@@ -8,7 +8,7 @@ those who have parts of the tensors, whatever has failed. Rank 0 conducts: pause
 the end all ranks agree on the outcome, and all raise or none does. The exception is a rank that breaks a collective of
 the trainer off (no memory for its part, say): it cannot agree on anything, raises at once, and with it the run ends.
 Where a bucket goes from its sender to the engines it does so beside the filling of the next one (`delivery`); where all
-ranks must have it (`Channel.everywhere`), turns follow one another.
+ranks must have it (`Channel.everywhere`), turns follow one another, to the last one whatever has failed.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
@@ -16,7 +16,7 @@ Invariants
    one could not be reached; another weight sync may start from any such state.
 3. Digests are taken of the trainer's own tensors, not of what travels: by the rank that sends them, before they are
    copied into the bucket. Beside the model a rank has two buckets, what it gathers for a turn included
-   (`Outgoing.beside`), unless one parameter takes more by itself.
+   (`Outgoing.beside`), unless one parameter takes more by itself, or buckets go everywhere: then both stay.
 4. No update flushes the engine's cache itself: an engine that finds running requests then dies. The cache is flushed,
    and thereby nothing is seen to run, after the pause; a paused engine admits no request that could fill it again.
    With `retract` and `in_place` requests stay, so nothing can be flushed. What such an engine has cached is divided by
@@ -38,7 +38,7 @@ from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.core.ports import Digest
 from slime.weights.buckets import NUM_BUFFERS, Bucket, Buffers
 from slime.weights.delivery import Delivery
-from slime.weights.departure import Departure
+from slime.weights.departure import departure_from
 from slime.weights.engine_layout import Digests, ExpectedDigests, merged, require_all
 from slime.weights.outgoing import Outgoing
 from slime.weights.receivers import Peers, Receiver, on_all
@@ -143,7 +143,7 @@ class _WeightSync:
             self._send_in_turn(turns, buffers, buffer_bytes)
 
     def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers, limit_bytes: int) -> None:
-        with Delivery(turns, self._peers, self._deliver, Departure(self._outgoing.device)) as delivery:
+        with Delivery(turns, self._peers, self._deliver, departure_from(self._outgoing.device)) as delivery:
             delivery.open(self._failure is None)
             before = 0
             for number, turn in enumerate(turns):
@@ -154,11 +154,11 @@ class _WeightSync:
                         buffers.free()
                     delivery.wait(NUM_BUFFERS - 1)
                     delivery.send(number, self._filled(turn, buffers))
-                    before = turn.num_bytes
+                    before = needs
                 else:
                     self._take_part(turn)
             delivery.wait(0)
-        self._note(delivery.failure)
+        self._failure = _first_cause([self._as_failure(delivery.failure), self._failure])
         self._times["send"] += delivery.seconds
 
     def _send_everywhere(self, turns: Sequence[Turn], buffers: Buffers) -> None:
@@ -295,14 +295,16 @@ class _WeightSync:
 
     def _note(self, error: BaseException | None) -> None:
         """Keeps the first failure of this rank."""
-        if error is None or self._failure is not None:
-            return
-        if isinstance(error, SlimeError):
-            self._failure = error
-            return
+        self._failure = self._failure or self._as_failure(error)
+
+    def _as_failure(self, error: BaseException | None) -> SlimeError | None:
+        """What ranks can agree on."""
+        if error is None or isinstance(error, SlimeError):
+            return error
         kind = type(error).__name__
-        self._failure = WeightSyncError(f"weight sync of version {self._version} failed with {kind}: {error}")
-        self._failure.__cause__ = error
+        failure = WeightSyncError(f"weight sync of version {self._version} failed with {kind}: {error}")
+        failure.__cause__ = error
+        return failure
 
     def _timed(self, name: str) -> _Timer:
         """Adds the seconds of a block to the cost of `name`."""

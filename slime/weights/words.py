@@ -40,13 +40,15 @@ class Words:
     def hear(self, turn: int, num_turns: int) -> bool:
         """Whether all went well before `turn`, behind at most `num_turns` turns of others.
 
-        Raises `DeadlineExceeded`, or what the store raises if the rank that keeps it is gone.
+        Raises `DeadlineExceeded`, or what the store raises if the rank that keeps it is gone (`DistNetworkError`).
         """
+        from torch.distributed import DistStoreError
+
         limit_s = (AT_THE_START + IN_A_TURN * num_turns) * self._limit_s
         key = self._key(turn)
         try:
             self._store.wait([key], timedelta(seconds=limit_s))
-        except RuntimeError as error:
+        except DistStoreError as error:
             what = f"{num_turns} turns of other training ranks, before turn {turn}"
             raise DeadlineExceeded.waiting(owner="weight sync", for_what=what, limit_s=limit_s) from error
         good = bool(self._store.get(key) == GOOD)

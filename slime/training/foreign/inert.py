@@ -1,12 +1,16 @@
 """Pickles that run nothing: they may name a short list of harmless things, and classes are replaced by records.
 
-Used in the confined process alone (`reader`), which is the second wall, not the first.
+Used in the confined process alone (`reader`), which is the second wall, not the first. torch and numpy have loaders of
+their own, which choose by the file what to run, and take addresses from it; here neither is asked. Archives are read as
+the zip files that they are, and tensors and arrays are made of plain bytes, whose number and type are checked.
 
 Invariants
 1. No module is imported because a pickle names it, and no attribute of one is looked up but the dtypes of torch.
 2. An object of a class of `RECORDED` is a `Record`: what its constructor was given, and its state. No code of the class
    runs, not even its import.
-3. What is neither recorded nor listed is refused, by name.
+3. What is neither recorded nor listed is refused, by name. What is listed is a container, or code of this module that a
+   pickle cannot change.
+4. A tensor or an array is made of numbers alone, and of no more bytes than the file has for it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import functools
 import io
 import pickle
 import re
+import zipfile
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import numpy
@@ -66,23 +72,130 @@ def _nested(owner: Any, name: Any) -> type[Record]:
     return record_class(owner.__module__, f"{owner.__name__}.{name}")
 
 
-_NUMPY = {
-    (f"{place}.multiarray", name): getattr(numpy._core.multiarray, name)  # type: ignore[attr-defined]
-    for place in ("numpy.core", "numpy._core")
-    for name in ("_reconstruct", "scalar")
+class _Function:
+    """A function of this module, under the name of another; nothing can be set on it."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *given: Any) -> Any:
+        return self._function(*given)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("it sets what is not its own")
+
+
+# --- numbers of numpy -------------------------------------------------------------------------------------------------
+
+_NUMBERS = re.compile(r"[<>=|]?([fiu][1248]|b1|\?)")
+
+
+class _Dtype:
+    """In place of `numpy.dtype`: a type of plain numbers."""
+
+    __slots__ = ("_code", "_order")
+
+    def __init__(self, code: Any, *_options: Any) -> None:
+        if not isinstance(code, str) or _NUMBERS.fullmatch(code) is None:
+            raise pickle.UnpicklingError(f"it holds an array of {code!r}, which are not plain numbers")
+        self._code, self._order = code.lstrip("<>=|"), "="
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "=", "|"):
+            raise pickle.UnpicklingError("it holds an array of an unknown order of bytes")
+        self._order = state[1]
+
+    def made(self) -> numpy.dtype[Any]:
+        """numpy's own."""
+        return numpy.dtype(self._code).newbyteorder(self._order)  # type: ignore[arg-type]
+
+
+class Array:
+    """In place of `numpy.ndarray`, which takes its memory from a pickle."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, *_shape_and_type: Any) -> None:
+        self._array: Any = numpy.empty(0)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, by_columns, content = state
+        self._array = _numbers(dtype, content).reshape(shape, order="F" if by_columns else "C")
+
+    def tolist(self) -> Any:
+        """Plain numbers, in lists."""
+        return self._array.tolist()
+
+
+def _numbers(dtype: Any, content: Any) -> Any:
+    if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
+        raise pickle.UnpicklingError("it holds an array that is not of plain numbers")
+    return numpy.frombuffer(content, dtype.made())
+
+
+def _number(dtype: Any, content: Any) -> Any:
+    """In place of `numpy.core.multiarray.scalar`."""
+    return _numbers(dtype, content).reshape(()).tolist()
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
 }
+_UNTYPED = torch.uint8
+
+
+class _Storage:
+    """The bytes of one or several tensors."""
+
+    __slots__ = ("content", "dtype")
+
+    def __init__(self, dtype: torch.dtype, content: bytearray) -> None:
+        self.dtype, self.content = dtype, content
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+    """In place of `torch._utils._rebuild_tensor_v2`, and of `_v3`, which also says the type."""
+    dtype = next((kind for kind in rest if isinstance(kind, torch.dtype)), None)
+    if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
+        raise pickle.UnpicklingError("it holds a tensor that is not one")
+    dtype = dtype or storage.dtype
+    if not storage.content:
+        return torch.empty(tuple(size), dtype=dtype)
+    return torch.frombuffer(storage.content, dtype=dtype).as_strided(tuple(size), tuple(stride), offset)
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **_NUMPY,
-    ("numpy", "ndarray"): numpy.ndarray,
-    ("numpy", "dtype"): numpy.dtype,
-    ("torch", "Size"): tuple,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): torch._utils._rebuild_tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    **{
+        (f"{place}.multiarray", name): _Function(make)
+        for place in ("numpy.core", "numpy._core")
+        for name, make in (("_reconstruct", Array), ("scalar", _number))
+    },
+    ("numpy", "ndarray"): _Function(Array),
+    ("numpy", "dtype"): _Function(_Dtype),
+    ("torch", "Size"): _Function(tuple),
+    ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): _Function(_tensor),
+    ("torch._utils", "_rebuild_parameter"): _Function(lambda tensor, *_given: tensor),
     ("collections", "OrderedDict"): collections.OrderedDict,
-    ("_codecs", "encode"): lambda text, _encoding: text.encode("latin1"),
-    **{(place, "getattr"): _nested for place in ("builtins", "__builtin__")},
+    ("_codecs", "encode"): _Function(lambda text, _encoding: text.encode("latin1")),
+    **{(place, "getattr"): _Function(_nested) for place in ("builtins", "__builtin__")},
     **{(place, name): kind for place in ("builtins", "__builtin__") for name, kind in (("set", set), ("list", list))},
+    **{("torch", name): kind for name, kind in _STORAGES.items()},
+    ("torch", "UntypedStorage"): _UNTYPED,
+    ("torch.storage", "UntypedStorage"): _UNTYPED,
 }
 """(module, name) -> what it is here."""
 
@@ -100,35 +213,48 @@ class Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is neither a weight nor a sample")
 
 
-def load(file: BinaryIO, **_options: Any) -> Any:
-    """A pickle that is a file by itself; this module is a `pickle_module` for `torch.load`."""
+class _Archive(Unpickler):
+    """What `torch.save` wrote since 1.6: a zip file with a pickle, and the bytes of each storage beside it."""
+
+    def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
+        super().__init__(io.BytesIO(archive.read(f"{folder}/data.pkl")))
+        self._archive, self._folder = archive, folder
+        self._storages: dict[str, bytearray] = {}
+
+    def persistent_load(self, named: Any) -> _Storage:
+        """A storage, by the name of its bytes."""
+        kind, dtype, key = named[:3]
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdecimal():
+            raise pickle.UnpicklingError("it names bytes that torch.save would not")
+        if key not in self._storages:
+            self._storages[key] = bytearray(self._archive.read(f"{self._folder}/data/{key}"))
+        return _Storage(dtype, self._storages[key])
+
+
+def load(file: BinaryIO) -> Any:
+    """A pickle that is a file by itself."""
     return Unpickler(file).load()
 
 
 def load_archive(file: BinaryIO) -> Any:
     """What `torch.save` wrote: objects with tensors. Raises `pickle.UnpicklingError` for another kind of file."""
-    import sys
-    import zipfile
-
     try:
-        names = {name.rpartition("/")[2] for name in zipfile.ZipFile(file).namelist()}
-    except zipfile.BadZipFile as error:
-        raise pickle.UnpicklingError(f"it is not a file of torch.save since 1.6 ({error})") from None
-    if "constants.pkl" in names or "data.pkl" not in names:
-        raise pickle.UnpicklingError("it is a program of TorchScript, not a file of torch.save")
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=False, pickle_module=sys.modules[__name__])
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            folders = [name.removesuffix("/data.pkl") for name in names if name.count("/") == 1 and "/data.pkl" in name]
+            if any(name.endswith("/constants.pkl") for name in names) or len(folders) != 1:
+                raise pickle.UnpicklingError("it is a program of TorchScript, not a file of torch.save")
+            order = f"{folders[0]}/byteorder"
+            if order in names and archive.read(order) != b"little":
+                raise pickle.UnpicklingError("its bytes are in the order of another kind of machine")
+            return _Archive(archive, folders[0]).load()
+    except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
+        raise pickle.UnpicklingError(f"it is not a whole file of torch.save since 1.6 ({error})") from None
 
 
 def tensor_of(content: bytes) -> torch.Tensor:
     """One tensor that `torch.save` wrote. Raises `pickle.UnpicklingError` for anything else."""
-    try:
-        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # whose text says how to load it all the same
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        raise pickle.UnpicklingError(
-            f"it names {named[1]}, which is not a weight" if named else "it is not a tensor of torch.save"
-        ) from None
-    if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
+    loaded = load_archive(io.BytesIO(content))
+    if not isinstance(loaded, torch.Tensor):
         raise pickle.UnpicklingError(f"it holds a {type(loaded).__name__}, not a plain tensor")
-    return loaded.detach()
+    return loaded

@@ -103,7 +103,7 @@ class Folder:
 
 def plain(value: Any, where: str = "it") -> Any:
     """What JSON can say of a value. Raises `ValueError` that says where it cannot."""
-    from slime.training.foreign.inert import Record
+    from slime.training.foreign.inert import Array, Record
 
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -114,7 +114,7 @@ def plain(value: Any, where: str = "it") -> Any:
     if isinstance(value, Record):
         enum = value.state is None and len(value.given) == 1
         return plain(value.given[0], where) if enum else plain(value.fields, where)
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a tensor, an array or a number of numpy
+    if isinstance(value, Array) or hasattr(value, "untyped_storage"):  # or a tensor
         return plain(value.tolist(), where)
     raise ValueError(f"{where} is of {type(value).__name__}, which is not JSON")
 

@@ -111,7 +111,7 @@ class TrainerWeights:
 
     @torch.no_grad()
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor); it may share memory with the parameters, or be gone when the next is asked for."""
+        """(HF name, full tensor); it may share memory with the parameters."""
         if turn.sender not in self._tensor_ranks and turn.sender not in self._expert_ranks:
             return
         for stacked, portions in groupby(turn.portions, lambda portion: portion.entries[0].row.stacked):

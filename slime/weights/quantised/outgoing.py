@@ -79,7 +79,9 @@ class QuantisedOutgoing:
         """Of the plain weights, and what is quantised at a time."""
         plain = self._plain[id(turn)]
         weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
-        return self._weights.beside(plain) + TIMES * max((n for n in weights if 2 * n > self._run_bytes), default=0)
+        return self._weights.beside(plain) + int(
+            TIMES * max((n for n in weights if 2 * n > self._run_bytes), default=0)
+        )
 
     def _quantises(self, spec: Spec) -> bool:
         return spec.name in self._quantised.names

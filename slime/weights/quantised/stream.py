@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 RUN_BYTES = 64 * 2**20
 """Of neighbours of one shape that are quantised together, at most."""
-TIMES = 5
+TIMES = 6.5
 """How often what is quantised is in memory meanwhile: as it is, in float32, scaled, rounded, and its codes."""
 
 

@@ -248,6 +248,87 @@ def test_getattr_reaches_records_alone() -> None:
     assert issubclass(asked_of("slime.utils.types\nSample"), inert.Record)
 
 
+def _program(path: Path) -> bytes:
+    """A TorchScript file, whose name for `data.pkl` is as in a file of `torch.save`."""
+    torch.jit.script(torch.nn.Linear(1, 1)).save(str(path))
+    return path.read_bytes()
+
+
+def test_no_loader_of_torch_is_asked_what_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: two readers of one zip may see two files in it; there is one reader."""
+
+    def asked(*_given: Any, **_named: Any) -> None:
+        pytest.fail("torch chose")
+
+    whole = _dump(tmp_path / "5.pt", _fields(more=torch.arange(3))).read_bytes()
+    for name in ("load", "jit.load"):
+        monkeypatch.setattr(f"torch.{name}", asked)
+    for content in (whole, _program(tmp_path / "p.pt") + whole):
+        held = inert.load_archive(io.BytesIO(content))
+        assert held["samples"][0]["more"].tolist() == [0, 1, 2]
+    with pytest.raises(pickle.UnpicklingError, match="a program of TorchScript"):
+        inert.load_archive(io.BytesIO(whole + _program(tmp_path / "p.pt")))
+
+
+@pytest.mark.parametrize("code", ["O8", "V8", "O", "S4", "M8[ns]", "f3"])
+def test_arrays_are_of_plain_numbers(code: str) -> None:
+    """Law: no bytes of a file are taken for an object, or for an address."""
+    content = f"cnumpy\ndtype\n(V{code}\nI00\nI01\ntR.".encode()
+    with pytest.raises(pickle.UnpicklingError, match="which are not plain numbers"):
+        inert.load(io.BytesIO(content))
+
+
+def test_a_structure_with_objects_is_refused(tmp_path: Path) -> None:
+    array = np.zeros(1, dtype=[("a", "O")])
+    with pytest.raises(pickle.UnpicklingError, match="which are not plain numbers"):
+        inert.load_archive(_dump(tmp_path / "5.pt", _fields(metadata={"x": array})).open("rb"))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.ones((2, 3))),
+        np.array([True, False]),
+        np.float32(2),
+    ],
+    ids=["big-endian", "by columns", "bool", "number"],
+)
+def test_plain_arrays_are_read(array: Any, tmp_path: Path) -> None:
+    held = inert.load_archive(_dump(tmp_path / "5.pt", array).open("rb"))["samples"][0]
+    assert (held.tolist() if hasattr(held, "tolist") else held) == array.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.float32])
+def test_tensors_are_read_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = torch.randint(0, 2, (4, 6)).to(dtype)
+    for tensor in (base, base.t(), base[1:, ::2], base[:0], torch.nn.Parameter(base.float())):
+        torch.save(tensor, tmp_path / "t.pt")
+        read = inert.tensor_of((tmp_path / "t.pt").read_bytes())
+        assert read.dtype == tensor.dtype and read.shape == tensor.shape
+        assert read.contiguous().view(torch.uint8).equal(tensor.detach().contiguous().view(torch.uint8))
+
+
+def test_a_tensor_reaches_no_further_than_its_bytes(tmp_path: Path) -> None:
+    class Beyond:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self._tensor = tensor
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            storage = torch.storage.TypedStorage(wrap_storage=self._tensor.untyped_storage(), dtype=torch.float32)
+            return torch._utils._rebuild_tensor_v2, (storage, 2, (1 << 20,), (1,), False, None)
+
+    torch.save(Beyond(torch.ones(4)), tmp_path / "t.pt")
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        inert.tensor_of((tmp_path / "t.pt").read_bytes())
+
+
+def test_what_a_pickle_may_call_cannot_be_changed_by_it() -> None:
+    content = b"ctorch._utils\n_rebuild_tensor_v2\n}Va\nI1\nsb."
+    with pytest.raises(pickle.UnpicklingError, match="not its own"):
+        inert.load(io.BytesIO(content))
+
+
 def test_the_process_has_no_network_and_writes_no_file(tmp_path: Path) -> None:
     """Law: where the kernel permits, what opens pickles has no network; everywhere it cannot fill a disk."""
     _dump(tmp_path / "5.pt", _fields())
@@ -263,7 +344,11 @@ def test_a_damaged_rollout_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "a.pt").write_bytes(b"PK nothing")
     torch.save([1, 2], tmp_path / "b.pt")
     torch.jit.script(torch.nn.Linear(1, 1)).save(str(tmp_path / "c.pt"))
-    for name, why in (("a", "not a file of torch.save"), ("b", "not a rollout"), ("c", "a program of TorchScript")):
+    for name, why in (
+        ("a", "not a whole file of torch.save"),
+        ("b", "not a rollout"),
+        ("c", "a program of TorchScript"),
+    ):
         assert _convert(tmp_path / f"{name}.pt", tmp_path / "out", "--trust-pickle") == 2
         assert why in capsys.readouterr().err
 

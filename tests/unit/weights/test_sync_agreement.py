@@ -18,7 +18,7 @@ from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
 from slime.weights.turns import Turn
-from tests.support.weights import FakeEngine, FakeWire, Ranks, model, transport_context
+from tests.support.weights import FakeEngine, FakeWire, Ranks, TamperingChannel, model, transport_context
 
 
 class Broken(Whole):
@@ -132,3 +132,79 @@ def test_the_engine_that_failed_is_named_and_not_who_waited_in_vain_for_a_rank_t
 
     outcomes = on_ranks(2, member)
     assert all(isinstance(o, EngineError) and o.engines == ("http://a",) for o in outcomes), outcomes
+
+
+def test_the_engine_that_failed_is_named_and_not_what_went_wrong_with_a_later_bucket() -> None:
+    """Law: on one rank, too."""
+    table, state = model()
+    wire = FakeWire()
+    engine = FakeEngine("http://a", table, wire)
+    engine.fail_at = "update"
+    refused = threading.Event()
+
+    class Late(Whole):
+        def tensors(self, turn: Turn) -> Any:
+            if turn is not self.turns(4096)[0]:
+                refused.wait()
+            yield from super().tensors(turn)
+            if turn is not self.turns(4096)[0]:
+                raise CheckpointError("got a weight with an undefined entry")
+
+        def turns(self, limit_bytes: int) -> Any:
+            self.__dict__.setdefault("known", super().turns(limit_bytes))
+            return self.__dict__["known"]
+
+    class Told(TamperingChannel):
+        def deliver(self, *given: Any, **named: Any) -> None:
+            try:
+                super().deliver(*given, **named)
+            finally:
+                refused.set()
+
+    channel = TensorTransport().open(transport_context(serialize=wire.serialize))
+    with pytest.raises(EngineError) as caught:
+        sync_weights(
+            Late(table, state.items()),
+            receivers=[Receiver(engine)],  # type: ignore[arg-type]
+            channel=Told(channel, lambda name, tensor: tensor),
+            digest=digest,
+            version=1,
+            buffer_bytes=4096,
+        )
+    assert caught.value.engines == ("http://a",)
+
+
+def test_a_rank_that_breaks_off_waits_for_nobody() -> None:
+    """Law: what breaks a collective off is raised while this rank's thread still waits for another rank's word."""
+    table, state = model()
+    over, waits = threading.Event(), threading.Event()
+
+    class Broken(Whole):
+        def tensors(self, turn: Turn) -> Any:
+            if turn.sender == 1 and waits.is_set():
+                raise MemoryError("no room")
+            yield from super().tensors(turn)
+
+    def hear(turn: int, num_turns: int) -> bool:
+        waits.set()
+        return over.wait()
+
+    class Seen(Broken):
+        def tensors(self, turn: Turn) -> Any:
+            if turn.sender == 0:  # between two turns of this rank, whose first one is with the thread by then
+                waits.wait()
+            yield from super().tensors(turn)
+
+    try:
+        with pytest.raises(MemoryError):
+            sync_weights(
+                Seen(table, state.items(), rank=1, senders=((1, 0),)),
+                receivers=[],
+                channel=TensorTransport().open(transport_context()),
+                digest=digest,
+                version=1,
+                buffer_bytes=6000,
+                peers=dataclasses.replace(Ranks(2).peers(1), hear=hear),
+            )
+    finally:
+        over.set()
