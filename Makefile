@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format clean
+.PHONY: help venv demo test test-all test-recipes check format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test: $(STAMP) ## everything but the slow tests, real engines included
 test-all: SELECT := --hypothesis-profile=explore
 test-all: $(STAMP) ## every test, and new examples for the properties
 	$(TWO_SESSIONS)
+
+test-recipes: $(STAMP) ## the recipes for GPUs, cut to tiny models, each through one real step on this machine
+	$(PYTEST) -p no:cacheprovider tests/e2e/test_recipes_for_gpus.py
 
 check: $(STAMP) ## lint, format, types, import contracts; how much code each room has
 	$(PY) -m ruff check .
