@@ -13,14 +13,6 @@ from slime.core.layout import EngineLayout, EngineRank
 from slime.settings.engine_layout import server_settings
 from tests.support.ranks import Seat
 
-KERNELS = (
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-)
-"""What SGLang's Qwen3.5 looks up on a CPU when it is imported, and only a build of its kernels has."""
-
 
 def meet(seat: Seat, layout: EngineLayout, checkpoint: Path) -> EngineRank:
     """Makes SGLang's groups of ranks in this process; which rank it is."""
@@ -29,12 +21,6 @@ def meet(seat: Seat, layout: EngineLayout, checkpoint: Path) -> EngineRank:
     from slime.compat.sglang_cpu import activate
 
     activate("cpu")
-    import torch
-
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    for kernel in KERNELS:
-        library.define(f"{kernel}(Tensor a) -> Tensor")
-    _KEPT.append(library)
     from sglang.srt.distributed import parallel_state
     from sglang.srt.models import qwen3_5, qwen3_next
     from sglang.srt.server_args import set_global_server_args_for_scheduler
@@ -137,10 +123,6 @@ def _compare_quantised(layout: EngineLayout, rank: EngineRank, checkpoint: Path)
     source = load_file(checkpoint / "model.safetensors")
     state = {n: source[n].float() if table.entry_of_hf(n).row.wide else source[n] for n in table.hf_names}
     return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
-
-
-_KEPT: list[Any] = []
-"""A library that is dropped takes its kernels along."""
 
 
 def compare(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[str, list[str]]]:

@@ -58,7 +58,7 @@ def test_every_family_has_an_answer() -> None:
     """Law: a family that says nothing does not share."""
     configs: dict[str, dict[str, Any]] = {name: {"model_type": name, "num_hidden_layers": 2} for name in dict(FAMILIES)}
     refusing = {name for name, config in configs.items() if prefix_problem(config) is not None}
-    assert refusing == {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+    assert refusing == {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text"}
     assert "indexer" in str(prefix_problem({**configs["glm_moe_dsa"], "index_topk": 8}))
     with pytest.raises(ConfigError, match="model_type 'unheard_of'"):
         prefix_problem({"model_type": "unheard_of"})
