@@ -58,7 +58,7 @@ test-all: SELECT := --hypothesis-profile=explore
 test-all: $(STAMP) ## every test, and new examples for the properties
 	$(TWO_SESSIONS)
 
-test-recipes: $(STAMP) ## the recipes for GPUs, cut to tiny models, each through one real step on this machine
+test-recipes: $(STAMP) ## the recipes for GPUs, made tiny, each through one real step on this machine
 	$(PYTEST) -p no:cacheprovider tests/e2e/test_recipes_for_gpus.py
 
 check: $(STAMP) ## lint, format, types, import contracts; how much code each room has

@@ -300,33 +300,33 @@ def test_kills_at_any_moment(rig: DeltaRig) -> None:
         agent.stop()
 
 
-def resources(pid: int) -> tuple[int, int]:
-    """(open files, resident MiB) of a process."""
+def resources(pid: int) -> tuple[int, int, int]:
+    """(open files, resident MiB, mappings of shared memory) of a process."""
     resident = next(
         int(line.split()[1]) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmRSS" in line
     )
-    return len(os.listdir(f"/proc/{pid}/fd")), resident // 1024
+    mapped = Path(f"/proc/{pid}/maps").read_text().count("/dev/shm/")
+    return len(os.listdir(f"/proc/{pid}/fd")), resident // 1024, mapped
 
 
 def repeat(rig: DeltaRig, num: int, warm: int) -> None:
     """`num` weight syncs; after the first `warm` nothing grows."""
     settings = AgentSettings(str(rig.folder), str(rig.local), None, LIMIT_S)
     agent = AgentProcess(settings, rig.url, None, rig.tmp_path / "agent.log")
-    shm = lambda: len(os.listdir("/dev/shm"))  # noqa: E731
     try:
         channel = rig.channel_of(update_weight_full_interval=10)
         follow(rig, channel, range(2, 2 + warm))
         gc.collect()
-        before = [resources(pid) for pid in (os.getpid(), agent.pid)], shm()
+        before = [resources(pid) for pid in (os.getpid(), agent.pid)]
         follow(rig, channel, range(2 + warm, 2 + num))
         gc.collect()
-        after = [resources(pid) for pid in (os.getpid(), agent.pid)], shm()
+        after = [resources(pid) for pid in (os.getpid(), agent.pid)]
         rig.assert_serves(rig.now, 1 + num)
     finally:
         agent.stop()
-    for (files, mib), (files_before, mib_before) in zip(after[0], before[0], strict=True):
-        assert files <= files_before + 2 and mib <= mib_before + 48, f"{before} became {after}"
-    assert after[1] <= before[1]
+    for (files, mib, mapped), (files_before, mib_before, mapped_before) in zip(after, before, strict=True):
+        grown = files > files_before + 2 or mib > mib_before + 48 or mapped > mapped_before
+        assert not grown, f"{before} became {after}"
     assert len(list(rig.folder.glob("weight_v*"))) <= 10
 
 
