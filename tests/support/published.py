@@ -87,6 +87,12 @@ _QWEN3_5 = {
     },
 }
 
+_DEEPSEEK_V3 = (
+    _sizes(7168, 18432, 61, 128, 128, 129280, model_type="deepseek_v3", rope_scaling=_YARN, rope_theta=10000)
+    | _routed(256, 8, 2048, n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3, **_LATENT)
+    | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
+    | {"num_nextn_predict_layers": 1, "quantization_config": _FP8, "routed_scaling_factor": 2.5}
+)
 SYNCED: dict[str, tuple[dict[str, Any], float]] = {
     "SmolLM2-135M": (_sizes(576, 1536, 30, 9, 3, 49152, model_type="llama", tie_word_embeddings=True), 0.1345),
     "Llama-3.1-8B": (_LLAMA_8B, 8.030),
@@ -122,19 +128,9 @@ SYNCED: dict[str, tuple[dict[str, Any], float]] = {
         },
         34.66,
     ),
-    "DeepSeek-V3": (
-        _sizes(7168, 18432, 61, 128, 128, 129280, model_type="deepseek_v3", rope_scaling=_YARN, rope_theta=10000)
-        | _routed(256, 8, 2048, n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3, **_LATENT)
-        | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
-        | {"num_nextn_predict_layers": 1, "quantization_config": _FP8, "routed_scaling_factor": 2.5},
-        671.03,
-    ),
+    "DeepSeek-V3": (_DEEPSEEK_V3, 671.03),
     "DeepSeek-V3.2": (
-        _sizes(7168, 18432, 61, 128, 128, 129280, model_type="deepseek_v32", rope_scaling=_YARN, rope_theta=10000)
-        | _routed(256, 8, 2048, n_shared_experts=1, n_group=8, topk_group=4, first_k_dense_replace=3, **_LATENT)
-        | {"q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "scoring_func": "sigmoid"}
-        | {"num_nextn_predict_layers": 1, "quantization_config": _FP8, "routed_scaling_factor": 2.5}
-        | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+        _DEEPSEEK_V3 | {"model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
         671.88,
     ),
     "Kimi-K2-Instruct": (

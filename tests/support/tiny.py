@@ -31,13 +31,15 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Writes a tokenizer in which every printable ASCII character is one token."""
+def write_tokenizer(
+    directory: Path, *, special_tokens: tuple[str, ...] = SPECIAL_TOKENS, chat_template: str = CHAT_TEMPLATE
+) -> None:
+    """Writes a tokenizer in which every printable ASCII character is one token. `special_tokens` begin with ours."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = [c for c in string.printable if c not in "\x0b\x0c\r"]
-    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    vocab = {token: i for i, token in enumerate((*special_tokens, *characters))}
     vocab.update({f"<unused{i}>": i for i in range(len(vocab), VOCAB_SIZE)})
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -48,9 +50,9 @@ def write_tokenizer(directory: Path) -> None:
         eos_token=EOS,
         bos_token=BOS,
         unk_token=UNK,
-        additional_special_tokens=[USER, ASSISTANT],
+        additional_special_tokens=list(special_tokens[SPECIAL_TOKENS.index(USER) :]),
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     fast.save_pretrained(directory)
 
 

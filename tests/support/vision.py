@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny import ASSISTANT, BOS, EOS, PAD, SHAPE, UNK, USER, VOCAB_SIZE
+from tests.support import tiny
+from tests.support.tiny import SHAPE, VOCAB_SIZE, write_tokenizer
 
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-SPECIAL_TOKENS = (PAD, EOS, BOS, UNK, USER, ASSISTANT, VISION_START, VISION_END, IMAGE, VIDEO)
+SPECIAL_TOKENS = (*tiny.SPECIAL_TOKENS, VISION_START, VISION_END, IMAGE, VIDEO)
 IMAGE_ID, VIDEO_ID = SPECIAL_TOKENS.index(IMAGE), SPECIAL_TOKENS.index(VIDEO)
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -82,25 +82,7 @@ def write_vision_model(directory: Path, *, seed: int = 0, tied: bool = False, **
 
 def write_processor(directory: Path) -> None:
     """Tokenizer, chat template and the settings of the image and video processors."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = [c for c in string.printable if c not in "\x0b\x0c\r"]
-    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *characters))}
-    vocab.update({f"<unused{i}>": i for i in range(len(vocab), VOCAB_SIZE)})
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        bos_token=BOS,
-        unk_token=UNK,
-        additional_special_tokens=[USER, ASSISTANT, VISION_START, VISION_END, IMAGE, VIDEO],
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(directory)
+    write_tokenizer(directory, special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE)
     (directory / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
     video = {**IMAGE_PROCESSOR, "video_processor_type": "Qwen3VLVideoProcessor"}
     del video["image_processor_type"]
