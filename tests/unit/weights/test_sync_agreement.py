@@ -14,7 +14,7 @@ from slime.core.errors import CheckpointError, DeadlineExceeded, EngineError
 from slime.serving.wire import digest
 from slime.weights.delta.channel import DeltaChannel
 from slime.weights.outgoing import Whole
-from slime.weights.receivers import Receiver
+from slime.weights.receivers import Peers, Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports.tensor import TensorTransport
 from slime.weights.turns import Turn
@@ -54,6 +54,19 @@ def on_ranks(number: int, member: Callable[[int, Ranks], Any]) -> list[Any]:
     return outcomes
 
 
+def send(weights: Whole, engine: FakeEngine, wire: FakeWire, peers: Peers) -> dict[str, float]:
+    """One rank's part of a weight sync through shared memory."""
+    return sync_weights(
+        weights,
+        receivers=[Receiver(engine)],  # type: ignore[arg-type]
+        channel=TensorTransport().open(transport_context(serialize=wire.serialize, peers=peers)),
+        digest=digest,
+        version=1,
+        buffer_bytes=4096,
+        peers=peers,
+    )
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_ranks_that_never_began_end_with_what_the_engine_said(number: int, tmp_path: Path) -> None:
     """Law: a channel that began nothing is asked for nothing."""
@@ -89,15 +102,7 @@ def test_what_is_wrong_with_a_tensor_is_raised_on_all_ranks_once_all_were_given(
         peers = ranks.peers(rank)
         weights = Broken(table, state.items(), rank=rank, senders=((0, 1, 2),))
         try:
-            return sync_weights(
-                weights,
-                receivers=[Receiver(engine)],  # type: ignore[arg-type]
-                channel=TensorTransport().open(transport_context(serialize=wire.serialize, peers=peers)),
-                digest=digest,
-                version=1,
-                buffer_bytes=4096,
-                peers=peers,
-            )
+            return send(weights, engine, wire, peers)
         finally:
             walked.extend(weights.walked)
 
@@ -120,15 +125,7 @@ def test_the_engine_that_failed_is_named_and_not_who_waited_in_vain_for_a_rank_t
         peers = ranks.peers(rank)
         if rank == 0:  # sends after rank 1, and gives up before that
             peers = dataclasses.replace(peers, hear=expired)
-        return sync_weights(
-            Whole(table, state.items(), rank=rank, senders=((1, 0),)),
-            receivers=[Receiver(engine)],  # type: ignore[arg-type]
-            channel=TensorTransport().open(transport_context(serialize=wire.serialize, peers=peers)),
-            digest=digest,
-            version=1,
-            buffer_bytes=4096,
-            peers=peers,
-        )
+        return send(Whole(table, state.items(), rank=rank, senders=((1, 0),)), engine, wire, peers)
 
     outcomes = on_ranks(2, member)
     assert all(isinstance(o, EngineError) and o.engines == ("http://a",) for o in outcomes), outcomes
