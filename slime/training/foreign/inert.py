@@ -172,7 +172,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> to
     if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
         raise pickle.UnpicklingError("it holds a tensor that is not one")
     dtype = dtype or storage.dtype
-    if not storage.content:
+    if 0 in size:  # of no bytes, from which torch makes no tensor
         return torch.empty(tuple(size), dtype=dtype)
     return torch.frombuffer(storage.content, dtype=dtype).as_strided(tuple(size), tuple(stride), offset)
 
