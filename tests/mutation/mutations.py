@@ -133,8 +133,20 @@ ALGORITHMS: dict[str, Mutation] = {
     "low variance times any ratio": Mutation(
         "algorithms",
         "algorithms/kl/low_var_kl.py",
-        "return product.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)",
-        "return product",
+        "return values.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)",
+        "return values",
+    ),
+    "a bound of one factor": Mutation(
+        "algorithms",
+        "algorithms/kl/__init__.py",
+        "product = self.bounded(estimate * log_ratio.exp())",
+        "product = self.bounded(estimate) * log_ratio.exp()",
+    ),
+    "a log-ratio at its limit leaves the other its slope": Mutation(
+        "algorithms",
+        "algorithms/kl/__init__.py",
+        "torch.where(limited | ratio_limited, product.detach(), product)",
+        "product",
     ),
     "sequence mean over masked tokens": Mutation(
         "algorithms",

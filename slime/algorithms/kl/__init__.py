@@ -5,6 +5,10 @@ register it. A user's own is named by its path: `--kl-loss-type my_pkg.mine`.
 
 With `old_log_probs` the estimate is multiplied by the ratio policy / old, through which the gradient flows, too
 (DeepSeek-V3.2, arXiv:2512.02556): value and gradient are then unbiased for tokens sampled from the old policy.
+
+Bounds act on what is minimised: on the estimate, or on its product with the ratio, of which the estimate is a factor
+whose slope the bound may not take alone: k3 held at 10, times a ratio that rises, would push the policy away. A token
+where any bound acts has no gradient.
 """
 
 from __future__ import annotations
@@ -40,16 +44,21 @@ class KLEstimator(ABC):
         log_ratio_limit: float = LOG_RATIO_LIMIT,
     ) -> Tensor:
         """Estimate [R], zero where masked, differentiable in `log_probs`."""
-        d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
+        import torch
+
+        d, limited = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
         estimate = self.of_log_ratio(d)
         if old_log_probs is None:
-            return estimate
-        log_ratio, _ = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
-        return self.held(estimate * log_ratio.exp())
+            return self.bounded(estimate)
+        log_ratio, ratio_limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
+        product = self.bounded(estimate * log_ratio.exp())
+        return torch.where(limited | ratio_limited, product.detach(), product)
 
-    def held(self, product: Tensor) -> Tensor:
-        """The product of estimate and ratio [R], within the bounds of the estimator: by default it has none."""
-        return product
+    def bounded(self, values: Tensor) -> Tensor:
+        """Estimates [R], times the ratio if they are multiplied by one, within the bounds of the estimator: by default
+        it has none. Zero gradient where a bound acts.
+        """
+        return values
 
     def check(self, args: Args) -> str | None:
         """What cannot work together (got / because / do), before anything starts; None if nothing."""

@@ -1,4 +1,4 @@
-"""low_var_kl: k3 clamped to +-10, with the ratio too where it is multiplied by one: no token dominates the penalty."""
+"""low_var_kl: k3, or its product with the ratio, clamped to +-10: no token dominates the penalty."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ LOW_VAR_LIMIT = 10.0
 class LowVarianceKL(K3):
     """k3 inside of the clamp; zero gradient outside."""
 
-    def of_log_ratio(self, d: Tensor) -> Tensor:
+    def bounded(self, values: Tensor) -> Tensor:
         """See `KLEstimator`."""
-        return super().of_log_ratio(d).clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
-
-    def held(self, product: Tensor) -> Tensor:
-        """See `KLEstimator`."""
-        return product.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+        return values.clamp(-LOW_VAR_LIMIT, LOW_VAR_LIMIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -172,41 +173,60 @@ def test_kl_estimators_are_unbiased_where_the_paper_says_so() -> None:
         assert mean.item() == pytest.approx(exact, rel=1e-12)
 
 
+FAR = _t(0.02, 0.5, 0.48), _t(0.5, 0.3, 0.2), _t(0.6, 0.2, 0.2)
+"""The same three, where the k3 of the first token is 25, and 1 with its ratio."""
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
-def test_with_the_ratio_value_and_gradient_are_those_of_the_exact_kl_under_old_samples(kind: str) -> None:
-    logits = P.log().clone().requires_grad_()
+@pytest.mark.parametrize(("new", "old", "ref"), [(P, OLD, Q), FAR], ids=["near", "far"])
+def test_with_the_ratio_value_and_gradient_are_those_of_the_exact_kl_under_old_samples(
+    new: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, kind: str
+) -> None:
+    logits = new.log().clone().requires_grad_()
     log_p = logits.log_softmax(0)
-    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - ref.log())).sum(), logits)
     log_p = logits.log_softmax(0)
-    mean = (OLD * kl_estimate(log_p, Q.log(), torch.ones(3), kind, old_log_probs=OLD.log())).sum()
+    mean = (old * kl_estimate(log_p, ref.log(), torch.ones(3), kind, old_log_probs=old.log())).sum()
     (got,) = torch.autograd.grad(mean, logits)
-    assert mean.item() == pytest.approx((P * (P / Q).log()).sum().item(), rel=1e-12)
+    assert mean.item() == pytest.approx((new * (new / ref).log()).sum().item(), rel=1e-12)
     assert got.tolist() == pytest.approx(exact.tolist(), abs=1e-12)
 
 
-def test_low_variance_is_bounded_with_its_ratio() -> None:
-    log_probs = _t(-1.0, 14.0).requires_grad_()
-    ref, old, one = _t(-9.0, 0.0), _t(-9.0, 0.0), torch.ones(2)
-    got = kl_estimate(log_probs, ref, one, "low_var_kl", old_log_probs=old)
-    assert got.tolist() == [10.0, 10.0]
-    assert kl_estimate(log_probs, ref, one, "k3", old_log_probs=old).min() > 1e4
-    got.sum().backward()
-    assert log_probs.grad is not None and log_probs.grad.tolist() == [0.0, 0.0]
+PLAIN_KL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: torch.exp(-d) - 1 + d,
+    "low_var_kl": lambda d: torch.exp(-d) - 1 + d,
+}
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("kind", KL_TYPES)
-def test_gradient_of_kl_is_its_finite_difference(kind: str, unbiased: bool) -> None:
-    x, ref, old, step = _t(-1.0, -0.3, -2.0), _t(-0.8, -0.9, -1.9), _t(-1.3, -0.2, -2.0), 1e-6
+def test_no_bound_turns_or_swells_the_gradient_of_a_kl(kind: str, unbiased: bool) -> None:
+    """Law: value and gradient are those of the formula without bounds, and where a bound acts there is no gradient."""
+    grid = torch.linspace(-24.0, 24.0, 97, dtype=torch.float64)  # 0.5 apart, beyond the limit of 20 on both sides
+    d, log_ratio = (x.flatten() for x in torch.meshgrid(grid, grid if unbiased else grid[:1] * 0, indexing="ij"))
 
-    def value(new: torch.Tensor) -> torch.Tensor:
-        return kl_estimate(new, ref, torch.ones(3), kind, old_log_probs=old if unbiased else None)
+    def gradient(value: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = torch.zeros_like(d).requires_grad_()
+        values = value(log_probs)
+        values.sum().backward()
+        assert log_probs.grad is not None
+        return values.detach(), log_probs.grad
 
-    new = x.clone().requires_grad_()
-    value(new).sum().backward()
-    assert new.grad is not None
-    want = (value(x + step) - value(x - step)) / (2 * step)
-    assert new.grad.tolist() == pytest.approx(want.tolist(), abs=1e-8)
+    want, slope = gradient(lambda lp: PLAIN_KL[kind](lp + d) * ((lp + log_ratio).exp() if unbiased else 1.0))
+    old = -log_ratio if unbiased else None
+    got, found = gradient(lambda lp: kl_estimate(lp, -d, torch.ones_like(d), kind, old_log_probs=old))
+    bounded = (d.abs() > LOG_RATIO_LIMIT) | (log_ratio.abs() > LOG_RATIO_LIMIT)
+    assert bounded.any()
+    if kind == "low_var_kl":
+        assert float(got.max()) == 10.0, "no token outweighs all others"
+        bounded = bounded | (want > 10.0)
+    assert not found[bounded].any()
+    torch.testing.assert_close(got[~bounded], want[~bounded], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[~bounded], slope[~bounded], rtol=1e-9, atol=1e-9)
+    if unbiased and kind in ("k3", "low_var_kl"):
+        torch.testing.assert_close(slope, (d * log_ratio.exp()), rtol=1e-9, atol=1e-6 * float(slope.abs().max()))
 
 
 def test_log_ratio_is_clamped_and_counted() -> None:
