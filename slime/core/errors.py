@@ -44,6 +44,10 @@ class RequestRejected(EngineError):
     """The engine said that this request can never succeed (HTTP 4xx): never retried."""
 
 
+class TakenBack(SlimeError, RuntimeError):
+    """The run ended a request early: its step is over, or a checkpoint is due. The execution is tried again."""
+
+
 class GroupsFailed(EngineError):
     """Too many groups of a step failed for chance: an engine, a user's function or a grader is broken."""
 

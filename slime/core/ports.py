@@ -18,6 +18,8 @@ WeightVersion = int
 TOKEN_VERSIONS_KEY = "token_weight_version"
 """In the `meta_info` of an answer: the weight version of each token, where engines tell it."""
 
+OWN_REQUESTS = "slime-"
+"""How the ids of the run's own requests begin: its client goes on where a weight sync ended one of them."""
 ROUTED_EXPERTS_MARK = "-experts-"
 """In a request's id, and behind it a number: return the routed experts of the tokens from that one on. The id is what
 sglang-router 0.3.2 hands on as it is; fields that it does not know it drops."""

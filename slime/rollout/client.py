@@ -8,8 +8,10 @@ engine. What is left of a request in an engine is ended by a background task (`w
 
 Invariants
 1. A call outlives its requests. One that is interrupted, by an abort, a weight sync, the end of its engine or a status
-   that may pass, is sent again with the tokens that it has (`call`), and the answer is all of them. Finish reason
-   `abort` is for those who ask for it: `returns_partial`, or a scope that the run ends.
+   that may pass, is sent again with the tokens that it has (`call`), and the answer is all of them. Only what the run
+   takes back (the end of its `RequestScope`, a pause that hands back) ends before: with `TakenBack`, so that nobody
+   takes half an answer for a whole one, or with finish reason `abort` for those who ask for `returns_partial`. Either
+   way its execution is told (`transcript`), which is not finished then, whatever its code says.
 2. Only what can succeed is tried again (`job`). While no engine can be reached the call waits, within `engine_wait_s`.
 3. Each request has an id of its own, because an engine refuses one that it is still working on, and is at one engine,
    which alone hears of its end. Many are ended by one abort for each engine, which ends no request of anybody else
@@ -31,7 +33,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.core.errors import EngineError
+from slime.core.errors import EngineError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.call import Call, EndOfText, Refused, require_joinable
 from slime.rollout.engines import EnginePool
@@ -40,9 +42,10 @@ from slime.rollout.job import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job
 from slime.rollout.pairing import PairPool
 from slime.rollout.pictures import Pictures
 from slime.rollout.progress import waiting
-from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, RequestScope
+from slime.rollout.scope import REQUEST_SCOPE, RequestScope
 from slime.rollout.slices import Budget
 from slime.rollout.traffic import Sums, Traffic
+from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
 
@@ -83,6 +86,7 @@ class EngineClient:
         end: EndOfText | None = None,
         shared: bool = False,
         pairs: bool = False,
+        trained: bool = True,
     ) -> None:
         """`urls`: engines that are admitted from the beginning.
 
@@ -91,11 +95,12 @@ class EngineClient:
         refused. `api_key`: the token that the engines ask for. `token_versions`: engines must tell the version of each
         token. `experts`: engines are asked for the routed experts, which look like this. `end`: how answers end.
         `shared`: the engines may have requests of others, which are left alone. `pairs`: those that are admitted read
-        prompts for others, or sample what others have read.
+        prompts for others, or sample what others have read. `trained`: executions note what these engines sample,
+        because it may be trained.
         """
         self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
-        self._wire, self._shared = Wire(api_key), shared
+        self._wire, self._shared, self._trained = Wire(api_key), shared, trained
         limits: dict[str, Any] = {"silence_limit_s": request_timeout_s, "wait_limit_s": engine_wait_s}
         limits |= {"most_per_engine": max_concurrency}
         self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)
@@ -103,6 +108,8 @@ class EngineClient:
         self._handing_back: list[RequestScope] = []
         self._budget = Budget(IDS_IN_A_TURN)
         self._in_front: list[Callable[[], Awaitable[None]]] = []
+        self.num_pauses = 0
+        """How often everything that engines had was ended, requests of others, too."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -118,19 +125,20 @@ class EngineClient:
     ) -> Generation:
         """Samples a continuation of `input_ids`. `experts_from`: routed experts of earlier tokens are not sent again.
 
-        `session_id`: requests of one go to one engine, as long as it lives. `returns_partial`: an interrupted request
-        comes back with what it has, finish reason `abort`, instead of going on. `pictures`: those of the prompt.
+        `session_id`: requests of one go to one engine, as long as it lives. `returns_partial`: what the run takes back
+        comes with the tokens that there are and finish reason `abort`, instead of `TakenBack`; the execution is not
+        finished then and says so by its status, ABORTED. `pictures`: those of the prompt.
 
-        Raises `RequestRejected` if the request can never succeed, `EngineError` if engines fail or answer nonsense,
-        `DeadlineExceeded` after `request_timeout_s` without progress, or `engine_wait_s` without an engine.
+        Raises `TakenBack` if the run ended the request, `RequestRejected` if it can never succeed, `EngineError` if
+        engines fail or answer nonsense, `DeadlineExceeded` after `request_timeout_s` without progress, or
+        `engine_wait_s` without an engine.
         """
         await self._budget.take(IDS_OF_A_REQUEST + len(input_ids))
-        job = self._job(
-            input_ids, sampling_params, session_id, experts_from, returns_partial, STREAM_INTERVAL, False, pictures
-        )
+        job = self._job(input_ids, sampling_params, session_id, experts_from, STREAM_INTERVAL, False, pictures)
         async with aclosing(self._parts(job)) as parts:
             async for _ in parts:
                 pass
+        _require_whole(job, returns_partial)
         return job.call.answer()
 
     async def stream(
@@ -146,11 +154,12 @@ class EngineClient:
         """As `generate`, in parts: yields what was sampled since the part before, for functions that stop early.
 
         Closing the iterator aborts the request in its engine; what it sampled beyond the last part is nobody's. Each
-        part but the last has the finish reason `abort`, which is what it is if none comes after it. `interval`: tokens
-        of a part, about. The last part has the routed experts of all: a stream that is closed before it has none.
+        part but the last has the finish reason `abort`. What the run takes back ends with `TakenBack`, or with such a
+        part for those who ask for `returns_partial`. `interval`: tokens of a part, about. The last part has the routed
+        experts of all: a stream that is closed before it has none.
         """
         await self._budget.take(IDS_OF_A_REQUEST + len(input_ids))
-        job = self._job(input_ids, sampling_params, session_id, experts_from, returns_partial, interval, True)
+        job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)
         held: Generation | None = None
         async with aclosing(self._parts(job)) as parts:
             async for part in parts:
@@ -161,6 +170,7 @@ class EngineClient:
                     yield part
                 else:
                     held = part
+        _require_whole(job, returns_partial)
         yield job.call.last_part(held)
 
     # ---- engines ---------------------------------------------------------------------------------------------------
@@ -201,7 +211,7 @@ class EngineClient:
     # ---- all requests at once --------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
-        """Ends all requests of a scope, at other clients, too: running ones return what they have, none comes after."""
+        """Takes back all requests of a scope, at other clients, too; none is sent after it."""
         scope.aborted = True
         for pool in scope.pools:
             pool.wake_all()
@@ -225,8 +235,9 @@ class EngineClient:
     async def pause(self, scope: RequestScope | None = None) -> None:
         """Ends every request of the engines; they go on after `resume`, with the tokens they have.
 
-        Those of `scope` return what they have instead. A request that its engine does not end in time is interrupted.
+        Those of `scope` are taken back instead. A request that its engine does not end in time is interrupted.
         """
+        self.num_pauses += 1
         self._pool.close_gate()
         if scope is not None:
             scope.hands_back = True
@@ -275,7 +286,6 @@ class EngineClient:
         params: Mapping[str, Any],
         session: str | None,
         experts_from: int,
-        partial: bool,
         interval: int,
         streams: bool,
         pictures: Pictures | None = None,
@@ -291,15 +301,22 @@ class EngineClient:
             end=self._end,
             pictures=pictures,
         )
-        return Job(call, REQUEST_SCOPE.get(), HANDBACK.get(), session, partial, interval, streams)
+        return Job(call, REQUEST_SCOPE.get(), TRANSCRIPT.get(), session, interval, streams)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
-        """Request after request, until the answer has ended or the call is handed back."""
-        with waiting() as limits:  # of its requests
-            async with aclosing(self._requests(job)) as parts:
-                async for part in parts:
-                    with limits.handing_out():
-                        yield part
+        """Request after request, until the answer has ended or the call is taken back."""
+        transcript = job.transcript if self._trained else None
+        if transcript is not None:
+            transcript.begin(job.call)
+        try:
+            with waiting() as limits:  # of its requests
+                async with aclosing(self._requests(job)) as parts:
+                    async for part in parts:
+                        with limits.handing_out():
+                            yield part
+        finally:
+            if transcript is not None:
+                transcript.end(job.call)
 
     async def _requests(self, job: Job) -> AsyncGenerator[Generation, None]:
         call, handed_out = job.call, False
@@ -314,7 +331,7 @@ class EngineClient:
                 if one is None:
                     self._traffic.end(lap, None, now(), tokens=0, read=(0, 0), again=call.num_requests > 0)
             if one is None:
-                job.hand_back()
+                job.take_back()
                 return
             delay_s, again = 0.0, call.num_requests > 0
             try:
@@ -322,11 +339,11 @@ class EngineClient:
                     async for part in parts:
                         handed_out = True
                         yield part
-                if call.finish is None:  # aborted
+                if call.finish is None and not job.is_over():  # aborted
                     delay_s = job.again("aborted by its engine", before, self._pool)
             except (Interrupted, aiohttp.ClientError, TimeoutError, Refused, EngineError) as problem:
                 call.settle()
-                if call.finish is None:
+                if call.finish is None and not job.is_over():
                     delay_s = job.after(problem, one, before, self._pool)
             finally:
                 self._pool.release(one)
@@ -334,12 +351,11 @@ class EngineClient:
                 read, drafted = call.read, call.drafted
                 self._traffic.end(lap, one, now(), tokens=max(0, new), read=read, again=again, drafted=drafted)
             if call.finish is None:
-                if job.partial or job.is_over():
-                    job.hand_back()
+                if job.is_over():
+                    job.take_back()
                     return
                 require_joinable(call, handed_out)
                 await asyncio.sleep(delay_s)
-        job.has_ended()
 
     async def _listen(self, one: Try, job: Job) -> AsyncGenerator[Generation, None]:
         """One request; its parts, if they are read. Leaves nothing in the engine. Raises what `Job.after` takes."""
@@ -386,3 +402,12 @@ class EngineClient:
                 response.release()
             if runs and upstream.admitted:
                 self._wire.abort(upstream.url, one.rid)
+
+
+def _require_whole(job: Job, returns_partial: bool) -> None:
+    """Raises `TakenBack`."""
+    if job.taken_back and not returns_partial:
+        raise TakenBack(
+            f"the run took a request back after {len(job.call.tokens)} tokens, because its step is over or a "
+            "checkpoint is due; let this error out, and the execution is tried again"
+        )

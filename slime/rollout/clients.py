@@ -29,7 +29,7 @@ def model_clients(args: Args, tokenizer: Any, *, api_key: str | None) -> Models:
     """
     return Models(
         {
-            model.name: engine_client(args, (), tokenizer, api_key=api_key, pairs=model.in_pairs)
+            model.name: engine_client(args, (), tokenizer, api_key=api_key, pairs=model.in_pairs, trained=model.trained)
             if model.trained or model.path == args.hf_checkpoint
             else _frozen_client(args, model, api_key)
             for model in topology_of(args).models
@@ -48,17 +48,23 @@ def _frozen_client(args: Args, model: ServedModel, api_key: str | None) -> Engin
         api_key=api_key,
         end=end_of_text(path, tokenizer_of(path)),
         pairs=model.in_pairs,
+        trained=False,
     )
 
 
 def engine_client(
-    args: Args, urls: Sequence[str], tokenizer: Any, *, api_key: str | None, pairs: bool = False
+    args: Args,
+    urls: Sequence[str],
+    tokenizer: Any,
+    *,
+    api_key: str | None,
+    pairs: bool = False,
+    trained: bool = True,
 ) -> EngineClient:
     """The client of the policy's engines: those at `urls`, and the ones that are admitted later.
 
-    `api_key`: the token that they ask for; `pairs`: they answer in pairs.
-
-    `tokenizer`: the one that the engines decode with; None where there is none.
+    `api_key`: the token that they ask for; `pairs`: they answer in pairs; `trained`: their model is the one that is
+    trained. `tokenizer`: the one that the engines decode with; None where there is none.
     """
     return EngineClient(
         *urls,
@@ -72,6 +78,7 @@ def engine_client(
         end=end_of_text(args.hf_checkpoint, tokenizer),
         shared=bool(args.rollout_external_engine_addrs),
         pairs=pairs,
+        trained=trained,
     )
 
 

@@ -27,6 +27,7 @@ from itertools import islice
 from typing import Any
 
 from slime.core.errors import DeadlineExceeded
+from slime.core.ports import OWN_REQUESTS
 from slime.rollout.loads import Loads
 from slime.rollout.scope import RequestScope
 from slime.rollout.slices import Slices
@@ -61,7 +62,7 @@ class EnginePool:
         """
         self._most, self.silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
         self._wanted = wanted
-        self._name, self._num_admitted = uuid.uuid4().hex, 0
+        self._name, self._num_admitted = f"{OWN_REQUESTS}{uuid.uuid4().hex}", 0
         self._upstreams: dict[str, Upstream] = {}
         self._loads = Loads()
         """Of those that can be reached, as far as is known."""

@@ -2,11 +2,13 @@
 
 Outcomes of an execution, and what it leaves behind for a later try
 - finished: samples that are complete and scored.
-- aborted: interrupted, by the loop or by the engine; its tokens stay with `--partial-rollout`, otherwise it is as
-  before the try. So does one of which the run ended a request, and whose code then raised or gave up, whatever it
-  raised: an SDK wraps the abort in an error of its own.
+- aborted: interrupted, by the loop or by the engine. So is each execution of which the run took a request back
+  (`Transcript.taken_back`), whatever its code, hooks or rewards say or raise: a verdict over half an answer is no
+  verdict, and an SDK wraps the end of a request in an error of its own. If the code itself says ABORTED, its tokens
+  stay with `--partial-rollout`; otherwise it is as before the try.
 - failed, unscored, expired, rejected: engine, grader or user code failed, whatever it raised, or stood still; it is as
-  before the try, and `reason` says why. Never a reward of zero.
+  before the try, and `reason` says why. Never a reward of zero. A finished sample of which a trained token was not
+  sampled as the sample says (law 1) is unscored, too: nothing of it is trained, and its group goes on without it.
 
 Consumes: one group and what earlier tries left of it. Produces: a `GroupResult`. Waits for: its executions, each of
 which waits for the user's or the default generate function, as long as that makes progress (`supervise`), and then for
@@ -43,15 +45,14 @@ from slime.core.errors import (
 )
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.types import Score, Unscored, reason_kind
-from slime.rollout.answers import ANSWERS
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load, name_of
 from slime.rollout.progress import waiting
 from slime.rollout.sampling import seeded
-from slime.rollout.scope import HANDBACK, Handback
 from slime.rollout.supervise import END_LIMIT_S, end_tasks, supervised
 from slime.rollout.traced import traced, traced_execution
+from slime.rollout.transcript import TRANSCRIPT, Transcript
 from slime.rollout.types import DynamicFilterOutput
 
 T = TypeVar("T")
@@ -159,68 +160,119 @@ async def run_execution(
     `attempts`: how often its group was issued before, for the trace.
     """
     one = siblings[0]
-    with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
-        return await _run_execution(context, siblings, params, hook, evaluation=evaluation)
-
-
-async def _run_execution(
-    context: RolloutContext, siblings: list[Sample], params: dict[str, Any], hook: Hook, *, evaluation: bool
-) -> Execution:
-    args = context.args
-    group_rm = args.group_rm and not evaluation
-    if is_finished(siblings, scored=not group_rm):
+    if is_finished(siblings, scored=not graded_together(context, evaluation)):
         return Execution(siblings, Outcome.FINISHED)
-    sample = siblings[0] if len(siblings) == 1 else reset(siblings[0])
+    sample = one if len(siblings) == 1 else reset(one)
     sample.session_id = sample.session_id or uuid.uuid4().hex
-    before, handback = sample.copy(), Handback()
-    HANDBACK.set(handback)  # of this execution's task, or until the next one in it
-    ANSWERS.set([])
+    before, transcript = sample.copy(), Transcript.behind(sample)
+    token, num_pauses = TRANSCRIPT.set(transcript), _num_pauses(context)
     try:
-        if sample.status not in FINISHED:
-            if sample.generate_function_path:
-                hook = load(sample.generate_function_path, "generate") or hook
-            fresh = seeded(args, params, sample.index or 0)
-            with traced("generate", function=name_of(hook)):
-                result = await supervised(
-                    _by_user(context, hook, sample, fresh, evaluation=evaluation),
-                    what=f"execution {sample.index} of group {sample.group_index} in {name_of(hook)}",
-                    limit_s=args.execution_timeout_s,
-                )
-        else:
-            result = [sample]
-        statuses = {s.status for s in result}
-        if Status.FAILED in statuses and handback.happened:
-            return Execution([before], Outcome.ABORTED, "interrupted")
-        if Status.FAILED in statuses:
-            reason = next(s.failure for s in result if s.status is Status.FAILED)
-            return Execution([before], Outcome.FAILED, context.progress.failed(reason or "no reason given"))
-        if not statuses <= set(FINISHED):
-            scope = REQUEST_SCOPE.get()
-            if Status.PENDING in statuses and not (scope and scope.aborted):
-                raise HookError(
-                    f"got sample {sample.index} of group {sample.group_index} PENDING from the generate function, so "
-                    "nothing says whether it is done; do: set sample.status (Status.COMPLETED or Status.TRUNCATED)"
-                )
-            kept = result if args.partial_rollout and len(result) == 1 and not evaluation else [reset(before)]
-            return Execution(kept, Outcome.ABORTED, "interrupted")
-        for one in result if args.mask_offpolicy_in_partial_rollout and not evaluation else ():
-            mask_older(one)
-        context.progress.tokens += sum(s.effective_response_length for s in result)
-        if group_rm:
-            return Execution(result, Outcome.FINISHED)
-        as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
-        with traced("grade", samples=len(result)):
-            reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
-        if reason:
-            context.progress.failed(reason)
-        return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
-    except FATAL:
-        raise
+        with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
+            ended = await _generate_and_score(context, sample, before, params, hook, evaluation=evaluation)
+    except FATAL as problem:
+        if not (transcript.taken_back and isinstance(problem, HookError)):  # it may have had nothing to return
+            raise
+        ended = _interrupted(before, problem)
     except Exception as problem:
-        if handback.happened:
-            logger.info("execution %s of group %s was interrupted", sample.index, sample.group_index, exc_info=problem)
-            return Execution([before], Outcome.ABORTED, "interrupted")
-        return _failed(context, before, problem)
+        told = _num_pauses(context) > num_pauses and was_told_to_ask_again(problem)
+        ended = _interrupted(before, problem) if transcript.taken_back or told else _failed(before, problem)
+    finally:
+        TRANSCRIPT.reset(token)
+    if ended.outcome is Outcome.ABORTED:
+        return ended
+    if transcript.taken_back:
+        return _interrupted(before)
+    if ended.reason:
+        context.progress.failed(ended.reason)
+    return ended
+
+
+async def _generate_and_score(
+    context: RolloutContext,
+    sample: Sample,
+    before: Sample,
+    params: dict[str, Any],
+    hook: Hook,
+    *,
+    evaluation: bool,
+) -> Execution:
+    """One try. `before`: the sample as it was, for a later one."""
+    args, result = context.args, [sample]
+    if sample.status not in FINISHED:
+        if sample.generate_function_path:
+            hook = load(sample.generate_function_path, "generate") or hook
+        fresh = seeded(args, params, sample.index or 0)
+        with traced("generate", function=name_of(hook)):
+            result = await supervised(
+                _by_user(context, hook, sample, fresh, evaluation=evaluation),
+                what=f"execution {sample.index} of group {sample.group_index} in {name_of(hook)}",
+                limit_s=args.execution_timeout_s,
+            )
+    statuses = {s.status for s in result}
+    if Status.FAILED in statuses:
+        reason = next(s.failure for s in result if s.status is Status.FAILED)
+        return Execution([before], Outcome.FAILED, reason or "no reason given")
+    untrue = "" if evaluation else _not_as_sampled(result)
+    if not statuses <= set(FINISHED):
+        _require_told(sample, statuses)
+        kept = args.partial_rollout and len(result) == 1 and not evaluation and not untrue
+        return Execution(result if kept else [reset(before)], Outcome.ABORTED, "interrupted")
+    if untrue:
+        return Execution(result, Outcome.UNSCORED, untrue)
+    for one in result if args.mask_offpolicy_in_partial_rollout and not evaluation else ():
+        mask_older(one)
+    context.progress.tokens += sum(s.effective_response_length for s in result)
+    if graded_together(context, evaluation):
+        return Execution(result, Outcome.FINISHED)
+    as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
+    with traced("grade", samples=len(result)):
+        reason = await score_samples(context, result, group=as_group)  # evaluation: the function wants a list
+    return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
+
+
+def graded_together(context: RolloutContext, evaluation: bool) -> bool:
+    """Whether the executions of a group are graded together, when all of them have ended."""
+    return context.args.group_rm and not evaluation
+
+
+def _num_pauses(context: RolloutContext) -> int:
+    return 0 if context.client is None else context.client.num_pauses
+
+
+def _not_as_sampled(samples: Sequence[Sample]) -> str:
+    """Why none of these samples may be trained (law 1), and says it in them; empty if they may."""
+    transcript = TRANSCRIPT.get()
+    assert transcript is not None, "an execution has a transcript"
+    reason = next((problem for sample in samples if (problem := transcript.problem(sample))), "")
+    for sample in samples if reason else ():
+        sample.reward, sample.unscored = None, reason
+    return reason
+
+
+def _require_told(sample: Sample, statuses: set[Status]) -> None:
+    """Raises `HookError` for a sample of which nobody knows whether it is done."""
+    scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
+    interrupted = (scope is not None and scope.aborted) or (transcript is not None and transcript.taken_back)
+    if Status.PENDING in statuses and not interrupted:
+        raise HookError(
+            f"got sample {sample.index} of group {sample.group_index} PENDING from the generate function, so "
+            "nothing says whether it is done; do: set sample.status (Status.COMPLETED or Status.TRUNCATED)"
+        )
+
+
+def was_told_to_ask_again(problem: BaseException) -> bool:
+    """Whether an HTTP client of the user's was answered 503, as engines answer others whose request the run ended
+    (`compat/sglang_taken_back.py`): what aiohttp, httpx, requests and the clients of OpenAI and Anthropic raise.
+    """
+    seen: set[int] = set()
+    one: BaseException | None = problem
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        answers = (one, getattr(one, "response", None))
+        if any(getattr(answer, name, None) == 503 for answer in answers for name in ("status", "status_code", "code")):
+            return True
+        one = one.__cause__ or one.__context__
+    return False
 
 
 async def _by_user(
@@ -234,17 +286,23 @@ async def _by_user(
     return result
 
 
-def _failed(context: RolloutContext, before: Sample, problem: Exception) -> Execution:
+def _interrupted(before: Sample, problem: Exception | None = None) -> Execution:
+    """The run took a request of it back."""
+    logger.info("execution %s of group %s was interrupted", before.index, before.group_index, exc_info=problem)
+    return Execution([before], Outcome.ABORTED, "interrupted")
+
+
+def _failed(before: Sample, problem: Exception) -> Execution:
     """What an error means that is not the end of the run."""
     match problem:
         case RequestRejected():
             return Execution([before], Outcome.REJECTED, str(problem))
         case DeadlineExceeded():
-            return Execution([before], Outcome.EXPIRED, context.progress.failed(str(problem)))
+            return Execution([before], Outcome.EXPIRED, str(problem))
     logger.warning("execution %s of group %s failed", before.index, before.group_index, exc_info=problem)
     exited = isinstance(problem, HookExited)  # its text has kind and place
     reason = str(problem) if exited else f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
-    return Execution([before], Outcome.FAILED, context.progress.failed(reason))
+    return Execution([before], Outcome.FAILED, reason)
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -55,7 +55,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     known = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.end
     seen: dict[str, Any] = {"pictures": context.pictures(sample.images)} if sample.images else {}
     generation = await context.engine().generate(
-        sample.tokens, params, session_id=sample.session_id, experts_from=known, **seen
+        sample.tokens, params, session_id=sample.session_id, experts_from=known, returns_partial=True, **seen
     )
     if generation.finish_reason == "abort" and params.get("stop") and context.tokenizer is not None:
         generation = before_stop(generation, params["stop"], context.tokenizer)

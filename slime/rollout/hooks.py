@@ -10,10 +10,10 @@ from typing import Any
 from slime.buffer.groups import flatten
 from slime.core.errors import HookError
 from slime.core.sample import Sample
-from slime.rollout.answers import ANSWERS, complete
 from slime.rollout.generate import generate as default_generate
 from slime.rollout.supervise import supervised
 from slime.rollout.threads import run_in_thread
+from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.types import DynamicFilterOutput
 from slime.settings import Args
 from slime.settings.groups.hooks import HookSettings
@@ -72,7 +72,9 @@ async def call_generate(
         raise HookError(f"got one Sample object several times from {name_of(hook)}; do: copy.deepcopy it for siblings")
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
-        complete(sibling, ANSWERS.get() or ())
+        transcript = TRANSCRIPT.get()
+        if transcript is not None:
+            transcript.complete(sibling)
         sibling.validate()
     return samples
 

@@ -20,7 +20,8 @@ import aiohttp
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
 from slime.rollout.call import Call, Refused
 from slime.rollout.engines import EnginePool
-from slime.rollout.scope import Handback, RequestScope
+from slime.rollout.scope import RequestScope
+from slime.rollout.transcript import Transcript
 from slime.rollout.upstream import ABORTED, DISMISSED, LATE, PAUSED, UNREAD, Interrupted, Try
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
@@ -38,33 +39,30 @@ class Job:
 
     call: Call
     scope: RequestScope | None
-    handback: Handback | None
+    transcript: Transcript | None
     """Of the execution that asks."""
     session: str | None
-    partial: bool
     interval: int
     streams: bool
     """Somebody reads the parts."""
     tries: int = 0
     """Requests in a row that brought no token."""
     internal_errors: int = 0
+    taken_back: bool = False
+    """The run ended it before its end."""
     went_on: bool = False
     """It has left an engine that stalls; a second one would be its own fault."""
 
     def is_over(self) -> bool:
-        """Whether it is handed back as it is."""
+        """Whether the run takes it back."""
         scope = self.scope
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
-    def has_ended(self) -> None:
-        """The call has its whole answer: what its execution does from now on is its own again."""
-        if self.handback is not None and not self.is_over():
-            self.handback.happened = False
-
-    def hand_back(self) -> None:
-        """It comes back as it is, and its execution may learn why."""
-        if self.handback is not None and self.is_over():
-            self.handback.happened = True
+    def take_back(self) -> None:
+        """It ends without its whole answer, and so does its execution, whatever its code makes of that."""
+        self.taken_back = True
+        if self.transcript is not None:
+            self.transcript.taken_back = True
 
     def after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
         """What a request that was interrupted or refused means: seconds to wait. Raises if it is the end.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import current
 from slime.rollout.sampling import rollout_sampling_params
+from slime.rollout.transcript import TRANSCRIPT
 from slime.settings import Args
 
 
@@ -47,6 +48,9 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run ends what the calling execution has under way."""
-        scope = REQUEST_SCOPE.get()
-        return scope is not None and scope.aborted
+        """Whether the run ends what the calling execution has under way. Who is told so is not finished any more."""
+        scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
+        ended = scope is not None and scope.aborted
+        if ended and transcript is not None:
+            transcript.taken_back = True
+        return ended

@@ -1,7 +1,7 @@
 """`post`: one HTTP request with tries, as functions of the public slime send them; to `/generate` by the run's client.
 
 What goes to a router of the run is not sent there: the engine client has the key, outlives weight syncs and engines
-that end, and says which weights sampled each token (`answers`). The answer is worded as SGLang's.
+that end, and notes which weights sampled each token (`transcript`). The answer is worded as SGLang's.
 
 Waits for: the client, whose limits are its own, or a server, at most `TIMEOUT_S` for each try. Is woken by its answer.
 """
@@ -16,7 +16,6 @@ import aiohttp
 
 from slime.core.errors import HookError
 from slime.core.ports import TOKEN_VERSIONS_KEY
-from slime.rollout.answers import Answer, remember
 from slime.rollout.client import EngineClient
 from slime.rollout.context import RolloutContext, current
 from slime.rollout.generation import Generation
@@ -113,9 +112,8 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
         ids = tokenizer.encode(payload["text"], add_special_tokens=False)
     ids = list(ids)
     session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)
-    generation = await client.generate(ids, payload.get("sampling_params") or {}, session_id=session)
-    remember(Answer(ids, generation))
-    return _worded(ids, generation)
+    params = payload.get("sampling_params") or {}
+    return _worded(ids, await client.generate(ids, params, session_id=session, returns_partial=True))
 
 
 def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:

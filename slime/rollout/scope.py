@@ -1,7 +1,7 @@
 """`RequestScope`: the requests of one rollout, wherever they are in user code, so that the run can end them together.
 
-Tasks inherit it through `REQUEST_SCOPE`; through `HANDBACK` they inherit what tells an execution that it happened.
-Consumes nothing; `client` puts the tries in that run, and marks what it hands back. All on one event loop.
+Tasks inherit it through `REQUEST_SCOPE`. `client` puts the tries in it that run, and tells the execution of a request
+that was taken back (`transcript`). All on one event loop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestScope:
-    """The requests of one rollout. What the run ends through it comes back with finish reason `abort`."""
+    """The requests of one rollout. The run takes them back through it: their callers get `TakenBack`."""
 
     tries: set[Try] = field(default_factory=set)
     """Those that are with an engine now."""
     pools: set[EnginePool] = field(default_factory=set)
     """Those that its requests have asked for a place."""
     aborted: bool = False
-    """Its requests come back with what they have, and no other is sent."""
+    """Its requests are taken back, and no other is sent."""
     hands_back: bool = False
-    """Its requests come back with what they have; others are sent after the pause."""
+    """Its requests are taken back; others are sent after the pause."""
 
     number: int = field(default_factory=count(1).__next__)
     """Of this process; the ids of its requests hold it."""
@@ -39,13 +39,3 @@ class RequestScope:
 
 
 REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope", default=None)
-
-
-@dataclass(slots=True, eq=False)
-class Handback:
-    """Of one execution: whether the run ended a request of it, wherever that came from."""
-
-    happened: bool = False
-
-
-HANDBACK: ContextVar[Handback | None] = ContextVar("slime_handback", default=None)

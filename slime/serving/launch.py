@@ -58,6 +58,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
         sglang_quantised,
         sglang_routed_experts,
         sglang_stages,
+        sglang_taken_back,
         sglang_token_versions,
         sglang_version_prefixes,
     )
@@ -72,6 +73,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     sglang_fresh_router.register()
     sglang_memory_gate.register()
     sglang_mutations.register()
+    sglang_taken_back.register()
     if arguments[:1] == [TOKEN_VERSIONS_FLAG]:
         sglang_token_versions.register()
         sglang_version_prefixes.register()

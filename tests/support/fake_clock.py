@@ -12,11 +12,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected, TakenBack
 from slime.core.sample import Sample
 from slime.rollout.client import REQUEST_SCOPE, RequestScope
 from slime.rollout.generation import NEVER_SENT, Generation
 from slime.rollout.progress import waiting
+from slime.rollout.transcript import TRANSCRIPT
 
 T = TypeVar("T")
 
@@ -53,6 +54,17 @@ def run_on_fake_clock(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A call that has its answer, as a transcript takes it."""
+
+    input_ids: list[int]
+    generation: Generation
+
+    def answer(self) -> Generation:
+        return self.generation
+
+
 @dataclass
 class InProcessEngine:
     """Stands for client, router and engines: keeps the protocol of SGLang 0.5.16 as the client shows it.
@@ -68,6 +80,7 @@ class InProcessEngine:
     version: int = 1
     pause_mode: str = "abort"
     running: int = 0
+    num_pauses: int = 0
     pace: float = 1.0
     _serving: asyncio.Event = field(default_factory=asyncio.Event)
     _aborts: list[asyncio.Event] = field(default_factory=list)
@@ -83,9 +96,17 @@ class InProcessEngine:
         *,
         session_id: str | None = None,
         experts_from: int = 0,
+        returns_partial: bool = False,
     ) -> Generation:
         with waiting():
-            return await self._answer(sampling_params)
+            generation = await self._answer(sampling_params)
+        transcript = TRANSCRIPT.get()
+        if transcript is not None:
+            transcript.end(Answered(list(input_ids), generation))
+            transcript.taken_back = transcript.taken_back or generation.finish_reason == "abort"
+        if generation.finish_reason == "abort" and not returns_partial:
+            raise TakenBack("as told")
+        return generation
 
     async def _answer(self, sampling_params: Mapping[str, Any]) -> Generation:
         scope = REQUEST_SCOPE.get()

@@ -31,16 +31,17 @@ from typing import Any, ClassVar
 import orjson
 from aiohttp import web
 
-from slime.agent.adapters.turn import Answer, Engine, Event, Request, RunEnds, Turn
+from slime.agent.adapters.turn import Answer, Engine, Event, Request, Turn
 from slime.agent.adapters.wire import BadRequest, Frame, Wire
 from slime.agent.parsers import FORMATS, Reader
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
 from slime.core.addresses import http_url
-from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError
+from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
 from slime.core.sample import Sample
 from slime.rollout.progress import HEARTBEAT, Heartbeat
-from slime.rollout.scope import HANDBACK, REQUEST_SCOPE, Handback, RequestScope
+from slime.rollout.scope import REQUEST_SCOPE, RequestScope
+from slime.rollout.transcript import TRANSCRIPT, Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class OpenSession:
     """Why it takes no more requests; empty while it does."""
     scope: RequestScope | None = None
     """Of the execution that opened it: what ends its requests ends those of the agent."""
-    handback: Handback | None = None
-    """Of that execution: what tells it that the run ended one of them."""
+    transcript: Transcript | None = None
+    """Of that execution: what it asked, and whether the run took any of it back."""
     heartbeat: Heartbeat | None = None
     """Of that execution: what a request of the agent is progress of."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -148,7 +149,7 @@ class Adapter:
             max_context_tokens or self._max_context,
             max_turns or self._max_turns,
             scope=REQUEST_SCOPE.get(),
-            handback=HANDBACK.get(),
+            transcript=TRANSCRIPT.get(),
             heartbeat=HEARTBEAT.get(),
         )
         if time_limit_s is not None:
@@ -266,10 +267,10 @@ class Adapter:
         if found.refuses:
             raise BadRequest(found.refuses)
         if found.session.aborted:
-            raise RunEnds("the run takes no more requests of this session")
+            raise TakenBack("the run takes no more requests of this session")
         found.num_turns += 1
         REQUEST_SCOPE.set(found.scope)  # of this request's task alone
-        HANDBACK.set(found.handback)
+        TRANSCRIPT.set(found.transcript)
         HEARTBEAT.set(found.heartbeat)
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
@@ -358,7 +359,7 @@ def _failed(wire: Wire, message: str, status: int) -> web.Response:
 
 def _status(problem: SlimeError) -> int:
     match problem:
-        case RunEnds():
+        case TakenBack():
             return 503
         case DataError() | RequestRejected():
             return 400

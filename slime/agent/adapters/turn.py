@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from slime.agent.messages import Message, ToolCall
 from slime.agent.parsers import Parsed, Reader
 from slime.agent.session import Session
-from slime.core.errors import SlimeError
+from slime.core.errors import TakenBack
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.generation import Generation
 
@@ -74,10 +74,6 @@ class Answer:
 
 
 Event = Thought | Said | Answer
-
-
-class RunEnds(SlimeError):
-    """The run ended a turn before its end."""
 
 
 class Engine(Protocol):
@@ -136,14 +132,12 @@ class Turn:
                 for event in said(reader.feed(rest) if rest else ()):
                     yield event
             whole = joined(parts)
-            if whole.finish_reason == "abort":
-                self.session.aborted = True
-                raise RunEnds("the run ended this request, and takes no more of this session")
             held, parsed = reader.end()
             for event in said(held):
                 yield event
             answer = self._answer(whole, parsed, num_prompt)
-        except BaseException:
+        except BaseException as problem:
+            self.session.aborted = self.session.aborted or isinstance(problem, TakenBack)
             self.session.drop_turn(opened)
             raise
         self.session.end_turn(opened, answer.message, whole, ill_formed=parsed.ill_formed, trained=self.trained)

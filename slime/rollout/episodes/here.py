@@ -21,6 +21,7 @@ from slime.rollout.execute import Execution, GroupResult, Outcome, run_execution
 from slime.rollout.hooks import RolloutHooks, keep_group
 from slime.rollout.scope import RequestScope
 from slime.rollout.supervise import num_left_behind
+from slime.rollout.transcript import TRANSCRIPT, Transcript
 
 if TYPE_CHECKING:
     from slime.rollout.client import EngineClient
@@ -117,10 +118,22 @@ class Here(Episodes):
 
 
 async def work_on(context: RolloutContext, group: Group, params: Mapping[str, Any], hooks: RolloutHooks) -> GroupResult:
-    """Runs what is left of a group, and asks the user's filter about a finished one. Raises what ends the run."""
+    """Runs what is left of a group, and asks the user's filter about a finished one. Raises what ends the run.
+
+    A filter of which the run took a request back has said nothing: the group is ABORTED, its executions stay finished.
+    """
     result = await run_group(context, group, dict(params), hooks.generate)
     if hooks.dynamic_filter is None or result.outcome is not Outcome.FINISHED:
         return result
-    finished = group_of(result.group)
-    verdict = await keep_group(hooks.dynamic_filter, context.args, list(finished.samples))
+    finished, transcript = group_of(result.group), Transcript()
+    token = TRANSCRIPT.set(transcript)
+    try:
+        verdict = await keep_group(hooks.dynamic_filter, context.args, list(finished.samples))
+    except Exception:
+        if not transcript.taken_back:
+            raise
+    finally:
+        TRANSCRIPT.reset(token)
+    if transcript.taken_back:
+        return dataclasses.replace(result, outcome=Outcome.ABORTED, reason="interrupted")
     return dataclasses.replace(result, verdict=verdict)

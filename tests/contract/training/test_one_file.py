@@ -115,7 +115,7 @@ def test_the_walk_of_a_sample_is_walked(tiny_qwen3: Path, make_backend: Callable
         backend.train(random_batch(seed=2))
     finally:
         sys.setprofile(None)
-    names = {(Path(file), name) for file, name in ran if "/slime/" in file}
+    names = {(Path(file), name) for file, name in ran if Path(file).is_relative_to(ROOT / "slime")}
     for stop in walks()[WALK]:
         for function in (name for name in stop.read if name.islower()):
             assert (ROOT / "slime" / stop.file, function) in names, f"{function} of {stop.file} never ran"

@@ -15,7 +15,7 @@ LONG = {"temperature": 1.0, "max_new_tokens": 10_000}
 async def started(client: EngineClient, engines: list[FakeEngine], first: int, num: int) -> list[asyncio.Task[Any]]:
     """So many more requests, which run."""
     before = sum(len(engine.running) for engine in engines)
-    tasks = [asyncio.create_task(client.generate([first + i], LONG)) for i in range(num)]
+    tasks = [asyncio.create_task(client.generate([first + i], LONG, returns_partial=True)) for i in range(num)]
     while sum(len(engine.running) for engine in engines) < before + num:
         await asyncio.sleep(0.01)
     return tasks
@@ -96,7 +96,7 @@ async def test_an_abort_goes_to_the_engine_that_has_the_request() -> None:
 async def test_the_end_of_a_scope_ends_what_waits_for_an_engine_of_another_client() -> None:
     policy, judge, scope = EngineClient(), EngineClient(), RequestScope()
     REQUEST_SCOPE.set(scope)
-    waiting = asyncio.create_task(judge.generate([1], LONG))
+    waiting = asyncio.create_task(judge.generate([1], LONG, returns_partial=True))
     while not judge._pool._waiting:
         await asyncio.sleep(0)
     await policy.abort_scope(scope)

@@ -169,7 +169,7 @@ def test_aborting_a_scope_returns_partial_tokens_and_sends_no_more() -> None:
             scope = RequestScope()
             REQUEST_SCOPE.set(scope)
             long = {**PARAMS, "max_new_tokens": 100_000}
-            tasks = [asyncio.create_task(client.generate([5], long)) for _ in range(4)]
+            tasks = [asyncio.create_task(client.generate([5], long, returns_partial=True)) for _ in range(4)]
             while len(engine.running) < 2:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)
@@ -192,7 +192,7 @@ def test_paused_requests_return_partial_tokens_and_later_ones_wait_until_they_re
             scope = RequestScope()
             REQUEST_SCOPE.set(scope)
             long = {**PARAMS, "max_new_tokens": 100_000}
-            tasks = [asyncio.create_task(client.generate([5], long)) for _ in range(4)]
+            tasks = [asyncio.create_task(client.generate([5], long, returns_partial=True)) for _ in range(4)]
             while len(engine.running) < 4:
                 await asyncio.sleep(0.01)
             await client.pause(scope)

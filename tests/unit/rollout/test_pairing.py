@@ -158,7 +158,7 @@ async def test_the_end_of_a_scope_reaches_both_and_ends_nothing_else(reads: bool
         REQUEST_SCOPE.set(other)
         others = [asyncio.create_task(it.client.generate([i], LONG)) for i in range(3)]
         REQUEST_SCOPE.set(scope)
-        tasks = [asyncio.create_task(it.client.generate([50 + i], LONG)) for i in range(20)]
+        tasks = [asyncio.create_task(it.client.generate([50 + i], LONG, returns_partial=True)) for i in range(20)]
         each = 1 if reads else 2
         await until(lambda: it.running == 23 * each)
         await it.client.abort_scope(scope)

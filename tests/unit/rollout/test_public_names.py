@@ -15,8 +15,6 @@ from aiohttp import web
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError, HookError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
-from slime.rollout.answers import Answer, complete
-from slime.rollout.generation import Generation
 from slime.rollout.manager import RolloutManager
 from tests.support import public_plugin
 from tests.support.fake_engine import FakeEngine
@@ -231,42 +229,6 @@ def test_tokens_that_are_trained_have_log_probs_and_others_have_none() -> None:
         Sample(tokens=[1]).append_response_tokens(None, tokens=[2], trainable=True)
     with pytest.raises(DataError, match="trainable=False with log-probs"):
         Sample(tokens=[1]).append_response_tokens(None, tokens=[2], log_probs=[-1.0], trainable=False)
-
-
-# --- answers --------------------------------------------------------------------------------------------------------
-
-
-def generated(*tokens: int, version: int = 3) -> Generation:
-    return Generation(tokens, tuple(-0.5 * t for t in tokens), "stop", version, "")
-
-
-def test_what_was_encoded_again_is_not_trained() -> None:
-    sample = Sample(index=1, tokens=[1, 2, 5, 6], response_length=2)
-    with pytest.raises(DataError, match="in no answer of an engine to the ids before it"):
-        complete(sample, [Answer([1, 9], generated(5, 6))])
-    with pytest.raises(DataError, match="response token 1 in the loss mask"):
-        complete(sample, [Answer([1, 2], generated(5, 7))])
-
-
-def test_log_probs_are_the_engines() -> None:
-    sample = Sample(tokens=[1, 2, 5, 6], response_length=2, rollout_log_probs=[-2.5, -1.0])
-    with pytest.raises(DataError, match=r"with log-prob -1\.0"):
-        complete(sample, [Answer([1, 2], generated(5, 6))])
-    sample.rollout_log_probs = None
-    complete(sample, [Answer([1, 2], generated(5, 6))])
-    assert (sample.rollout_log_probs, sample.token_versions) == ([-2.5, -3.0], [3, 3])
-
-
-def test_a_continued_sample_keeps_the_versions_that_it_has() -> None:
-    sample = Sample(tokens=[1, 5, 6, 7], response_length=3, token_versions=[2], rollout_log_probs=[-2.5, -3.0, -3.5])
-    complete(sample, [Answer([1, 5], generated(6, 7))])
-    assert sample.token_versions == [2, 3, 3]
-
-
-def test_a_sample_may_end_before_its_answer_does() -> None:
-    sample = Sample(tokens=[1, 5, 9], response_length=2, loss_mask=[1, 0])
-    complete(sample, [Answer([1], generated(5, 6, 7))])
-    assert sample.token_versions == [3, NOT_SAMPLED]
 
 
 # --- requests -------------------------------------------------------------------------------------------------------

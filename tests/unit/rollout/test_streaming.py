@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected
+from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected, TakenBack
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
@@ -102,7 +102,9 @@ def test_a_scope_that_was_aborted_sends_nothing() -> None:
 
     async def work(client: EngineClient) -> Any:
         REQUEST_SCOPE.set(RequestScope(aborted=True))
-        return await all_parts(client)
+        with pytest.raises(TakenBack):
+            await all_parts(client)
+        return [part async for part in client.stream([3], PARAMS, returns_partial=True)]
 
     (part,) = with_client(engine, work)
     assert part.finish_reason == "abort" and not part.tokens and not engine.requests

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.errors import DeadlineExceeded, EngineError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.rollout.call import Call, EndOfText
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.generation import Generation
+from slime.rollout.transcript import TRANSCRIPT, Transcript
 from tests.support.fake_engine import FakeEngine, serve
 
 LETTERS = 26
@@ -259,21 +260,38 @@ async def test_the_wait_for_an_engine_has_a_limit_and_a_name() -> None:
     await client.close()
 
 
-async def test_who_asks_for_it_sees_the_abort() -> None:
+async def test_half_an_answer_is_for_those_alone_who_ask_for_it() -> None:
+    """Law: what the run takes back is an error, unless its caller asks for the part; its execution is told in any case,
+    and what it asks later does not change that. Others go on."""
     async with serve(Deterministic(tick_s=0.01)) as engine:
-        client = EngineClient(engine.url, end=END)
+        client, transcripts = EngineClient(engine.url, end=END), [Transcript() for _ in range(4)]
         scope = RequestScope()
-        asking = asyncio.create_task(client.generate([3], PARAMS, returns_partial=True))
+
+        def asked(prompt: int, scope: RequestScope | None, **given: Any) -> asyncio.Task[Any]:
+            REQUEST_SCOPE.set(scope)
+            TRANSCRIPT.set(transcripts[prompt])
+            return asyncio.create_task(client.generate([prompt], PARAMS, **given))
+
+        async def all_parts() -> None:
+            async for part in client.stream([2], PARAMS):
+                assert part.finish_reason == "abort", "no part of it may look like its end"
+
+        part, whole = asked(0, scope, returns_partial=True), asked(1, scope)
+        other = asked(3, None, returns_partial=True)
         REQUEST_SCOPE.set(scope)
-        scoped = asyncio.create_task(client.generate([4], PARAMS))
-        REQUEST_SCOPE.set(None)
-        other = asyncio.create_task(client.generate([5], PARAMS))
-        while len(engine.running) < 3:
+        TRANSCRIPT.set(transcripts[2])
+        streamed = asyncio.create_task(all_parts())
+        while len(engine.running) < 4:
             await asyncio.sleep(0.005)
         await client.pause(scope)
         client.resume()
-        assert [(await asking).finish_reason, (await scoped).finish_reason] == ["abort", "abort"]
-        check([[5]], [await other])
+        assert (await part).finish_reason == "abort"
+        for task in (whole, streamed):
+            with pytest.raises(TakenBack, match=r"took a request back after \d+ tokens"):
+                await task
+        check([[3]], [await other])
+        check([[1]], [await asked(1, scope)])
+        assert [one.taken_back for one in transcripts] == [True, True, True, False]
         await client.close()
 
 

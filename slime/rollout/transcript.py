@@ -1,0 +1,253 @@
+"""`Transcript`: what one execution asked of engines, what they sampled, and whether the run took a request of it back.
+
+The client writes it (`client`), the end of the execution reads it (`execute`). Tasks of an execution inherit it through
+`TRANSCRIPT`; tokens reach a sample by whatever way the user's code likes, and are checked against it in the end.
+
+Invariants
+1. A trained token is the id that an engine sampled at this place, behind exactly the ids that stand before it in the
+   sample, with that engine's log-prob and weight version (law 1). `problem` says where this does not hold first.
+2. An execution of which the run took any request back is never finished, whatever its code says (`taken_back`).
+3. Ids are held once: an answer holds those that no earlier answer of the execution has.
+
+Memory is that of the tokens read and sampled, 4 to 16 bytes each; the time of a request and of the check is linear in
+the length of the conversation, mostly one conversion from a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from slime.core.routed_experts import RoutedExperts, join
+from slime.core.sample import NOT_SAMPLED, Sample
+from slime.rollout.generation import Generation
+
+Ids = npt.NDArray[np.int32]
+Numbers = Sequence[float] | npt.NDArray[Any]
+TOLERANCE = 1e-6
+"""Of a log-prob that user code kept in another precision, relative and absolute (nats)."""
+OTHERWISE_SAMPLED = "not as sampled"
+"""How the reasons of `problem` begin."""
+
+
+class Asked(Protocol):
+    """A call of the client."""
+
+    input_ids: list[int]
+
+    def answer(self) -> Generation: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What engines sampled behind some ids."""
+
+    before: _Answer | None
+    """The earlier answer behind whose last token the ids of this request go on."""
+    new_ids: Ids
+    """The ids of the request that come behind those of `before`."""
+    begin: int
+    """Number of ids that were read."""
+    read: int
+    """Digest of these."""
+    said: int
+    """Digest of these and of the sampled ones."""
+    tokens: Ids
+    log_probs: npt.NDArray[np.float64]
+    versions: Ids
+    experts: RoutedExperts | None
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.tokens)
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """Of each of its tokens; what an earlier try left has some that no engine sampled."""
+        sampled: npt.NDArray[np.bool_] = self.versions != NOT_SAMPLED
+        return sampled
+
+    def ids(self) -> Ids:
+        """All that was read, then all that was sampled."""
+        parts, one = [self.tokens, self.new_ids], self.before
+        while one is not None:
+            parts += [one.tokens, one.new_ids]
+            one = one.before
+        return np.concatenate(parts[::-1])
+
+
+@dataclass(slots=True, eq=False)
+class Transcript:
+    """Of one execution, or of what is done with the samples of a whole group."""
+
+    taken_back: bool = False
+    """The run ended a request of it, wherever that came from: policy, judge, agent, hook."""
+    _answers: list[_Answer] = field(default_factory=list)
+    _calls: dict[Asked, None] = field(default_factory=dict)
+    """Under way, or streams that nobody reads to the end."""
+
+    @classmethod
+    def behind(cls, sample: Sample) -> Transcript:
+        """Of an execution that goes on where an earlier try, whose tokens were checked then, left `sample`."""
+        begun = cls()
+        versions, log_probs = sample.column("token_versions"), sample.column("rollout_log_probs")
+        if versions is not None and log_probs is not None and len(versions):
+            ids = np.array(sample.column("tokens"), np.int32)
+            begun._add(ids[: sample.prompt_length], ids[sample.prompt_length :], log_probs, versions, None)
+        return begun
+
+    def begin(self, call: Asked) -> None:
+        """Something is asked; what has come of it counts from now on."""
+        self._calls[call] = None
+
+    def end(self, call: Asked) -> None:
+        """Its answer, or the part of one that came before it was ended."""
+        self._calls.pop(call, None)
+        generation = call.answer()
+        if generation.tokens:
+            tokens, versions = np.asarray(generation.tokens, np.int32), generation.versions
+            ids = np.asarray(call.input_ids, np.int32)
+            self._add(ids, tokens, generation.log_probs, versions, generation.routed_experts)
+
+    def _add(self, ids: Ids, tokens: Ids, log_probs: Numbers, versions: Numbers, experts: RoutedExperts | None) -> None:
+        digests = _prefix_digests(ids, {one.end for one in self._answers} | {len(ids)})
+        known = [one for one in self._answers if digests.get(one.end) == one.said]
+        before = max(known, key=lambda one: one.end, default=None)
+        whole = np.concatenate([ids, tokens])
+        answer = _Answer(
+            before,
+            ids[0 if before is None else before.end :].copy(),
+            begin=len(ids),
+            read=digests[len(ids)],
+            said=_prefix_digests(whole, {len(whole)})[len(whole)],
+            tokens=tokens,
+            log_probs=np.array(log_probs, np.float64),
+            versions=np.array(versions, np.int32),
+            experts=experts,
+        )
+        self._answers.append(answer)
+
+    def complete(self, sample: Sample) -> None:
+        """Writes versions, log-probs and routed experts of sampled tokens where the user's code left them out."""
+        self._note_calls()
+        known, said, num = sample.token_versions or [], sample.column("rollout_log_probs"), sample.response_length
+        if not self._answers or len(known) >= num:
+            return
+        versions, log_probs = np.full(num, NOT_SAMPLED, np.int32), np.zeros(num)
+        for answer, own in self._said_in(sample):
+            ours = slice(0, own.stop - own.start)
+            here = answer.sampled[ours]
+            if said is not None and len(said) == num:
+                here = here & _close(said[own], answer.log_probs[ours])
+            versions[own] = np.where(here, answer.versions[ours], versions[own])
+            log_probs[own] = np.where(here, answer.log_probs[ours], log_probs[own])
+            if answer.experts is not None and ours.stop == len(answer.tokens):
+                sample.rollout_routed_experts = join(sample.rollout_routed_experts, answer.experts, answer.end)
+        sample.token_versions = [*known, *versions[len(known) :].tolist()]
+        if said is None:
+            sample.rollout_log_probs = log_probs.tolist()
+
+    def problem(self, sample: Sample) -> str:
+        """Why a sample may not be trained: its first token against invariant 1; empty if there is none.
+
+        A sample that says nothing of log-probs and versions, of an execution that asked no engine, was not sampled and
+        does not claim it: conversations that are learned by heart.
+        """
+        self._note_calls()
+        num, mask = sample.response_length, sample.column("loss_mask")
+        said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
+        claims = said is not None or (versions is not None and bool((versions != NOT_SAMPLED).any()))
+        if not num or sample.remove_sample or not (claims or self._answers):
+            return ""
+        sampled, same_log_prob, same = (np.zeros(num, np.bool_) for _ in range(3))
+        for answer, own in self._said_in(sample):
+            ours = slice(0, own.stop - own.start)
+            here = answer.sampled[ours]
+            sampled[own] |= here
+            if said is not None:
+                here = here & _close(said[own], answer.log_probs[ours])
+            same_log_prob[own] |= here
+            if versions is not None:
+                here = here & (versions[own] == answer.versions[ours])
+            same[own] |= here
+        wrong = ~same if mask is None else (mask > 0) & ~same
+        if not wrong.any():
+            return ""
+        place = int(wrong.argmax())
+        if not sampled[place]:
+            return self._not_sampled(sample, place)
+        what = f"{OTHERWISE_SAMPLED}: response token {place} has"
+        if said is not None and not same_log_prob[place]:
+            value = float(said[place])
+            return f"{what} log-prob {value:g}, and its engine sampled it with another; keep that of the answer"
+        assert versions is not None, "what agrees in log-probs differs in versions"
+        version = int(versions[place])
+        return f"{what} weight version {version}, and another one sampled it; keep that of the answer"
+
+    def _note_calls(self) -> None:
+        """What calls under way have brought so far."""
+        for call in list(self._calls):
+            self.end(call)
+
+    def _said_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice]]:
+        """The answers to ids with which the sample begins, and the response tokens that are theirs; the one of which
+        the most stand there comes last.
+        """
+        tokens, prompt_length = np.asarray(sample.column("tokens"), np.int32), sample.prompt_length
+        digests = _prefix_digests(tokens, {one.begin for one in self._answers})
+        read = [a for a in self._answers if a.begin >= prompt_length and digests.get(a.begin) == a.read]
+        stand = [(a, _agreement(a.tokens, tokens[a.begin : a.end])) for a in read]
+        for answer, num in sorted(stand, key=lambda found: found[1]):
+            first = answer.begin - prompt_length
+            yield answer, slice(first, first + num)
+
+    def _not_sampled(self, sample: Sample, place: int) -> str:
+        """What to say of the first trained token that no engine sampled where it stands."""
+        tokens = np.asarray(sample.column("tokens"), np.int32)
+        where = sample.prompt_length + place
+        what = f"{OTHERWISE_SAMPLED}: response token {place} (id {tokens[where]}) is trained, and"
+        do = "send input_ids, take the ids that were sampled as they are, and mask what others say"
+        if not self._answers:
+            return (
+                f"{what} its execution asked no engine through the run's client, so nothing says who sampled it; ask "
+                "by current().engine() or slime.utils.http_utils.post"
+            )
+        readings = [one.ids() for one in self._answers if one.end > where] or [one.ids() for one in self._answers]
+        ids = max(readings, key=lambda read: _agreement(read, tokens))
+        differs = _agreement(ids, tokens)
+        if differs >= where or differs >= len(ids):
+            return f"{what} no engine sampled it there, behind the {where} ids before it; {do}"
+        return (
+            f"{what} its engine did not read the ids before it: token {differs} of the sample is id {tokens[differs]}, "
+            f"and the engine had id {ids[differs]} there; {do}"
+        )
+
+
+TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", default=None)
+
+
+def _close(said: Numbers, sampled: Numbers) -> npt.NDArray[np.bool_]:
+    return np.isclose(np.asarray(said, np.float64), sampled, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _prefix_digests(ids: Ids, lengths: set[int]) -> dict[int, int]:
+    """The digest of the first `n` ids for each of the lengths that there are."""
+    digests, done, state = dict[int, int](), 0, xxhash.xxh3_128()
+    for length in sorted(lengths):
+        if length <= len(ids):
+            state.update(ids[done:length].tobytes())
+            digests[length], done = state.intdigest(), length
+    return digests
+
+
+def _agreement(one: Ids, other: Ids) -> int:
+    """How many ids the two begin with in common."""
+    num = min(len(one), len(other))
+    differ = one[:num] != other[:num]
+    return int(differ.argmax()) if differ.any() else num
