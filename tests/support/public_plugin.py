@@ -64,6 +64,24 @@ async def generate(args, sample, sampling_params):
     return sample
 
 
+async def generate_by_text(args, sample, sampling_params):
+    """Two turns. Every fourth sample posts text that reads almost as the conversation: its engine reads other ids."""
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    text = sample.prompt
+    for _ in range(2):
+        asked = {"input_ids": sample.tokens}
+        if sample.response_length and sample.index % 4 == 0:
+            asked = {"text": text.replace("+", "-")}
+        output = await post(url, {**asked, "sampling_params": sampling_params, "return_logprob": True})
+        meta, text = output["meta_info"], text + output["text"]
+        pairs = meta["output_token_logprobs"]
+        ids, log_probs = [item[1] for item in pairs], [item[0] for item in pairs]
+        sample.append_response_tokens(args, tokens=ids, log_probs=log_probs, trainable=True, meta_info=meta)
+    return sample
+
+
 async def generate_appending(args, sample, sampling_params):
     """The same in one turn, by the method of the sample."""
     state = GenerateState(args)

@@ -254,7 +254,7 @@ def test_what_ends_an_execution_ends_the_requests_of_its_agent() -> None:
         asking = asyncio.create_task(client.chat.completions.create(model="m", messages=USER))
         await until(lambda: bool(room.model.running))
         await room.client.abort_scope(scope)
-        with pytest.raises(openai.InternalServerError, match="the run ended this request"):
+        with pytest.raises(openai.InternalServerError, match="the run took a request back"):
             await asking
         with pytest.raises(openai.InternalServerError, match="no more requests of this session"):
             await client.chat.completions.create(model="m", messages=USER)

@@ -34,7 +34,7 @@ class Counting(EngineClient):
 def asked(client: EngineClient, first: int, scope: RequestScope) -> list[asyncio.Task[Generation]]:
     token = REQUEST_SCOPE.set(scope)
     try:
-        return [asyncio.create_task(client.generate([2, first + i], PARAMS)) for i in range(NUM)]
+        return [asyncio.create_task(client.generate([2, first + i], PARAMS, returns_partial=True)) for i in range(NUM)]
     finally:
         REQUEST_SCOPE.reset(token)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slime.core.errors import RequestRejected
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.manager import RolloutManager
+from slime.rollout.teacher import TeacherClient
+from tests.contract.rollout.verdict_hooks import TRAINED
 from tests.support.engine_state import num_running
 from tests.support.rollout import rollout_args, write_prompts
 
@@ -108,7 +112,7 @@ def test_an_aborted_scope_returns_partial_tokens_that_can_be_continued(front: An
         scope = RequestScope()
         REQUEST_SCOPE.set(scope)
         long = {**PARAMS, "max_new_tokens": 900, "ignore_eos": True}
-        task = asyncio.create_task(client.generate(PROMPT, long))
+        task = asyncio.create_task(client.generate(PROMPT, long, returns_partial=True))
         REQUEST_SCOPE.set(None)
         await until_sampled(client)
         await client.abort_scope(scope)
@@ -156,6 +160,37 @@ def test_steps_and_evaluation_through_the_router(front: Any, engine_server: Any,
             metrics = await manager.evaluate(3)
             assert metrics["eval/held-num_prompts"] == 40 and metrics["eval/weight_version"] == 1.0
         finally:
+            await manager.close()
+
+    asyncio.run(work())
+
+
+def test_what_was_sampled_behind_other_ids_is_left_out_alone(front: Any, engine_server: Any, tmp_path: Path) -> None:
+    """Law 1, on a plugin that posts text. What is trained has the log-probs that the engine gives these very ids when
+    it reads them as a prompt; a sample of which that is not so trains nothing and says why; the step goes on.
+    """
+    plugin = ("--custom-generate-function-path", "tests.support.public_plugin.generate_by_text")
+    own = ("--hf-checkpoint", str(engine_server.model_path), "--n-samples-per-prompt", "8", *plugin)
+    args = rollout_args(tmp_path, *own, "--rollout-sample-filter-path", "tests.contract.rollout.verdict_hooks.noted")
+    host, port = front.url.removeprefix("http://").split(":")
+    args = args.replace(sglang_router_ip=host, sglang_router_port=int(port))  # where a run has its router
+    TRAINED.clear()
+
+    async def work() -> None:
+        manager, teacher = RolloutManager(args, engines=[front.url]), TeacherClient(front.url)
+        try:
+            batch, metrics = await manager.generate(0)
+            left_out = [sample for sample in TRAINED if sample.reward is None]
+            assert [sample.index % 4 for sample in left_out] == [0] * 8 and len(TRAINED) == 32
+            assert metrics["rollout/num_unscored_samples"] == 8
+            for sample in left_out:
+                assert re.search(r"token \d+ of the sample is id 78, and the engine had id 80 there", sample.unscored)
+            for sample, frozen in zip(sorted(TRAINED, key=lambda s: s.index), batch.samples, strict=True):
+                read = await teacher.log_probs(frozen.tokens.tolist(), frozen.response_length)
+                off = float(np.abs(np.asarray(read) - frozen.rollout_log_probs).max())
+                assert off < 1e-5 if sample.reward is not None else np.isnan(frozen.reward)
+        finally:
+            await teacher.close()
             await manager.close()
 
     asyncio.run(work())
