@@ -3,11 +3,11 @@
 A weight sync with `--pause-generation-mode abort` ends everything that an engine has. SGLang 0.5.16 then answers 200
 with the tokens that there are, and says in a field that few clients read that they are not all: code that asks by HTTP
 takes half a verdict for a verdict. The run's own client (ids that begin with `OWN_REQUESTS`) goes on behind such
-tokens; whoever else asked is told to ask again, and waits then until the engine has its new weights. Who ends a request
+tokens. Others are asked to try again; that request then waits until the engine has its new weights. Who ends a request
 of their own, by its id, gets what SGLang gives. To be removed when SGLang lets a pause say how it ends requests.
 
-Invariant: what `pause_generation` or an abort of everything ended is no answer for others: an error before the first
-byte is HTTP 503, in a stream the stream's error event.
+Invariant: what `pause_generation` or an abort of everything ended reaches others as an error: HTTP 503, or in a stream
+the stream's error event.
 """
 
 from __future__ import annotations

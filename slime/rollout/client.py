@@ -11,7 +11,7 @@ Invariants
    that may pass, is sent again with the tokens that it has (`call`), and the answer is all of them. Only what the run
    takes back (the end of its `RequestScope`, a pause that hands back) ends before: with `TakenBack`, so that nobody
    takes half an answer for a whole one, or with finish reason `abort` for those who ask for `returns_partial`. Either
-   way its execution is told (`transcript`), which is not finished then, whatever its code says.
+   way its execution notes it (`transcript`), and is not finished then, whatever its code says.
 2. Only what can succeed is tried again (`job`). While no engine can be reached the call waits, within `engine_wait_s`.
 3. Each request has an id of its own, because an engine refuses one that it is still working on, and is at one engine,
    which alone hears of its end. Many are ended by one abort for each engine, which ends no request of anybody else

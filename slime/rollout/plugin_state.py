@@ -48,7 +48,7 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run ends what the calling execution has under way. Who is told so is not finished any more."""
+        """Whether the run ends what the calling execution has under way, which is not finished then."""
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
         ended = scope is not None and scope.aborted
         if ended and transcript is not None:
