@@ -54,7 +54,7 @@ class TeacherClient:
         payload = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
         with waiting():
             answer = await self._answer({**payload, "logprob_start_len": start})
-        return parse_log_probs(answer, tokens[-num_response:])
+        return parse_log_probs(answer, tokens[-num_response:], self._vocab_size)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -102,11 +102,17 @@ class TeacherClient:
         raise EngineError(f"{self._url}/generate failed after {attempt + 1} tries; the last one said: {problem}")
 
 
-def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int]) -> list[float]:
-    """The log-probs of `response` in a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if they are others'."""
+def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_size: int | None = None) -> list[float]:
+    """The log-probs of `response` in a `/generate` answer (SGLang 0.5.16). Raises `EngineError` if they are others'.
+
+    Of a prompt SGLang calls the last id of the vocabulary 0, where it expects hashes of images.
+    """
     pairs = (answer.get("meta_info") or {}).get("input_token_logprobs") or []
     judged = pairs[-len(response) :]
-    if [pair[1] for pair in judged] != list(response):
+    said = [pair[1] for pair in judged]
+    if len(said) != len(response) or any(
+        one != token and not (one == 0 and vocab_size == token + 1) for one, token in zip(said, response, strict=True)
+    ):
         raise EngineError(
             f"got teacher log-probs of {len(pairs)} tokens, which do not end with the {len(response)} of the response; "
             "the teacher must be an SGLang server that reads the student's ids"

@@ -19,6 +19,7 @@ from slime.rollout.teacher import TeacherClient
 from tests.contract.rollout.verdict_hooks import TRAINED
 from tests.support.engine_state import num_running
 from tests.support.rollout import rollout_args, write_prompts
+from tests.support.tiny import VOCAB_SIZE
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 64, "skip_special_tokens": False}
 PROMPT = [2, 40, 41, 42]
@@ -177,7 +178,7 @@ def test_what_was_sampled_behind_other_ids_is_left_out_alone(front: Any, engine_
     TRAINED.clear()
 
     async def work() -> None:
-        manager, teacher = RolloutManager(args, engines=[front.url]), TeacherClient(front.url)
+        manager, teacher = RolloutManager(args, engines=[front.url]), TeacherClient(front.url, vocab_size=VOCAB_SIZE)
         try:
             batch, metrics = await manager.generate(0)
             left_out = [sample for sample in TRAINED if sample.reward is None]
