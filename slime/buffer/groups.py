@@ -67,6 +67,7 @@ def reset(sample: Sample) -> Sample:
         status=Status.PENDING,
         failure="",
         unscored="",
+        ungradable="",
         started_version=None,
         remove_sample=False,
         metadata=metadata,

@@ -99,6 +99,8 @@ class Sample:
     """Why it is FAILED; whoever sets that status says it."""
     unscored: str = ""
     """Why it is finished and has no reward."""
+    ungradable: str = ""
+    """Why its grader could not deal with the answer; the reward is then that of a wrong one."""
     num_quarantined: int = 0
     """How often its group was kept back until the next step, because a request of it found no answer in time."""
     started_version: int | None = None

@@ -65,7 +65,7 @@ class ShownSample:
     """Its execution."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Plain facts where there are any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`,
-    `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
+    `ungradable`, `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-serialisable; `from_dict` restores it."""

@@ -35,7 +35,7 @@ OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout
 
 HELD_OUT_LOSS = re.compile(r"eval/(.+)-loss")
 """The held-out loss of a dataset, which it names."""
-EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_prompts|num_unscored|num_unusable|num_tokens|loss|pass@\d+)$")
+EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_[a-z]+|loss|pass@\d+)$")
 EVAL_FACTS = ("eval/step", "eval/weight_version")
 """What `eval/<dataset>...` metrics hold beside the score of the dataset."""
 

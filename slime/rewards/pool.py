@@ -10,7 +10,8 @@ lane users' functions (and graders that need the network), one request per proce
 process (async graders that wait on the network).
 
 Invariants
-1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`.
+1. Every call returns a `Scored` or an `Unscored`; it raises only on a configuration mistake or after `close`. An answer
+   that a grader which only computes cannot deal with is scored as a wrong one, unless the settings say otherwise.
 2. A request beyond its time limit costs its process, which is killed and replaced; requests that shared the process
    are asked again, each in a process of its own, because which of them blocked it cannot be seen.
 3. Processes start on first use and are all gone after `close`.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import inspect
 import logging
@@ -34,7 +36,7 @@ from typing import Any
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.registry import settings_of
 from slime.core.sample import PER_TOKEN, Sample
-from slime.rewards.graders import GRADERS
+from slime.rewards.graders import GRADERS, Reward
 from slime.rewards.process import GraderDied, GraderProcess, GradingTimeout, ProcessSettings
 from slime.rewards.types import Score, Scored, Unscored
 from slime.rewards.worker import CONCURRENT_PER_PROCESS, load_custom
@@ -43,7 +45,7 @@ from slime.settings import Args
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
-"""How often one request is asked when its process dies under it."""
+"""How often one request is asked when its process dies under it, or runs out of the memory that others used before."""
 ASYNC_GRACE_S = 5.0
 """How much longer than the worker's own limit the pool waits for an async grader before it kills the process."""
 ENCODING_THREADS = 2
@@ -106,6 +108,17 @@ class _Choice:
     """A user's function."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of a grader of the registry."""
+    wrong: Reward | None = None
+    """The reward of a wrong answer, if the grader only computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A try without a reply."""
+
+    reason: str
+    by_answer: bool = False
+    """The answer is to blame."""
 
 
 class GraderPool:
@@ -121,15 +134,17 @@ class GraderPool:
         custom_rm_path: str | None = None,
         eval_rm_types: Collection[str] = (),
         args: object = None,
+        ungradable_is_wrong: bool = True,
     ) -> None:
         """`eval_rm_types`: those that evaluation datasets name. `args`: handed to the user's functions, without
-        secrets, and asked for the settings of graders. Raises `ConfigError` on an unknown `rm_type`.
+        secrets, and asked for the settings of graders. `ungradable_is_wrong`: an answer that a grader cannot deal with
+        is scored as a wrong one; else it is unscored. Raises `ConfigError` on an unknown `rm_type`.
         """
         named = {rm_type, *eval_rm_types}
         self._graders = {name: GRADERS.get(name) for name in named if name}
         """Name -> grader; those of rows come when they are met, and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
-        self._args = args
+        self._args, self._ungradable_is_wrong = args, ungradable_is_wrong
         shown = args.without_secrets() if isinstance(args, Args) else args
         self._threads = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="grading")
         self._settings = ProcessSettings(timeout_s, memory_limit_bytes, shown, self._threads)
@@ -197,49 +212,78 @@ class GraderPool:
         settings = {} if self._args is None else settings_of(kind, self._args)  # a key of its own is its own to see
         if kind.waits:
             return _Choice(name, self._concurrent, settings=settings)
-        return _Choice(name, self._serial if kind.needs_network else self._offline, settings=settings)
+        if kind.needs_network:
+            return _Choice(name, self._serial, settings=settings)
+        return _Choice(name, self._offline, settings=settings, wrong=kind.wrong)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
         self._require_open()
         choice = self._choose(samples[0])
-        longest = max(_num_chars((s.response, s.prompt, s.label, s.metadata)) for s in samples)
-        if longest > MAX_CHARS:
-            return [Unscored(f"too long to be graded: {longest} characters, more than {MAX_CHARS}")] * len(samples)
-        lane, reason = choice.lane, "never asked"
+        rows, answers = [(s.prompt, s.label, s.metadata) for s in samples], [s.response for s in samples]
+        for texts, by_answer in ((rows, False), (answers, True)):
+            if (longest := max(map(_num_chars, texts))) > MAX_CHARS:
+                reason = f"too long to be graded: {longest} characters, more than {MAX_CHARS}"
+                return [self._failed(choice, reason, by_answer=by_answer)] * len(samples)
+        lane, failed = choice.lane, _Failed("never asked")
         message = {
             "grader": choice.grader,
             "custom": choice.custom,
             "settings": choice.settings,
             "group": group,
             "concurrent": lane is self._concurrent,
+            "computes": choice.wrong is not None,
             "samples": [_wire(s, whole=choice.custom) for s in samples],
         }
         for _ in range(MAX_TRIES):
             async with lane.slot(self._timeout_s):
                 reply = await self._ask(lane, message)
-            if not isinstance(reply, str):
-                return _scores(reply, len(samples))
-            reason = reply
-            if reason.startswith("timeout") and lane.per_process == 1:
+            if isinstance(reply, dict):
+                return self._scores(choice, reply, len(samples))
+            failed = reply
+            if failed.reason.startswith("timeout") and lane.per_process == 1:
                 break  # it had a process to itself, so the limit was its own
             lane = self._serial if lane is self._concurrent else lane
-        return [Unscored(reason)] * len(samples)
+        return [self._failed(choice, failed.reason, by_answer=failed.by_answer)] * len(samples)
 
-    async def _ask(self, lane: _Lane, message: dict[str, Any]) -> dict[str, Any] | str:
+    def _failed(self, choice: _Choice, reason: str, *, by_answer: bool) -> Score:
+        """What becomes of a sample whose grader failed."""
+        if not by_answer or choice.wrong is None or not self._ungradable_is_wrong:
+            return Unscored(reason)
+        return Scored(copy.deepcopy(choice.wrong), ungradable=reason)
+
+    def _scores(self, choice: _Choice, reply: dict[str, Any], num_samples: int) -> list[Score]:
+        """Decodes a reply; whatever does not fit becomes a reason."""
+        entries = reply.get("scores")
+        if not isinstance(entries, list) or len(entries) != num_samples:
+            return [Unscored("the grader process sent a malformed reply")] * num_samples
+        return [
+            Scored(e["value"])
+            if "value" in e
+            else self._failed(choice, str(e.get("ungradable", e.get("unscored"))), by_answer="ungradable" in e)
+            for e in entries
+        ]
+
+    async def _ask(self, lane: _Lane, message: dict[str, Any]) -> dict[str, Any] | _Failed:
         """One try: the reply, or why there is none."""
         try:
             process = await self._process(lane, message)
         except (GraderDied, OSError) as problem:
-            return f"no grader process could be started: {problem!r}"
+            return _Failed(f"no grader process could be started: {problem!r}")
         try:
-            return await process.ask(message, grace_s=ASYNC_GRACE_S if lane is self._concurrent else 0.0)
+            grace_s = ASYNC_GRACE_S if lane is self._concurrent else 0.0
+            reply = await process.ask(message, grace_s=grace_s, computes=message["computes"])
+            if not reply.get("out_of_memory") or lane.per_process > 1:
+                return reply
+            await self._drop(lane, process)  # with what earlier gradings left in it; the next try has another
+            ((name, reason),) = reply["scores"][0].items()
+            return _Failed(reason, name == "ungradable")
         except GradingTimeout as expiry:
             logger.warning("grader %s: %s; its process %d is killed", message["grader"], expiry, process.pid)
             await self._drop(lane, process)
-            return str(expiry)
+            return _Failed(str(expiry), expiry.by_answer)
         except GraderDied as death:
             await self._drop(lane, process)
-            return str(death)
+            return _Failed(str(death), death.looked and process.crashed)
         except asyncio.CancelledError:
             if lane.per_process == 1:  # it is still busy with what nobody waits for
                 await asyncio.shield(self._drop(lane, process))
@@ -308,11 +352,3 @@ def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
     """
     without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
-
-
-def _scores(reply: dict[str, Any], num_samples: int) -> list[Score]:
-    """Decodes a reply; whatever does not fit becomes a reason."""
-    entries = reply.get("scores")
-    if not isinstance(entries, list) or len(entries) != num_samples:
-        return [Unscored("the grader process sent a malformed reply")] * num_samples
-    return [Scored(e["value"]) if "value" in e else Unscored(str(e.get("unscored"))) for e in entries]

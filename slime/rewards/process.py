@@ -7,8 +7,12 @@ and by the clock. All methods run on one event loop.
 
 Invariants
 1. After `kill` the process is reaped and both pipes are closed, whatever is unread and whoever else holds them.
-2. The clock of a grading starts when the grader does: no time in a queue, of encoding or in the pipe counts.
-3. Requests are encoded in threads that belong to grading: no thread of users' code is between them and their grader.
+2. The clock of a grading starts when the grader does: no time in a queue, of encoding or in the pipe counts. A grader
+   that computes is stopped by the processor time that it used since, which a busy machine does not lengthen, and by the
+   clock only after `WALL_FACTOR` times as long.
+3. A failure is blamed on the answer only if the grader was looking at it, and used up its processor time or was ended
+   by a signal that its own computing raised.
+4. Requests are encoded in threads that belong to grading: no thread of users' code is between them and their grader.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -35,17 +40,29 @@ TAKE_LIMIT_S = 60.0
 """Limit of starting the interpreter and taking the settings, and of taking a request; grading has its own."""
 MAX_LIMIT_S = 7 * 86400.0
 """No grader may say that it takes longer."""
+WALL_FACTOR = 5.0
+"""A grader that computes is given up after so many times its limit by the clock: so many times slower than an idle
+machine may one be that many graders share."""
+MIN_WAIT_S = 0.02
+"""Processor time is not looked at more often."""
+OWN_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+"""What ends a process for what it computed itself: a stack or a memory that ran out inside a library, for example."""
 
 
 class GraderDied(SlimeError, RuntimeError):
     """The grader process ended before it answered."""
 
+    looked = False
+    """It was looking at the answer."""
+
 
 class GradingTimeout(SlimeError, TimeoutError):
     """The grader did not answer within its limit."""
 
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(f"timeout after {limit_s:g} s")
+    def __init__(self, reason: str, *, by_answer: bool = False) -> None:
+        super().__init__(reason)
+        self.by_answer = by_answer
+        """The grader computed for so long, and on the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +79,17 @@ class ProcessSettings:
     """Where requests are encoded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
     """One request that is under way."""
 
     taken: asyncio.Future[float]
     """The limit of the grading, in seconds, once it begins."""
     reply: asyncio.Future[dict[str, Any]]
+    since_s: float = 0.0
+    """Processor time of the process when work on it began, then when the grader began to look at the answer."""
+    looks: bool = False
+    """The grader looks at the answer."""
 
     def fail(self, death: GraderDied) -> None:
         """Both waits end with `death`, if they have not ended."""
@@ -132,10 +153,11 @@ class GraderProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def ask(self, message: dict[str, Any], *, grace_s: float = 0.0) -> dict[str, Any]:
+    async def ask(self, message: dict[str, Any], *, grace_s: float = 0.0, computes: bool = False) -> dict[str, Any]:
         """Sends one request and waits for its reply. Raises `GraderDied`, or `GradingTimeout` from the grader's limit.
 
-        `grace_s`: how much longer than that limit, which the grader keeps itself.
+        `grace_s`: how much longer than that limit, which the grader keeps itself. `computes`: the limit is one of
+        processor time.
         """
         if self.dead:
             raise GraderDied(f"grader process {self.pid} is gone")
@@ -152,12 +174,43 @@ class GraderProcess:
             self._waiting.pop(request_id, None)
             raise
         try:
+            if computes:
+                return await self._computed(waiting, limit_s)
             async with asyncio.timeout(limit_s + grace_s):
                 return await waiting.reply
+        except GradingTimeout:
+            raise
         except TimeoutError:
-            raise GradingTimeout(limit_s) from None
+            raise GradingTimeout(f"timeout after {limit_s:g} s") from None
         finally:
             self._waiting.pop(request_id, None)
+
+    async def _computed(self, waiting: _Waiting, limit_s: float) -> dict[str, Any]:
+        """The reply of a grader that computes. Raises as `ask`."""
+        end = time.monotonic() + WALL_FACTOR * limit_s
+        while True:
+            used_s, left_s = self._processor_s() - waiting.since_s, end - time.monotonic()
+            await asyncio.wait([waiting.reply], timeout=max(MIN_WAIT_S, min(limit_s - used_s, left_s)))
+            if waiting.reply.done():
+                return waiting.reply.result()
+            used_s = self._processor_s() - waiting.since_s
+            if used_s >= limit_s:
+                raise GradingTimeout(f"timeout after {limit_s:g} s of processor time", by_answer=waiting.looks)
+            if time.monotonic() >= end:
+                wall_s = WALL_FACTOR * limit_s
+                raise GradingTimeout(f"timeout after {wall_s:g} s (of which a processor had it for {used_s:.1f} s)")
+
+    def _processor_s(self) -> float:
+        """Processor time that the process has used so far, in seconds; zero if it is gone."""
+        try:
+            return time.clock_gettime((~self.pid << 3) | 2)  # the clock id of another process, as the kernel makes it
+        except OSError:
+            return 0.0
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended by what it computed. Asked after `kill`."""
+        return -(self._process.returncode or 0) in OWN_CRASHES
 
     async def _send(self, data: bytes, taken: asyncio.Future[float]) -> float:
         """Writes a request; returns its limit as soon as the grader works on it. Raises `GraderDied`."""
@@ -175,9 +228,7 @@ class GraderProcess:
         """Ends the process and everything it started in its group; returns when it is reaped."""
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # not `Process.kill`, which would take its exit status away
         # Before the wait, which lasts until both pipes are closed: an unread one, or one that a child of the grader
         # holds, would not be. What is left open is closed by the garbage collector, perhaps after the event loop.
         transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way
@@ -201,10 +252,14 @@ class GraderProcess:
                 waiting = self._waiting.get(reply["id"])
                 if waiting is None:
                     continue
+                if "looks_since_s" in reply:
+                    waiting.looks, waiting.since_s = True, float(reply["looks_since_s"])
+                    continue
                 limit_s = float(reply.get("limit_s", 0.0))
                 if not 0.0 <= limit_s <= MAX_LIMIT_S:
                     break
                 if not waiting.taken.done():
+                    waiting.since_s = float(reply.get("used_s", 0.0))
                     waiting.taken.set_result(limit_s)
                 if "limit_s" not in reply and not waiting.reply.done():
                     waiting.reply.set_result(reply)
@@ -213,7 +268,9 @@ class GraderProcess:
         finally:
             self.dead = True
             for waiting in self._waiting.values():
-                waiting.fail(GraderDied(f"grader process {self.pid} died while grading"))
+                death = GraderDied(f"grader process {self.pid} died while grading")
+                death.looked = waiting.looks
+                waiting.fail(death)
 
 
 def _encode(message: dict[str, Any]) -> bytes:

@@ -1,7 +1,10 @@
 """The contract of every grader: a score, or the reason why there is none.
 
-Invariant: a failure is never a number. A grader that hangs, raises, returns None or a non-finite value yields
-`Unscored`, and the rollout decides whether to try again; nothing turns it into a reward of zero.
+Invariants
+1. A failure of anything but the answer is never a number: it yields `Unscored`, and the rollout decides whether to try
+   again.
+2. An answer gains nothing by making its grader fail: one that a grader which only computes cannot deal with has the
+   score of a wrong answer, and says so (`Scored.ungradable`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ class Scored:
 
     value: float | dict[str, Any]
     """The reward, finite; a dict carries several numbers and `--reward-key` picks one."""
+    ungradable: str = ""
+    """Why the grader could not deal with the answer, which then has the reward of a wrong one; empty if it could."""
 
 
 @dataclass(frozen=True, slots=True)

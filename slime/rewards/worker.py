@@ -1,16 +1,18 @@
 """One grader process: reads samples as frames from stdin, writes scores as frames to stdout, can be killed any time.
 
 Consumes: frames of `process.GraderProcess`, which starts it and owns both pipes; the first configures it, each later
-one is a request. Produces: for each, with its id, the word that work on it begins and how long it may take, then one
-reply. Waits for: the next frame, and for the graders that it
-runs; async ones within the limit, all others as long as the parent lets it live. Is woken by: a frame. The parent is
-trusted (its first frame carries pickled args for user hooks); nothing that a grader or a model wrote is ever unpickled
-anywhere: replies are JSON.
+one is a request. Produces: for each, with its id, the word that work on it begins and how long it may take, from a
+grader that computes the word that it looks at the answer from now on, then one reply. Waits for: the next frame, and
+for the graders that it runs; async ones within the limit, all others as long as the parent lets it live. Is woken by: a
+frame. The parent is trusted (its first frame carries pickled args for user hooks); nothing that a grader or a model
+wrote is ever unpickled anywhere: replies are JSON.
 
 Invariants
 1. It dies with its parent: SIGKILL by the kernel when the parent thread ends, or end-of-file on stdin.
 2. What a grader prints goes to stderr; the reply pipe is a descriptor that graders do not know.
 3. Every request gets a reply unless the process dies; an exception is a reply, also one that is meant to end processes.
+   It is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and raised nothing that the
+   machine, the installation or the row is to blame for.
 4. As many async graders run side by side as may be asked, also where each of them waits in a thread (`to_thread`).
 """
 
@@ -26,6 +28,7 @@ import pickle
 import resource
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +38,7 @@ from slime.core.blame import one_line, raised_by_user
 from slime.core.lifeline import die_with_parent
 from slime.core.sample import Sample
 from slime.rewards.environment import leave_network
-from slime.rewards.graders import Grader, make_grader
+from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
 from slime.rewards.types import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 HEADER = struct.Struct("<I")
@@ -92,13 +95,17 @@ class Server:
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
         """Runs the grader that the request names. Whatever goes wrong becomes a reason."""
-        limit_s = self.limit_s
+        limit_s, failure, memory = self.limit_s, "unscored", False
         try:
             samples = [Sample.from_dict(s) for s in request["samples"]]
             grader = None if request["custom"] else self.grader(request["grader"], request["settings"])
             limit_s = self.limit_s if grader is None else grader.limit_of(samples[0], self.limit_s)
-            self.reply(request["id"], {"limit_s": limit_s})
+            self.reply(request["id"], {"limit_s": limit_s, "used_s": time.process_time()})
             if grader is not None:
+                grader.prepare(samples[0])
+                if request["computes"]:
+                    self.reply(request["id"], {"looks_since_s": time.process_time()})
+                    failure = "ungradable"
                 result = grader.grade(samples[0], limit_s)
             else:
                 function = self.function(request["grader"])
@@ -112,18 +119,20 @@ class Server:
                     "scores": [{"unscored": f"the group grader returned {size}, expected {len(samples)} rewards"}]
                     * len(samples)
                 }
-            return {"scores": [encode(value) for value in values]}
+            return {"scores": [encode(value, failure) for value in values]}
         except TimeoutError:
-            reason = f"timeout after {limit_s:g} s"
+            reason, failure = f"timeout after {limit_s:g} s", "unscored"
         except (MemoryError, RecursionError) as problem:
-            reason = f"the grader ran out of {'memory' if isinstance(problem, MemoryError) else 'stack'}"
+            memory = isinstance(problem, MemoryError)
+            reason = f"the grader ran out of {'memory' if memory else 'stack'}"
         except BaseException as problem:
             if isinstance(problem, asyncio.CancelledError) and _is_ended():
                 raise
             problem = problem.error if isinstance(problem, _Exited) else problem
             traceback.print_exc(limit=8)
             reason = f"the grader raised {one_line(problem, 300)}{raised_by_user(problem)}"
-        return {"scores": [{"unscored": reason}] * len(request["samples"])}
+            failure = "unscored" if isinstance(problem, NOT_OF_THE_ANSWER) else failure
+        return {"scores": [{failure: reason}] * len(request["samples"]), "out_of_memory": memory}
 
     def function(self, path: str) -> Callable[..., Any]:
         """The user's function at a path, loaded once."""
@@ -161,18 +170,18 @@ def _is_ended() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def encode(value: Any) -> dict[str, Any]:
-    """A reward as the wire knows it, or the reason why it is none."""
+def encode(value: Any, failure: str) -> dict[str, Any]:
+    """A reward as the wire knows it, or the reason why it is none, under the name `failure`."""
     score = check_reward(value)
     if isinstance(score, Unscored):
-        return {"unscored": score.reason}
+        return {failure: score.reason}
     assert isinstance(score, Scored), score
     try:
         size = len(json.dumps(score.value, allow_nan=False))
     except (TypeError, ValueError) as problem:
-        return {"unscored": f"the grader returned a dict that is not JSON: {str(problem)[:200]}"}
+        return {failure: f"the grader returned a dict that is not JSON: {str(problem)[:200]}"}
     if size > MAX_RESULT_BYTES:
-        return {"unscored": f"the grader returned {size} bytes, more than {MAX_RESULT_BYTES}"}
+        return {failure: f"the grader returned {size} bytes, more than {MAX_RESULT_BYTES}"}
     return {"value": score.value}
 
 

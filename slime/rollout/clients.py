@@ -124,6 +124,7 @@ def grader_pool(args: Args) -> GraderPool:
         eval_rm_types=[one.rm_type for one in eval_datasets(args) if one.rm_type is not None],
         custom_rm_path=args.custom_rm_path,
         args=args,
+        ungradable_is_wrong=args.ungradable_answers == "wrong",
     )
 
 

@@ -8,6 +8,8 @@ Invariants
 2. All samples of an evaluation come from one weight version; anything else is an error, not an average.
 3. An execution that fails for good, and an answer that no grader can score, have no part in any score and are counted.
    More failures of a dataset than `--eval-max-failed-fraction` end the evaluation at once.
+   What is sampled is never sampled again: an answer without a score is graded again, as it is, at most `MAX_TRIES`
+   times. Otherwise answers that graders fail on would be replaced by others, and the score would rise.
 4. Fan-out siblings are one execution: mean and pass rate count the mean of their rewards once.
 """
 
@@ -26,7 +28,7 @@ from slime.core.errors import DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.episodes.here import Episodes, Here
-from slime.rollout.execute import FINISHED, Execution, Outcome, all_or_first_error
+from slime.rollout.execute import Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.metrics import pass_rates, spread
@@ -38,7 +40,7 @@ from slime.settings.eval_config import EvalDatasetConfig
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Tries of one execution before it has failed for good, or is left unscored."""
+"""Tries of one execution before it has failed for good, and of its grading before it is left unscored."""
 NAMED_REASONS = 3
 
 
@@ -119,18 +121,14 @@ async def _evaluate_one(
     episodes: Episodes = context.workers or Here(context.client)
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
-        original = sample.copy()
         execution = await episodes.evaluate(context, sample, params, hooks)
         if execution.outcome is Outcome.FINISHED:
             context.progress.done += 1
             return execution.samples
         if execution.outcome in (Outcome.REJECTED, Outcome.EXPIRED):
             break  # the next try would be refused as well, or stand still as long
-        if execution.outcome is Outcome.UNSCORED:
-            sample = original
-            if execution.samples[0].status in FINISHED and params.get("temperature") == 0:
-                break  # greedy: the next try would be the same answer
-            continue
+        if execution.outcome is Outcome.UNSCORED and len(execution.samples) > 1:
+            break  # siblings are one execution, which would begin again
         sample = execution.samples[0]
     context.progress.done += 1
     left = execution.samples[0]
@@ -151,18 +149,24 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]
     rewards = rewards_by_execution(finished, reward_key)
     failed = [s for s in samples if s.status is Status.FAILED]
+    num_ungradable = sum(bool(s.ungradable) for s in finished)
+    counts = {  # of samples, each in one of the last four
+        f"{name}-num_prompts": float(len(dataset.rows)),
+        f"{name}-num_scored": float(len(finished) - num_ungradable),
+        f"{name}-num_ungradable": float(num_ungradable),
+        f"{name}-num_unscored": float(len(samples) - len(finished) - len(failed)),
+        f"{name}-num_failed": float(len(failed)),
+    }
     if failed and len(failed) == len(samples):
         logger.warning("%s has no score: all of its samples failed, the last one because: %s", name, failed[-1].failure)
-        return {f"{name}-num_prompts": float(len(dataset.rows)), f"{name}-num_failed": float(len(failed))}
+        return counts
     if not rewards:
         reason = next((s.unscored or s.failure for s in samples), "the dataset is empty")
         raise DataError(f"got no score for any of {len(samples)} samples of {dataset.config.name}: {reason}")
     metrics = {
         name: statistics.fmean(rewards),
         f"{name}-truncated_ratio": statistics.fmean(s.status is Status.TRUNCATED for s in finished),
-        f"{name}-num_prompts": float(len(dataset.rows)),
-        f"{name}-num_unscored": float(sum(bool(s.unscored) for s in samples)),
-        f"{name}-num_failed": float(len(failed)),
+        **counts,
         **spread(f"{name}/response_len", [s.effective_response_length for s in finished]),
         **turn_metrics(name, finished),
     }

@@ -121,10 +121,9 @@ def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
 def _set_score(sample: Sample, score: Score) -> str:
     """Writes a score into the sample; returns the reason if there is none."""
     if isinstance(score, Unscored):
-        sample.reward, sample.unscored = None, score.reason
+        sample.reward, sample.unscored, sample.ungradable = None, score.reason, ""
         return score.reason
-    sample.reward = score.value
-    sample.unscored = ""
+    sample.reward, sample.unscored, sample.ungradable = score.value, "", score.ungradable
     return ""
 
 

@@ -83,6 +83,7 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
         "rollout/num_samples": float(len(samples)),
         "rollout/num_groups": float(len(groups)),
         "rollout/num_unscored_samples": float(sum(bool(s.unscored) for s in samples)),
+        "rollout/num_ungradable_samples": float(sum(bool(s.ungradable) for s in samples)),
         "rollout/response_tokens": float(sum(s.effective_response_length for s in samples)),
         "rollout/zero_std/ratio": len(constant) / len(groups),
     }

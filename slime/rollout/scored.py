@@ -34,6 +34,7 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
     score = await pool.score(sample)
     if isinstance(score, Unscored):
         raise DataError(f"sample {sample.index} has no reward: {score.reason}")
+    sample.ungradable = score.ungradable
     return score.value
 
 

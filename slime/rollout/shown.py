@@ -149,6 +149,7 @@ def _more(sample: Sample) -> dict[str, Any]:
     if isinstance(sample.reward, dict):
         numbers = {str(k): float(v) for k, v in sample.reward.items() if isinstance(v, int | float)}
         more["scores"] = {k: v for k, v in list(numbers.items())[:MAX_SCORES] if math.isfinite(v)}
-    if sample.unscored:
-        more["unscored"] = shorten(visible(sample.unscored), MAX_LABEL_CHARS)
+    for name in ("unscored", "ungradable"):
+        if reason := getattr(sample, name):
+            more[name] = shorten(visible(reason), MAX_LABEL_CHARS)
     return more | tool_counts(sample)

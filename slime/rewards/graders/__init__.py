@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, SlimeError
 from slime.core.registry import Registry
 from slime.core.sample import Sample
 
@@ -31,6 +31,9 @@ BUILT_IN_LIMIT_S = 10.0
 
 Reward = float | dict[str, Any]
 """A finite number, or several by name, of which `--reward-key` picks one."""
+
+NOT_OF_THE_ANSWER = (OSError, ImportError, SlimeError)
+"""What a grader that only computes raises when the machine, the installation or the row is to blame."""
 
 BOXED_PREFIX = "boxed_"
 
@@ -53,18 +56,29 @@ class Grader(ABC):
     """Without a label it can score nothing."""
     score_keys: ClassVar[tuple[str, ...]] = ()
     """What `--reward-key` may pick of a grader that returns several numbers."""
+    wrong: ClassVar[Reward | None] = None
+    """The reward of a wrong answer. A grader that computes it from the answer alone says it, and an answer that such a
+    grader cannot deal with has it. None: when it fails, that may be the fault of a service, so the sample is unscored.
+    """
 
     @abstractmethod
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
-        """The reward of one finished sample. What it raises leaves the sample unscored, never with a zero.
+        """The reward of one finished sample.
 
-        `limit_s`: seconds after which the pool gives up on the sample, by `limit_of`.
+        An exception leaves the sample unscored. In a grader that says what `wrong` is, it is the answer's doing, but
+        for those in `NOT_OF_THE_ANSWER`. `limit_s`: by `limit_of`.
         """
 
-    def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """Seconds after which the pool gives up on this sample, counted from the call of `grade`.
+    def prepare(self, sample: Sample) -> None:
+        """What there is to do before anyone looks at the answer: reads the label, loads what the row's task needs.
 
-        `limit_s`: `--reward-timeout-s`.
+        What it raises, and what it takes too long for, leaves the sample unscored, whatever the answer.
+        """
+        return
+
+    def limit_of(self, sample: Sample, limit_s: float) -> float:
+        """Seconds after which the pool gives up on this sample: of processor time if the grader says what `wrong` is,
+        else by the clock. `limit_s`: `--reward-timeout-s`.
         """
         return limit_s if self.waits or self.is_slow else min(limit_s, BUILT_IN_LIMIT_S)
 
@@ -125,6 +139,10 @@ class Boxed(Grader):
     def limit_of(self, sample: Sample, limit_s: float) -> float:
         """As the other one."""
         return self._inner.limit_of(sample, limit_s)
+
+    def prepare(self, sample: Sample) -> None:
+        """As the other one."""
+        self._inner.prepare(sample)
 
     def warm_up(self) -> None:
         """As the other one."""

@@ -12,6 +12,8 @@ from slime.rewards.graders import GRADERS, Grader
 class Chance(Grader):
     """A repeatable coin."""
 
+    wrong = 0.0
+
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns 0.0 or 1.0 by a checksum of the execution's id and response."""
         return float(zlib.crc32(f"{sample.index}:{sample.response}".encode()) & 1)

@@ -6,13 +6,12 @@ Returns a dict (`score`, `acc`, `pred`); train on it with `--reward-key score`.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
-from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GRADERS, Grader
+from slime.rewards.graders import GRADERS, Grader, Reward
 from slime.rewards.graders.answers import last_boxed
-from slime.rewards.graders.math_answer import equal_answers
+from slime.rewards.graders.math_answer import equal_answers, label_of
 
 TAIL_CHARS = 300
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
@@ -25,13 +24,17 @@ class Dapo(Grader):
     needs_label = True
     finds_box = True
     score_keys = ("score", "acc")
+    wrong: ClassVar[Reward] = {"score": -1.0, "acc": 0.0, "pred": ""}
+
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` on a missing or unreadable label."""
+        label_of(sample, self.name)
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
-        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises `DataError` without a label."""
-        if sample.label is None:
-            raise DataError("the dapo grader needs a label; set --label-key")
+        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises as `prepare`."""
+        label = label_of(sample, self.name)
         tail = sample.response[-TAIL_CHARS:]
         lines = _ANSWER_LINE.findall(tail)
         answer = lines[-1].strip().strip("$") if lines else last_boxed(tail)
-        correct = bool(answer) and equal_answers(answer or "", str(sample.label), boxed=True)
+        correct = bool(answer) and equal_answers(answer or "", label, boxed=True)
         return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": answer or ""}

@@ -7,7 +7,7 @@ import dataclasses
 from slime.core.sample import Sample
 from slime.rewards.graders import GRADERS, Grader
 from slime.rewards.graders.answers import last_boxed
-from slime.rewards.graders.math_answer import MathAnswer
+from slime.rewards.graders.math_answer import MathAnswer, label_of
 
 MARKERS = ("</think>", "###Response")
 
@@ -18,6 +18,11 @@ class DeepScaler(Grader):
 
     needs_label = True
     finds_box = True
+    wrong = 0.0
+
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` on a missing or unreadable label."""
+        label_of(sample, self.name)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns 1.0 or 0.0; a response that never ends its thinking or boxes nothing scores 0.0."""

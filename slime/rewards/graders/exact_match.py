@@ -13,9 +13,14 @@ class ExactMatch(Grader):
     """The final answer is the label."""
 
     needs_label = True
+    wrong = 0.0
 
-    def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns 1.0 or 0.0. Raises `DataError` without a label."""
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` without a label."""
         if sample.label is None:
             raise DataError("the exact_match grader needs a label; set --label-key")
+
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns 1.0 or 0.0. Raises as `prepare`."""
+        self.prepare(sample)
         return float(final_answer(sample.response) == str(sample.label).strip())

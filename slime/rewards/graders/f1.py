@@ -25,11 +25,16 @@ class TokenF1(Grader):
     """Token F1 of the final answer and the label."""
 
     needs_label = True
+    wrong = 0.0
 
-    def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns the F1 score. Raises `DataError` without a label."""
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` without a label."""
         if sample.label is None:
             raise DataError("the f1 grader needs a label; set --label-key")
+
+    def grade(self, sample: Sample, limit_s: float) -> float:
+        """Returns the F1 score. Raises as `prepare`."""
+        self.prepare(sample)
         answer, reference = words(final_answer(sample.response)), words(str(sample.label))
         if not answer or not reference:
             return float(answer == reference)

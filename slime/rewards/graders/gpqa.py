@@ -92,6 +92,12 @@ def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> 
     return leading_letter(last, letters, marked=True) if whole else None
 
 
+def choices_of(sample: Sample) -> list[str]:
+    """The texts of the row's choices, folded."""
+    given = sample.metadata.get("choices") or ()
+    return [" ".join(plain(str(choice)).split()).casefold().rstrip(".") for choice in given]
+
+
 def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
     """The letter of the label. Raises `DataError` if it names none."""
     label = sample.label
@@ -115,10 +121,15 @@ def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
 class MultipleChoice(Grader):
     """The answer commits to the right letter."""
 
+    wrong = 0.0
+
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` if the label names no choice."""
+        correct_letter(sample, choices_of(sample))
+
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns 1.0 or 0.0. Raises `DataError` if the label names no choice."""
-        given = sample.metadata.get("choices") or ()
-        choices = [" ".join(plain(str(choice)).split()).casefold().rstrip(".") for choice in given]
+        """Returns 1.0 or 0.0. Raises as `prepare`."""
+        choices = choices_of(sample)
         right = correct_letter(sample, choices)
         letters = ALPHABET[: len(choices) or max(4, ALPHABET.index(right) + 1)]
         return float(extract_letter(sample.response, letters, choices) == right)

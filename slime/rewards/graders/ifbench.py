@@ -9,11 +9,11 @@ Returns a dict; train on it with `--reward-key score` (all followed, strictly), 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
-from slime.rewards.graders import GRADERS, Grader
+from slime.rewards.graders import GRADERS, Grader, Reward
 from slime.rewards.graders.answers import after_thinking
 from slime.rewards.graders.instructions import CHECKS
 
@@ -33,11 +33,8 @@ def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether one instruction is followed; an empty text follows none. Raises `DataError` on unfit arguments."""
-    try:
-        return bool(text.strip()) and CHECKS[name](text, **arguments)
-    except (TypeError, KeyError, ValueError, AttributeError) as problem:
-        raise DataError(f"got arguments {arguments} for {name}, which do not fit it: {problem!r}") from problem
+    """Whether one instruction is followed; an empty text follows none."""
+    return bool(text.strip()) and CHECKS[name](text, **arguments)
 
 
 def variants(text: str) -> list[str]:
@@ -52,9 +49,22 @@ class InstructionFollowing(Grader):
     """All instructions of the row are followed."""
 
     score_keys = ("score", "loose", "strict_share", "loose_share")
+    wrong: ClassVar[Reward] = dict.fromkeys(score_keys, 0.0)
+
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` on instructions that are unknown, and on arguments that do not fit them."""
+        for name, arguments in instructions(sample.metadata):
+            try:
+                follows("A text of some words.", name, arguments)
+            except (TypeError, KeyError, ValueError, AttributeError) as problem:
+                raise DataError(f"got arguments {arguments} for {name}, which do not fit it: {problem!r}") from problem
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """Returns `score` and `loose` (1.0 if all are followed, else 0.0), `strict_share` and `loose_share`."""
+        """Returns `score` and `loose` (1.0 if all are followed, else 0.0), `strict_share` and `loose_share`.
+
+        Raises as `prepare`.
+        """
+        self.prepare(sample)
         wanted = instructions(sample.metadata)
         answer = after_thinking(sample.response).strip()
         strict = [follows(answer, name, arguments) for name, arguments in wanted]

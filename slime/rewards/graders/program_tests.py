@@ -126,6 +126,7 @@ class ProgramTests(Grader):
 
     is_slow = True
     runs_code = True
+    wrong = 0.0
 
     allow_unconfined_code: bool = False
     """Run programs also where nothing holds them."""

@@ -87,6 +87,12 @@ def bare_answer(response: str, reference: str) -> str:
 class ReasoningGymTask(Grader):
     """The score of the task's own verifier."""
 
+    wrong = 0.0
+
+    def prepare(self, sample: Sample) -> None:
+        """Loads the task. Raises `DataError` on a row that does not say one."""
+        score_function(task_entry(sample)[0], _settings_of(sample))
+
     def grade(self, sample: Sample, limit_s: float) -> float:
         """Returns the verifier's score."""
         source, entry = task_entry(sample)

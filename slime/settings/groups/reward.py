@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.core.errors import ConfigError
 from slime.core.loading import load_object
@@ -69,6 +69,10 @@ def _more_than_one(value: Any) -> bool:
 
 
 _SERVICE = Need(_may_ask_a_service, "--rm-type remote_rm, rows with metadata (which may name it), or your own function")
+_COMPUTES = Need(
+    lambda s: _may_be_graded_by(s, lambda kind: kind.wrong is not None),
+    "a grader that computes (--rm-type math), or rows with metadata (which may name one)",
+)
 _CODE = Need(_may_run_code, "--rm-type code, rows with metadata (which may name it), or your own function")
 
 
@@ -91,7 +95,11 @@ class RewardSettings:
     group_rm: bool = False
     """Grade all samples of a prompt in one call."""
     reward_timeout_s: float = opt(30.0, gt=0)
-    """Limit of one grading, in seconds from when the grader begins; after it the sample is unscored, not zero."""
+    """Limit of one grading, in seconds from when the grader begins: of processor time for a built-in grader that only
+    computes, else by the clock; after that the sample is unscored, not zero."""
+    ungradable_answers: Literal["wrong", "unscored"] = opt("wrong", asks=lambda v: v != "wrong", needs=_COMPUTES)
+    """What becomes of an answer on which a built-in grader that only computes runs out of processor time, memory or
+    stack, or raises: the reward of a wrong answer, or none. Failures of services and machines never are a reward."""
     reward_num_workers: int = derived(_num_workers, "one for each usable core, at least 4, at most 64", ge=1)
     """Grader processes, started when needed: so many calls of a function that blocks (a judge behind HTTP) run at a
     time, and 128 of one that is async. Those that only compute use no more than there are cores. Default: the number of

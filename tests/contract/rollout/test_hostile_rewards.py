@@ -1,4 +1,5 @@
-"""A fifth of all rewards fails in every known way: the step finishes without them and none becomes a zero.
+"""A fifth of all rewards fails in every known way: the step finishes without them, and none becomes a zero but those of
+answers that were too much for their graders.
 
 What it costs is measured by `benchmarks.hostile_rewards`.
 """
@@ -133,11 +134,13 @@ def check_laws(clean: Any, hostile: Any, num_prompts: int, num_workers: int = 0)
         act = acts.get(sample.index)
         if act is None:
             assert sample.reward == 1 - sample.index % 2, f"execution {sample.index} has the reward {sample.reward}"
-        else:  # math-verify may call the box unequal before it hangs: then 0.0 is its judgement
-            assert math.isnan(sample.reward) or (act == "boxed" and sample.reward == 0.0), (act, sample.reward)
+        elif act in ("boxed", "giant response"):  # too much for its grader: wrong
+            assert sample.reward == 0.0, sample.reward
+        else:
+            assert math.isnan(sample.reward), (act, sample.reward)
         if not math.isnan(sample.reward):
             scored.append(sample.reward)
-    assert metrics["rollout/num_unscored_samples"] == len(batch.samples) - len(scored) >= len(acts) - 1
+    assert metrics["rollout/num_unscored_samples"] == len(batch.samples) - len(scored) == len(acts) - 2
     assert metrics["rollout/raw_reward"] == pytest.approx(np.mean(scored)), "the mean counts unscored samples"
     everyone = [(s.reward, s.group_index, s.index) for s in batch.samples]
     known = [entry for entry in everyone if not math.isnan(entry[0])]

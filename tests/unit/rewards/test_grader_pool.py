@@ -21,6 +21,7 @@ import pytest
 
 from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
+from slime.rewards import process
 from slime.rewards.environment import grader_environment
 from slime.rewards.pool import GraderPool
 from slime.rewards.types import Scored, Unscored
@@ -30,6 +31,7 @@ from tests.support.command_line import complete
 from tests.unit.rewards.hostile import NUM_TOGETHER
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
+HOSTILE_GRADER = str(Path(__file__).with_name("hostile_grader.py"))
 
 
 def with_pool(work: Callable[[GraderPool], Awaitable[Any]], **settings: Any) -> Any:
@@ -200,7 +202,10 @@ def test_no_giant_text_travels_to_a_grader(where: str) -> None:
 
     async def work(pool: GraderPool) -> None:
         score = await pool.score(Sample(**fields))
-        assert isinstance(score, Unscored) and "too long" in score.reason
+        if where == "response":
+            assert isinstance(score, Scored) and score.value == 0.0 and "too long" in score.ungradable, score
+        else:
+            assert isinstance(score, Unscored) and "too long" in score.reason
         assert not pool._offline.processes, "a process was started for it"
 
     with_pool(work, rm_type="exact_match")
@@ -216,8 +221,20 @@ def test_many_hangs_do_not_stop_the_others() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", timeout_s=4.0)
 
 
-@pytest.mark.parametrize("answer", ["9**9**9", "9999999!", "2**2**2**2**2**2", "(" * 5000, "\\frac" * 3000])
-def test_a_monstrous_answer_stalls_nothing(answer: str) -> None:
+MONSTERS = [
+    "9**9**9",
+    "9999999!",
+    "2**2**2**2**2**2",
+    "(" * 5000,
+    "\\frac" * 3000,
+    "\\sum_{n=1}^{1000000} \\frac{1}{n^2}",
+]
+
+
+@pytest.mark.parametrize("answer", MONSTERS)
+def test_a_monstrous_answer_stalls_nothing_and_is_a_wrong_one(answer: str) -> None:
+    """Law: an answer cannot evade its penalty by being too much for its grader, and costs no other its score."""
+
     async def work(pool: GraderPool) -> None:
         await pool.score(Sample(response="\\boxed{4}", label="5"))
         monster = asyncio.create_task(pool.score(Sample(response=f"\\boxed{{{answer}}}", label="x+1")))
@@ -226,9 +243,80 @@ def test_a_monstrous_answer_stalls_nothing(answer: str) -> None:
             await asyncio.sleep(0.01)
             assert time.thread_time() - busy < 0.5, "the event loop stalled"
             assert await pool.score(Sample(response="so \\boxed{\\frac{1}{2}}", label="0.5")) == Scored(1.0)
-        assert await monster in (Scored(0.0), Unscored("timeout after 3 s"))
+        assert await monster in (Scored(0.0), Scored(0.0, ungradable=TIMEOUT))
 
-    with_pool(work, rm_type="math", timeout_s=3.0)
+    with_pool(work, rm_type="math", timeout_s=1.0)
+
+
+TIMEOUT = "timeout after 1 s of processor time"
+DOINGS = {  # what is done -> what is said if the answer did it, and if the row did, or the machine
+    "burn": (TIMEOUT, TIMEOUT),
+    "memory": ("the grader ran out of memory", "the grader ran out of memory"),
+    "recurse": ("the grader ran out of stack", "the grader ran out of stack"),
+    "raise": ("the grader raised ValueError", "the grader raised ValueError"),
+    "segfault": ("died while grading", "died while grading"),
+    "nan": ("the grader returned nan", None),
+    "killed": (None, "died while grading"),
+    "not of the answer": (None, "no space left on device"),
+    "row": (None, "got a row without tests"),
+}
+
+
+def test_a_failure_is_blamed_on_the_answer_only_if_the_answer_is_to_blame() -> None:
+    """Law: what an answer does to a grader that computes costs it the reward; a row, a label or a machine that fails is
+    no reward at all, whatever the answer."""
+
+    async def work(pool: GraderPool) -> None:
+        of_answers = [Sample(response=doing) for doing in DOINGS]
+        of_rows = [Sample(response="fine", metadata={"row": doing}) for doing in DOINGS]
+        scores = await asyncio.gather(*map(pool.score, of_answers + of_rows))
+        answers, rows = scores[: len(DOINGS)], scores[len(DOINGS) :]
+        for (doing, said), answer, row in zip(DOINGS.items(), answers, rows, strict=True):
+            by_answer, by_others = said
+            if by_answer is not None:
+                assert isinstance(answer, Scored) and answer.value == -2.0, (doing, answer)
+                assert by_answer in answer.ungradable, (doing, answer)
+            else:
+                assert isinstance(answer, Unscored) and str(by_others) in answer.reason, (doing, answer)
+            if by_others is not None:
+                assert isinstance(row, Unscored) and by_others in row.reason, (doing, row)
+        assert await pool.score(Sample(response="fine")) == Scored(1.0)
+
+    with_pool(work, rm_type=HOSTILE_GRADER, timeout_s=1.0)
+
+
+def test_a_machine_that_gives_no_processor_is_not_the_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the limit of a grader that computes is processor time. A stopped one is waited for and then scored; one that
+    gets none in `WALL_FACTOR` times its limit leaves its sample unscored."""
+    monkeypatch.setattr(process, "WALL_FACTOR", 4.0)
+
+    async def work(pool: GraderPool) -> None:
+        await pool.score(Sample(response="fine"))
+        (worker,) = pool._offline.processes
+        stalled = asyncio.create_task(pool.score(Sample(response="sleep")))
+        started = time.monotonic()
+        score = await stalled
+        assert score == Unscored("timeout after 2 s (of which a processor had it for 0.0 s)")
+        assert time.monotonic() - started >= 2.0 and worker.dead
+
+    with_pool(work, rm_type=HOSTILE_GRADER, num_workers=1, timeout_s=0.5)
+
+
+def test_ungradable_answers_may_be_left_unscored() -> None:
+    async def work(pool: GraderPool) -> None:
+        assert await pool.score(Sample(response="burn")) == Unscored(TIMEOUT)
+
+    with_pool(work, rm_type=HOSTILE_GRADER, timeout_s=1.0, ungradable_is_wrong=False)
+
+
+def test_a_label_that_takes_too_long_costs_no_answer_its_reward() -> None:
+    """Law: the label is read, and once compared, before any answer is looked at."""
+
+    async def work(pool: GraderPool) -> None:
+        monster = Sample(response="\\boxed{4}", label="\\sum_{n=1}^{1000000} \\frac{1}{n^2}")
+        assert await pool.score(monster) == Unscored(TIMEOUT)
+
+    with_pool(work, rm_type="math", timeout_s=1.0)
 
 
 def test_group_graders_return_one_reward_per_sample() -> None:

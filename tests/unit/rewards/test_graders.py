@@ -24,6 +24,30 @@ def test_every_name_loads(name: str) -> None:
     assert make_grader(name).name == name
 
 
+WRONG: dict[str, dict[str, Any]] = {
+    "code": {"tests": ["assert f(1) == 2"]},
+    "gpqa": {"label": "C"},
+    "ifbench": {"instruction_id_list": ["punctuation:no_comma"], "response": "a, b"},
+    "reasoning_gym": {"source_dataset": "basic_arithmetic", "answer": "-4"},
+}
+
+
+@pytest.mark.parametrize("name", GRADERS.names())
+def test_what_computes_says_what_a_wrong_answer_gets(name: str) -> None:
+    """Law: an answer that its grader cannot deal with has no more than a wrong one; who waits for others says none."""
+    kind = GRADERS.get(name)
+    if kind.waits or kind.needs_network:
+        assert kind.wrong is None
+        return
+    wrong = grade(name, **{"response": "no", "label": "7"} | WRONG.get(name, {}))
+    assert kind.wrong is not None and check_reward(kind.wrong) == Scored(kind.wrong)
+    if isinstance(kind.wrong, dict):
+        assert {**wrong, "pred": ""} == {**kind.wrong, "pred": ""}
+        assert set(kind.score_keys) <= set(kind.wrong)
+    elif name != "random":
+        assert wrong == kind.wrong
+
+
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="exact_match"):
         make_grader("maths")

@@ -20,6 +20,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
 HOOKS = Path(__file__).with_name("workflow_hooks.py")
+HOSTILE_GRADER = Path(__file__).parents[1] / "rewards" / "hostile_grader.py"
 
 
 def finished(group_index: int, index: int, reward: Any = 1.0) -> Sample:
@@ -167,6 +168,32 @@ def test_a_few_failures_are_counted_and_no_score_has_them(tmp_path: Path) -> Non
     assert metrics["eval/held-num_unscored"] == 0 and metrics["eval/held"] == metrics["eval/held-pass@2"] == 1.0
     with pytest.raises(EngineError, match=r"2 of 6 samples of more failed in evaluation, 1 may .* the sandbox is gone"):
         evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.16")
+
+
+def test_every_answer_of_an_evaluation_is_counted_once_as_what_became_of_it(tmp_path: Path) -> None:
+    """Law: an answer is sampled once, whatever its grader makes of it; one that the grader cannot deal with is a wrong
+    one in every score, and only what a service or a machine lost is in none."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from slime.rollout.generate import generate as default\n"
+        "def lost(args, sample):\n    return None\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    kind = -sample.index % 4\n"
+        "    if kind == 3:\n        raise RuntimeError('the sandbox is gone')\n"
+        "    made = await default(args, sample, sampling_params)\n"
+        "    made.response = 'burn' if kind == 1 and sample.group_index == -1 else 'fine'\n"
+        "    made.custom_rm_path = f'{__file__}:lost' if kind == 2 else None\n"
+        "    return made\n"
+    )
+    engine = FakeEngine()
+    flags = ("--rm-type", str(HOSTILE_GRADER), "--reward-timeout-s", "0.5", "--eval-max-failed-fraction", "1")
+    hook = ("--custom-generate-function-path", f"{own}:generate", "--n-samples-per-eval-prompt", "4")
+    metrics = evaluate(tmp_path, engine, *hook, *flags)
+    for name, num in (("held", 5), ("more", 3)):
+        kinds = ("scored", "ungradable", "unscored", "failed")
+        assert [metrics[f"eval/{name}-num_{kind}"] for kind in kinds] == [2 * num - 1, 1, num, num]
+        assert metrics[f"eval/{name}"] == pytest.approx((2 * num - 1 - 2.0) / (2 * num))
+    assert len(engine.requests) == 3 * 8, "an answer was sampled again"
 
 
 def test_a_dataset_of_which_everything_failed_has_no_score_and_ends_no_run(tmp_path: Path) -> None:
