@@ -25,5 +25,4 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         return sample
     hint_ids = current().tokenizer.encode(HINT, add_special_tokens=False)
     sample.append_response_tokens(hint_ids, text=HINT)
-    budget = sample.response_length + sampling_params["max_new_tokens"]  # a limit of its own for the second turn
-    return await one_turn(args, sample, {**sampling_params, "max_new_tokens": budget})
+    return await one_turn(args, sample, sampling_params)

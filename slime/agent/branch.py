@@ -84,7 +84,7 @@ class Branch:
         self.origins += [Origin.SAMPLED] * num
         self.log_probs += generation.log_probs
         self.versions += [version] * num if isinstance(version, int) else version
-        self.experts = join(self.experts, generation.routed_experts, len(self.tokens))
+        self.experts = join(self.experts, generation.routed_experts, len(self.tokens), self.versions)
         self.messages += [*new, answer]
         finish = generation.finish_reason
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))

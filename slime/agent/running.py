@@ -80,15 +80,18 @@ async def execution(
 ) -> AsyncIterator[Execution]:
     """A session of the run's adapter, for the block. `sampling_params`: those that the generate function was given.
 
-    Limits of this execution: tokens of a conversation (`--rollout-max-context-len`), answers (`--agent-max-turns`) and
-    seconds (`--agent-time-limit-s`). Raises `ConfigError` and `DataError` where the run's checkpoint has no tokenizer,
-    or a chat template that does not append turns.
+    Limits of this execution: tokens of a conversation (in place of `--rollout-max-context-len`), answers
+    (`--agent-max-turns`) and seconds (`--agent-time-limit-s`); what it may sample in all is the run's to say
+    (`--rollout-max-total-response-len`).
+
+    Raises `ConfigError` and `DataError` where the run's checkpoint has no tokenizer, or a chat template that does not
+    append turns.
     """
     args = current().args
     adapter, url = await _adapter()
     key = adapter.open_session(
         sampling=sampling_params,
-        max_context_tokens=max_context_tokens or args.rollout_max_context_len,
+        max_context_tokens=max_context_tokens,
         max_turns=max_turns or args.agent_max_turns,
         time_limit_s=time_limit_s or args.agent_time_limit_s,
     )

@@ -34,6 +34,7 @@ from slime.core.blame import one_line
 from slime.core.errors import ActorFailed, ClusterFailed
 from slime.core.hf_config import read_hf_config
 from slime.settings import Args
+from slime.settings.groups.training import longest_sample
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ MEMORY_SHARE = 0.3
 def store_bytes_for(args: Args) -> int:
     """Size of the object store for the batches of a run, within what this host has. Its pages are taken when used."""
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
-    length = args.rollout_max_context_len or (args.rollout_max_prompt_len or 0) + args.rollout_max_response_len
+    length = longest_sample(args)
     shared = os.statvfs("/dev/shm")
     room = min(psutil.virtual_memory().total, shared.f_blocks * shared.f_frsize)
     wanted = num_samples * length * (BYTES_PER_TOKEN + _bytes_of_experts(args)) * NUM_BATCHES

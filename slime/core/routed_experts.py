@@ -2,7 +2,8 @@
 
 An engine chooses when it reads a token, so the token sampled last has no row. Rows of a sample are those of its tokens
 from the first on; they join part by part (turns, interrupted requests), and what is there stays: a row belongs to the
-token that was sampled from it, under that version of the weights.
+token that was sampled from it, under that version of the weights. Tokens that are read again, by newer weights, go
+other ways; such a row stands for no log-prob that is trained, so it is not taken, and the trainer chooses by itself.
 
 Invariants
 1. Row i is of token `start + i`, and has one entry for each layer of the model; those of dense layers mean nothing.
@@ -15,7 +16,8 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,6 +92,9 @@ class RoutedExperts:
     """[rows, L, topk] numbers of the experts."""
     start: int = 0
     """The token of the first row."""
+    read: tuple[int, int] | None = None
+    """(tokens that a request was given, the version that read them), of an engine's answer; other weights may have
+    sampled some of them. None: rows belong to what was sampled."""
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.int16) or self.start < 0:
@@ -111,7 +116,7 @@ class RoutedExperts:
 
     def upto(self, end: int) -> RoutedExperts:
         """The rows before token `end`."""
-        return RoutedExperts(self.ids[: max(0, end - self.start)], self.start)
+        return replace(self, ids=self.ids[: max(0, end - self.start)])
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> npt.NDArray[Any]:
         return np.asarray(self.ids, dtype)
@@ -163,10 +168,35 @@ def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
     return out
 
 
-def join(known: RoutedExperts | None, more: RoutedExperts | None, num_tokens: int) -> RoutedExperts | None:
+def without_newer(
+    more: RoutedExperts, versions: Sequence[int], first: int, num_read: int, read_under: int
+) -> RoutedExperts:
+    """`more` without the rows from which other weights have sampled. `versions`: of the tokens from number `first` on,
+    negative where none was sampled; of the whole sequence `read_under` read the first `num_read` tokens at once.
+    """
+    sampled_by = np.asarray(versions[: max(0, num_read - first)])
+    rows = first - 1 + np.flatnonzero((sampled_by >= 0) & (sampled_by != read_under)) - more.start
+    rows = rows[(rows >= 0) & (rows < len(more.ids))]
+    if not len(rows):
+        return more
+    ids = more.ids.copy()
+    ids[rows] = not_recorded(ids.dtype)
+    return replace(more, ids=ids)
+
+
+def join(
+    known: RoutedExperts | None,
+    more: RoutedExperts | None,
+    num_tokens: int,
+    versions: Sequence[int] = (),
+    first: int = 0,
+) -> RoutedExperts | None:
     """The rows of a sequence from its first token on: those known, then those of `more` that come behind them.
 
-    Between them tokens may be without a record. None if there is nothing. Raises `DataError` for other layers or
+    `versions`: of the tokens from number `first` on, negative where none was sampled. Where `more` was read by other
+    weights than had sampled a token, there is no row for that: its log-prob is by experts of which nothing is known.
+
+    Between the rows tokens may be without a record. None if there is nothing. Raises `DataError` for other layers or
     another topk, and for a row of the last of the `num_tokens` tokens, which no engine has read yet.
     """
     if more is None:
@@ -181,6 +211,8 @@ def join(known: RoutedExperts | None, more: RoutedExperts | None, num_tokens: in
         )
     if more.end <= done:
         return known
+    if more.read is not None:
+        more = without_newer(more, versions, first, *more.read)
     missing = max(0, more.start - done)
     parts = [more.ids[max(0, done - more.start) :]]
     if missing:

@@ -183,7 +183,8 @@ class Sample:
             self.loss_mask = [1] * self.response_length
         self.rollout_log_probs = self.rollout_log_probs or []
         self.token_versions = self.token_versions or []
-        experts = join(self.rollout_routed_experts, routed_experts, len(self.tokens) + len(tokens))
+        num_tokens, first = len(self.tokens) + len(tokens), self.prompt_length
+        experts = join(self.rollout_routed_experts, routed_experts, num_tokens, self.token_versions, first)
         self.rollout_routed_experts = experts
         self.tokens.extend(tokens)
         self.loss_mask.extend([int(sampled)] * len(tokens))

@@ -24,7 +24,7 @@ import numpy as np
 
 from slime.core.errors import EngineError
 from slime.core.ports import ROUTED_EXPERTS_MARK
-from slime.core.routed_experts import ExpertFormat, RoutedExperts
+from slime.core.routed_experts import ExpertFormat, RoutedExperts, without_newer
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.generation import NEVER_SENT, NO_DRAFTS, Generation, parse_drafts, parse_experts, parse_part
 from slime.rollout.pictures import Pictures
@@ -149,7 +149,7 @@ class Call:
             here = "length" if full else "stop"
             self.finish = here if stopped else None if part.finish_reason == "abort" else part.finish_reason
         self._append(kept)
-        if experts is not None:
+        if experts is not None and len(self.tokens) > self._joint:
             self._join_experts(experts.upto(len(self.input_ids) + len(self.tokens) - 1))
         if ended and self.finish is None:
             self.settle()
@@ -285,11 +285,14 @@ class Call:
         return parse_experts(event, self._format, start=self._start, num_tokens=total)
 
     def _join_experts(self, more: RoutedExperts) -> None:
-        known = self._experts
+        """What a request read again of an earlier one's tokens counts if both had one version."""
+        known, num = self._experts, len(self.input_ids)
+        read_under = self._versions[self._joint]  # of the token that it sampled when it had read them
+        more = without_newer(more, self._versions[: self._joint], num, num + self._joint, read_under)
         if known is None:
-            self._experts = more
+            self._experts = replace(more, read=(num, read_under))
         elif more.end > known.end:
-            self._experts = RoutedExperts(np.concatenate([known.ids, more.ids[known.end - more.start :]]), known.start)
+            self._experts = replace(known, ids=np.concatenate([known.ids, more.ids[known.end - more.start :]]))
 
 
 def refuse(event: Mapping[str, Any]) -> None:

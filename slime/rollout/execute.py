@@ -49,7 +49,7 @@ from slime.rollout.client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.hooks import Hook, call_generate, call_sample_hooks, load, name_of
 from slime.rollout.progress import waiting
-from slime.rollout.sampling import seeded
+from slime.rollout.sampling import LIMITS, Limits, seeded
 from slime.rollout.supervise import END_LIMIT_S, end_tasks, supervised
 from slime.rollout.traced import traced, traced_execution
 from slime.rollout.transcript import TRANSCRIPT, Transcript
@@ -165,6 +165,7 @@ async def run_execution(
     sample.session_id = sample.session_id or uuid.uuid4().hex
     before, transcript = sample.copy(), Transcript.behind(sample)
     token, num_pauses = TRANSCRIPT.set(transcript), _num_pauses(context)
+    limited = LIMITS.set(Limits.of(context.args, transcript, evaluation=evaluation))
     try:
         with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
             ended = await _generate_and_score(context, sample, before, params, hook, evaluation=evaluation)
@@ -177,6 +178,7 @@ async def run_execution(
         ended = _interrupted(before, problem) if transcript.taken_back or told else _failed(before, problem)
     finally:
         TRANSCRIPT.reset(token)
+        LIMITS.reset(limited)
     if ended.outcome is Outcome.ABORTED:
         return ended
     if transcript.taken_back:

@@ -1,4 +1,4 @@
-"""The default generation of one sample: one request, or the rest of an interrupted one.
+"""The default generation of one answer of a sample: one request, or the rest of an interrupted one.
 
 A custom function (`--custom-generate-function-path`) has the same signature and may return several samples (a fan-out:
 sub-agents, compaction), which share the execution's `index`.
@@ -12,7 +12,9 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.sample import Sample, Status
 from slime.rollout.context import current
 from slime.rollout.generation import before_stop
-from slime.settings.groups.rollout import RolloutSettings
+from slime.rollout.sampling import LIMITS, Limits, num_begun
+from slime.rollout.transcript import Transcript
+from slime.settings import Args
 
 
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
@@ -33,16 +35,21 @@ def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]
 
 
-def remaining_tokens(args: RolloutSettings, sample: Sample, max_new_tokens: int) -> int:
-    """How many tokens the sample may still get, by response and by context length; never negative."""
-    left: int = max_new_tokens - sample.response_length
-    if args.rollout_max_context_len is not None:
-        left = min(left, args.rollout_max_context_len - len(sample.tokens))
-    return max(left, 0)
+def remaining_tokens(args: Args, sample: Sample, max_new_tokens: int) -> int:
+    """How many tokens the next request of the sample may have sampled; never negative.
+
+    `max_new_tokens`: of one answer. What an interrupted sample has of it already counts, and so do the limits of the
+    conversation and of the whole execution.
+    """
+    limits = LIMITS.get() or Limits.of(args, Transcript.behind(sample))
+    return limits.next_answer(max_new_tokens, len(sample.tokens), num_begun(sample))
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generates, or continues, `sample` in place and returns it. Raises what `EngineClient.generate` raises."""
+    """Generates the next answer of `sample`, or the rest of one, in place. Raises what `EngineClient.generate` raises.
+
+    `max_new_tokens` is of this answer; a sample that may get no token is TRUNCATED.
+    """
     context = current()
     sample.tokens = prompt_ids(sample, context.tokenizer)
     budget = remaining_tokens(args, sample, sampling_params["max_new_tokens"])
@@ -51,7 +58,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         return sample
     params = {**sampling_params, "max_new_tokens": budget}
     if "min_new_tokens" in params:
-        params["min_new_tokens"] = max(0, min(params["min_new_tokens"] - sample.response_length, budget))
+        params["min_new_tokens"] = max(0, min(params["min_new_tokens"] - num_begun(sample), budget))
     known = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.end
     seen: dict[str, Any] = {"pictures": context.pictures(sample.images)} if sample.images else {}
     generation = await context.engine().generate(

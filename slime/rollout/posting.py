@@ -16,11 +16,14 @@ import aiohttp
 
 from slime.core.errors import HookError
 from slime.core.ports import TOKEN_VERSIONS_KEY
+from slime.core.sample import NOT_SAMPLED
+from slime.rollout.call import ENGINE_MAX_NEW_TOKENS
 from slime.rollout.client import EngineClient
 from slime.rollout.context import RolloutContext, current
 from slime.rollout.generation import Generation
 from slime.rollout.job import RETRY_STATUSES
 from slime.rollout.progress import waiting
+from slime.rollout.sampling import LIMITS
 
 TIMEOUT_S = 600.0
 PAUSE_S = 1.0
@@ -112,8 +115,21 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
         ids = tokenizer.encode(payload["text"], add_special_tokens=False)
     ids = list(ids)
     session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)
-    params = payload.get("sampling_params") or {}
+    params = _limited(client, payload.get("sampling_params") or {}, len(ids))
+    if params is None:
+        return _worded(ids, Generation((), (), "length", NOT_SAMPLED, ""))
     return _worded(ids, await client.generate(ids, params, session_id=session, returns_partial=True))
+
+
+def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
+    """Sampling parameters within the limits of the execution; None if it may sample no more."""
+    limits, context = LIMITS.get(), current()
+    if limits is None or client is not context.client:
+        return params
+    asked = params.get("max_new_tokens", ENGINE_MAX_NEW_TOKENS)
+    asked = context.args.rollout_max_response_len if asked is None else asked
+    most = limits.next_answer(asked, num_read)
+    return {**params, "max_new_tokens": most} if most or not asked else None
 
 
 def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _prompts(args: Args) -> Look:
     limits = [(args.rollout_max_prompt_len, "rollout_max_prompt_len")]
     own = own_lengths(args) and not args.rollout_sample_hook_path
     if own_lengths(args) and args.num_rollout and not args.debug_train_only and args.load_debug_rollout_data is None:
-        limits.append(_of_engines(args, args.rollout_max_response_len))
+        limits.append(_of_engines(args, args.rollout_max_context_len, args.rollout_max_response_len))
     most, limit = _least(limits)
     return Look(
         name="prompt_data",
@@ -81,7 +81,7 @@ def _held_out(args: Args, one: EvalDatasetConfig) -> Look:
     graded = generates and not (one.custom_rm_path or args.custom_rm_path or args.rollout_sample_hook_path)
     limits = [(one.max_prompt_len, "eval_max_prompt_len")]
     if generates and not args.debug_train_only:
-        limits.append(_of_engines(args, one.max_response_len))
+        limits.append(_of_engines(args, args.eval_max_context_len, one.max_response_len))
     most, limit = _least(limits)
     return Look(
         name=f"evaluation data {one.name}",
@@ -113,10 +113,10 @@ def _needs_label(rm_type: str | None) -> str | None:
         return None
 
 
-def _of_engines(args: Args, max_response_len: int) -> tuple[int | None, str]:
+def _of_engines(args: Args, max_context_len: int | None, max_response_len: int) -> tuple[int | None, str]:
     """The longest prompt whose request an engine takes."""
     context = engine_context(args)
-    if context is None or args.rollout_max_context_len is not None:  # the client shortens the response then
+    if context is None or max_context_len is not None:  # an answer ends there
         return (None if context is None else context - 1), "the model's context"
     return context - max_response_len, f"the model's context of {context} less a response of {max_response_len}"
 

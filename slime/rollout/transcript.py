@@ -139,7 +139,7 @@ class Transcript:
         known, said, num = sample.token_versions or [], sample.column("rollout_log_probs"), sample.response_length
         if not self._answers or len(known) >= num:
             return
-        versions, log_probs = np.full(num, NOT_SAMPLED, np.int32), np.zeros(num)
+        versions, log_probs, recorded = np.full(num, NOT_SAMPLED, np.int32), np.zeros(num), list[_Answer]()
         for answer, own in self._said_in(sample):
             ours = slice(0, own.stop - own.start)
             here = answer.sampled[ours]
@@ -147,9 +147,12 @@ class Transcript:
                 here = here & _close(said[own], answer.log_probs[ours])
             versions[own] = np.where(here, answer.versions[ours], versions[own])
             log_probs[own] = np.where(here, answer.log_probs[ours], log_probs[own])
-            if answer.experts is not None and ours.stop == len(answer.tokens):
-                sample.rollout_routed_experts = join(sample.rollout_routed_experts, answer.experts, answer.end)
+            if ours.stop == len(answer.tokens):
+                recorded.append(answer)
         sample.token_versions = [*known, *versions[len(known) :].tolist()]
+        for answer in sorted(recorded, key=lambda one: one.begin):  # what was read first stays
+            experts, first = sample.rollout_routed_experts, sample.prompt_length
+            sample.rollout_routed_experts = join(experts, answer.experts, answer.end, sample.token_versions, first)
         if said is None:
             sample.rollout_log_probs = log_probs.tolist()
 
@@ -189,6 +192,11 @@ class Transcript:
         assert versions is not None, "what agrees in log-probs differs in versions"
         version = int(versions[place])
         return f"{what} weight version {version}, and another one sampled it; keep that of the answer"
+
+    def num_sampled(self) -> int:
+        """Tokens that engines have sampled for the execution so far, whatever becomes of them."""
+        under_way = sum(len(call.answer().tokens) for call in self._calls)
+        return under_way + sum(int(answer.sampled.sum()) for answer in self._answers)
 
     def _note_calls(self) -> None:
         """What calls under way have brought so far."""

@@ -23,7 +23,9 @@ _OPTIMIZER_BATCH = (
 _EPOCHS_OVER_BATCH = "use --num-steps-per-rollout: optimizer steps per generated batch, each on other samples"
 _EPOCHS = "use --num-epoch, or --num-rollout for a number of steps"
 _STEPS = "use --num-rollout, each step with --num-steps-per-rollout optimizer steps"
-_RESPONSE = "use --rollout-max-response-len, in tokens"
+_RESPONSE = (
+    "use --rollout-max-response-len, in tokens of each answer (--rollout-max-total-response-len: of all its turns)"
+)
 _PROMPT_LENGTH = "use --rollout-max-prompt-len, in tokens; longer prompts are left out, not shortened"
 _CONTEXT = "use --rollout-max-context-len for prompt and response together"
 _KL = "use --kl-coef for a penalty inside the reward, or --use-kl-loss --kl-loss-coef for a term of the loss"

@@ -31,29 +31,32 @@ def responses_fit_the_model(args: Args) -> str | None:
     """A prompt and the longest response fit into the model's context."""
     if args.debug_train_only or fine_tunes(args) or not own_lengths(args):
         return None
-    context, given = engine_context(args), args.rollout_max_context_len
+    context = engine_context(args)
     if context is None:
         return None
-    if given is not None:  # the client ends responses there
-        return (
-            None
-            if given <= context
-            else _beyond(f"rollout_max_context_len {given}", "--rollout-max-context-len", context)
-        )
-    if args.num_rollout and args.rollout_max_response_len >= context:
-        return _beyond(
-            f"rollout_max_response_len {args.rollout_max_response_len}", "--rollout-max-response-len", context
-        )
-    if args.eval_interval is None and args.num_rollout:
-        return None
-    for one in eval_datasets(args):
-        if one.max_response_len >= context and not one.custom_generate_function_path:
-            name = f"eval_max_response_len {one.max_response_len} for evaluation on {one.name}"
-            return _beyond(name, "--eval-max-response-len", context)
-    return None
+    problem = _of(args, "rollout", args.rollout_max_response_len, "", context) if args.num_rollout else None
+    if problem is not None or (args.eval_interval is None and args.num_rollout):
+        return problem
+    found = [
+        _of(args, "eval", one.max_response_len, f" for evaluation on {one.name}", context)
+        for one in eval_datasets(args)
+        if not one.custom_generate_function_path
+    ]
+    return next((problem for problem in found if problem is not None), None)
 
 
-def _beyond(got: str, flag: str, context: int) -> str:
+def _of(args: Args, kind: str, answer: int, of_what: str, context: int) -> str | None:
+    """Of rollouts, or of one dataset of the evaluation."""
+    given = getattr(args, f"{kind}_max_context_len")
+    if given is not None:  # an answer ends there
+        name = f"{kind}_max_context_len"
+        return _beyond(f"{name} {given}", name, context) if given > context else None
+    name = f"{kind}_max_response_len"
+    return _beyond(f"{name} {answer}{of_what}", name, context) if answer >= context else None
+
+
+def _beyond(got: str, name: str, context: int) -> str:
+    flag = "--" + name.replace("_", "-")
     return (
         f"got {got}, but prompt and response together are at most {context} tokens in this model "
         f"(config.json, or --sglang-context-length), and engines refuse requests for more; lower {flag}"

@@ -84,8 +84,14 @@ DIFFERENT: tuple[Difference, ...] = (
     Difference("`--kl-loss-type`", "the default is low_var_kl; k1 with a coefficient is refused"),
     Difference("`--kl-coef`", "acts in every estimator"),
     Difference("`--actor-num-gpus-per-node`", "the default is 1"),
-    Difference("`--rollout-max-response-len`", "the default is 1024"),
-    Difference("`--rollout-max-context-len`", "also bounds what is generated"),
+    Difference(
+        "`--rollout-max-response-len`",
+        "the default is 1024; of each answer, as there; `--rollout-max-total-response-len` bounds all of an execution",
+    ),
+    Difference(
+        "`--rollout-max-context-len`, `--eval-max-context-len`",
+        "also bound what is generated: an answer ends where its conversation is as long",
+    ),
     Difference("`--log-probs-chunk-size`", "the default is 1024"),
     Difference(
         "`--rollout-health-check-interval`", "the default is 5 s, not 30; processes are looked at every second besides"

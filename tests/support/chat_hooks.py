@@ -98,12 +98,13 @@ class ScriptedEngine(FakeEngine):
     async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
         prompt = body["input_ids"]
         turn = sum(_contains(prompt, ids) for ids in self.turns)
-        ids = self.turns[turn]
+        whole, most = self.turns[turn], body["sampling_params"]["max_new_tokens"]
+        ids, ends = whole[:most], len(whole) <= most
         return {
-            "text": self.decode(ids[:-1]),
+            "text": self.decode(ids[:-1] if ends else ids),
             "output_ids": ids,
             "meta_info": {
-                "finish_reason": {"type": "stop", "matched": ids[-1]},
+                "finish_reason": {"type": "stop", "matched": ids[-1]} if ends else {"type": "length", "length": most},
                 "weight_version": self.weight_version,
                 "prompt_tokens": len(prompt),
                 "cached_tokens": 0,

@@ -25,7 +25,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import orjson
@@ -40,6 +40,7 @@ from slime.core.addresses import http_url
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
 from slime.core.sample import Sample
 from slime.rollout.progress import HEARTBEAT, Heartbeat
+from slime.rollout.sampling import LIMITS, Limits
 from slime.rollout.scope import REQUEST_SCOPE, RequestScope
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 
@@ -66,7 +67,7 @@ class OpenSession:
 
     session: Session
     params: dict[str, Any]
-    max_context: int | None
+    limits: Limits
     max_turns: int | None
     num_turns: int = 0
     limit: asyncio.TimerHandle | None = None
@@ -135,18 +136,21 @@ class Adapter:
         max_context_tokens: int | None = None,
         max_turns: int | None = None,
         time_limit_s: float | None = None,
+        limits: Limits | None = None,
     ) -> str:
         """A new session; returns its API key. `sampling`: of this session alone, over the adapter's, like the limits.
 
+        `limits`: of the execution, by default of the one that opens the session; `max_context_tokens` in place of one.
         After `time_limit_s` its requests end, and more are refused with HTTP 400; its samples say TRUNCATED.
         """
         key = session_id or secrets.token_urlsafe(32)
         if key in self._sessions:
             raise DataError(f"got a second session with the key {key[:4]}…; a key is of one session")
+        limits, own = limits or LIMITS.get() or Limits(), max_context_tokens or self._max_context
         found = OpenSession(
             Session(self._template),
             {**self._sampling, **(sampling or {})},
-            max_context_tokens or self._max_context,
+            limits if own is None else replace(limits, max_context_len=own),
             max_turns or self._max_turns,
             scope=REQUEST_SCOPE.get(),
             transcript=TRANSCRIPT.get(),
@@ -264,6 +268,8 @@ class Adapter:
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
             found.refuse(f"the execution had its {found.max_turns} turns")
+        if found.limits.are_spent and not found.refuses:
+            found.refuse(f"the execution has sampled its {found.limits.max_total_response_len} tokens")
         if found.refuses:
             raise BadRequest(found.refuses)
         if found.session.aborted:
@@ -293,7 +299,7 @@ class Adapter:
             request=request,
             params=params,
             trained=trained,
-            max_context=found.max_context,
+            limits=found.limits,
             decode=self._decode,
             reader=lambda tools, prompt_end: Reader(self._format, tools, prompt_end),
             call_id=self._format.call_id,

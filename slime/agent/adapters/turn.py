@@ -24,6 +24,7 @@ from slime.agent.session import Session
 from slime.core.errors import TakenBack
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.generation import Generation
+from slime.rollout.sampling import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,11 @@ class Turn:
     session_id: str
     request: Request
     params: dict[str, Any]
-    """Of the engine; `max_new_tokens` is the run's limit."""
+    """Of the engine; `max_new_tokens` is the run's limit of one answer."""
     trained: bool
     """They are the run's."""
-    max_context: int | None
-    """Tokens of prompt and answer together."""
+    limits: Limits
+    """Of the execution: its conversations, and all that it samples."""
     decode: Callable[[Sequence[int]], str]
     """Ids to text, control tokens included."""
     reader: Callable[[Sequence[Any], str], Reader]
@@ -144,10 +145,9 @@ class Turn:
         yield answer
 
     def _params(self, num_prompt: int) -> dict[str, Any]:
-        most = [self.params["max_new_tokens"], self.request.max_tokens]
-        if self.max_context is not None:
-            most.append(self.max_context - num_prompt)
-        params = {**self.params, "max_new_tokens": max(0, min(one for one in most if one is not None))}
+        most, asked = self.params["max_new_tokens"], self.request.max_tokens
+        most = self.limits.next_answer(most if asked is None else min(most, asked), num_prompt)
+        params = {**self.params, "max_new_tokens": most}
         if self.request.stop:
             own = params.get("stop") or ()
             params["stop"] = [*([own] if isinstance(own, str) else own), *self.request.stop]

@@ -18,9 +18,13 @@ from slime.settings.fields import derived
 class ConstantLength(Aggregation):
     """The sum over tokens with one divisor for all, which no length can bias."""
 
-    loss_constant_length: int = derived(lambda s: s.rollout_max_response_len, "rollout_max_response_len", gt=0)
+    loss_constant_length: int = derived(
+        lambda s: s.rollout_max_total_response_len or s.rollout_max_response_len,
+        lambda s: f"rollout_max_{'total_' if s.rollout_max_total_response_len else ''}response_len",
+        gt=0,
+    )
     """Divisor of every execution with constant_length (Dr. GRPO, arXiv:2503.20783). Default:
-    --rollout-max-response-len."""
+    --rollout-max-total-response-len if that is given, else --rollout-max-response-len."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for a length that is not positive."""

@@ -77,17 +77,20 @@ class EvalSettings:
     eval_top_k: int = _same_as("rollout_top_k")
     """Top-k sampling. Default: rollout_top_k."""
     eval_max_response_len: int = _same_as("rollout_max_response_len", ge=1)
-    """Most tokens of a response. Default: rollout_max_response_len."""
+    """Most tokens of one answer. Default: rollout_max_response_len."""
+    eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", ge=1)
+    """Most tokens that one execution samples, over all of its answers. Default: rollout_max_total_response_len."""
     eval_max_prompt_len: int | None = derived(
-        lambda s: s.rollout_max_prompt_len if s.eval_max_context_len is None else s.eval_max_context_len - 1,
-        lambda s: "same as rollout_max_prompt_len" if s.eval_max_context_len is None else "eval_max_context_len - 1",
+        lambda s: s.eval_max_context_len - 1 if s.was_given("eval_max_context_len") else s.rollout_max_prompt_len,
+        lambda s: (
+            "eval_max_context_len - 1" if s.was_given("eval_max_context_len") else "same as rollout_max_prompt_len"
+        ),
         needs=_EVALUATES,
     )
     """Longer prompts are filtered out. Default: eval_max_context_len - 1 if that is given, else
     rollout_max_prompt_len."""
-    eval_max_context_len: int | None = opt(None, ge=2, needs=_EVALUATES)
-    """Prompts have at most one token less, unless eval_max_prompt_len says how long they are. Responses are bounded by
-    eval_max_response_len and rollout_max_context_len."""
+    eval_max_context_len: int | None = _same_as("rollout_max_context_len", ge=2, needs=_EVALUATES)
+    """Most tokens of a conversation. Default: rollout_max_context_len."""
     eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES)
     """Fewest tokens of a response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
@@ -124,4 +127,12 @@ def evaluation_has_data(args: Args) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (evaluation_can_be_sampled, evaluation_has_data)
+def lengths_fit(args: Args) -> str | None:
+    """Prompt and answer fit into the conversation."""
+    context, prompt = args.eval_max_context_len, args.eval_max_prompt_len
+    if args.was_given("eval_max_context_len") and context is not None and prompt is not None and prompt > context - 1:
+        return f"got eval_max_prompt_len {prompt} above eval_max_context_len {context} - 1; no token would be left"
+    return None
+
+
+RULES: tuple[Rule, ...] = (evaluation_can_be_sampled, evaluation_has_data, lengths_fit)

@@ -147,9 +147,15 @@ class RolloutSettings:
     rollout_top_k: int = -1
     """Top-k sampling, -1 is off. The trainer's log-probs are as with --rollout-top-p."""
     rollout_max_response_len: int = derived(_half_of_context, "half of the model's context", default=RESPONSE_LEN, ge=1)
-    """Most tokens that one sample may generate. Default: 1024, or half of the context of a model that has no more."""
-    rollout_max_context_len: int | None = None
-    """Most tokens of prompt and response together."""
+    """Most tokens of one answer of the model: of each turn, where an execution has several. Default: 1024, or half of
+    the context of a model that has no more."""
+    rollout_max_total_response_len: int | None = opt(None, ge=1)
+    """Most tokens that one execution samples, over all of its answers: turns with tools, the conversations of an agent.
+    What tools and templates say does not count. Answers that are sampled side by side may each use what is left when
+    they begin. Default: no limit."""
+    rollout_max_context_len: int | None = opt(None, ge=1)
+    """Most tokens of a conversation: a prompt and all that follows, tool results included. An answer that gets there
+    ends. Default: the context of the model, where engines end."""
     rollout_max_prompt_len: int | None = derived(
         lambda s: None if s.rollout_max_context_len is None or fine_tunes(s) else s.rollout_max_context_len - 1,
         "rollout_max_context_len - 1",

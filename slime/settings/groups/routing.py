@@ -73,6 +73,11 @@ def engines_record(args: Args) -> str | None:
         "enable_hierarchical_cache": "keys and values that come back from the host have lost their record",
         "enable_two_batch_overlap": "both halves of a batch would be recorded in one place",
     }
+    if args.sglang.get(RECORD) and int(args.sglang.get("pp_size") or 1) > 1:
+        return (
+            f"got sglang_pp_size {args.sglang['pp_size']} with routed experts, because each stage of an engine records "
+            "the layers that it has, and one of them answers; leave it out"
+        )
     for name, why in lost.items():
         if args.sglang.get(RECORD) and args.sglang.get(name):
             return f"got --sglang-{name.replace('_', '-')} with routed experts, because {why}; drop the flag"

@@ -43,8 +43,8 @@ def _fills_by_tokens(s: Any) -> bool | None:
 
 def longest_sample(s: Any) -> int:
     """Most tokens of one sample, as far as limits say it: a micro-batch of one sample may have as many."""
-    limits = (s.rollout_max_prompt_len or 0) + s.rollout_max_response_len
-    return int(s.rollout_max_context_len or limits)
+    sampled = s.rollout_max_total_response_len or s.rollout_max_response_len
+    return int(s.rollout_max_context_len or (s.rollout_max_prompt_len or 0) + sampled)
 
 
 def _room(s: Any) -> int | None:

@@ -3,7 +3,8 @@
 A wrong weight, a wrong template, another temperature or a stale engine all show here first. Tokens sampled by the
 version that the trainer holds must agree up to rounding; the limit depends on the dtype and stops the run. Tokens of
 other versions (partial rollouts, asynchronous training) legitimately differ; they have a figure of their own. So do the
-newest tokens after older ones in a request that went on with its old keys and values (`in_place`).
+newest tokens after older ones in a request that went on with its old keys and values (`in_place`), and where experts
+are replayed: the older tokens go with those of their own version, in which they were not read for the newest ones.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class WorstToken:
 class MismatchMeter:
     """Collects differences over micro-batches; `finish` reduces over the group and raises if over the limit."""
 
-    def __init__(self, version: int, device: torch.device, *, keeps_old_keys: bool = False) -> None:
-        """`keeps_old_keys`: a sample of several versions was sampled with keys and values of several."""
-        self._version, self._keeps_old_keys = version, keeps_old_keys
+    def __init__(self, version: int, device: torch.device, *, mixes_versions: bool = False) -> None:
+        """`mixes_versions`: in a sample of several versions the newest tokens see what older ones read."""
+        self._version, self._mixes_versions = version, mixes_versions
         self._device = device
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
@@ -67,7 +68,7 @@ class MismatchMeter:
             return
         sampled = batch.sampled > 0
         current = sampled & (batch.versions == self._version)
-        if self._keeps_old_keys:
+        if self._mixes_versions:
             older = (batch.versions != self._version) & (batch.versions != NOT_SAMPLED)
             current &= batch.sequences.spread(batch.sequences.sum(older.float())) == 0
         zero = torch.zeros_like(log_probs)

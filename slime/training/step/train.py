@@ -63,8 +63,9 @@ class StepContext:
     """Sequences are padded to it: context-parallel ranks split each one into two chunks."""
     mismatch_limit: float | None
     """`--mismatch-limit`; None is the default of the dtype."""
-    keeps_old_keys: bool
-    """Whether a request goes on with keys and values of older weights (`--pause-generation-mode in_place`)."""
+    mixes_versions: bool
+    """Whether in a sample of several versions the newest tokens see what older ones read: keys and values
+    (`--pause-generation-mode in_place`), or the experts that are replayed."""
     run_dir: str | None
     """Where samples with a non-finite loss are kept."""
     staging: Staging | None = None
@@ -88,7 +89,7 @@ class StepContext:
             pad_to_multiple=sizes.cp * (sizes.tp if sequence_parallel else 1),
             pad_each_to=2 * sizes.cp if sizes.cp > 1 else 1,
             mismatch_limit=args.mismatch_limit,
-            keeps_old_keys=args.pause_generation_mode == "in_place",
+            mixes_versions=args.pause_generation_mode == "in_place" or args.use_rollout_routing_replay,
             run_dir=args.run_dir,
             staging=staging,
             resets_moments=args.reset_optimizer_states,
@@ -152,7 +153,7 @@ def measure_mismatch(
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    return MismatchMeter(version, context.device, keeps_old_keys=context.keeps_old_keys)
+    return MismatchMeter(version, context.device, mixes_versions=context.mixes_versions)
 
 
 def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:

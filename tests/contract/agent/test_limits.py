@@ -11,6 +11,8 @@ import pytest
 
 from slime.agent.running import Execution
 from slime.core.sample import Sample, Status
+from slime.rollout.sampling import Limits
+from slime.rollout.transcript import TRANSCRIPT, Transcript
 from slime.rollout.turns import count_tool_call, expect_tools, turn_metrics
 from tests.support.agent_room import Room, agent_room
 
@@ -56,6 +58,24 @@ async def test_what_was_said_before_the_limit_counts_and_is_truncated() -> None:
         [sample] = room.adapter.finish_session(key, Sample(index=0, group_index=0), reward=1.0)
         assert sample.status is Status.TRUNCATED and sample.metadata["agent"]["turns"] == 1
         assert limit is not None and limit.cancelled(), "a timer outlives its session"
+
+
+async def test_what_an_execution_samples_in_all_is_limited_over_its_sessions() -> None:
+    """Law: `--rollout-max-total-response-len` counts what the policy samples for an execution, whoever asks for it."""
+    async with agent_room() as room:
+        room.says(*["one two three four five six seven eight"] * 3)
+        token = TRANSCRIPT.set(Transcript())
+        limits = Limits(max_total_response_len=12, transcript=TRANSCRIPT.get())
+        keys = [room.adapter.open_session(limits=limits) for _ in range(2)]
+        TRANSCRIPT.reset(token)
+        for key in (keys[0], keys[1], keys[0]):
+            answer = await client_of(room, key).chat.completions.create(model="m", messages=USER, max_tokens=5)
+            assert answer.choices[0].finish_reason == "length"
+        assert [body["sampling_params"]["max_new_tokens"] for body in room.model.requests] == [5, 5, 2]
+        for key in keys:
+            with pytest.raises(openai.BadRequestError, match="has sampled its 12 tokens"):
+                await client_of(room, key).chat.completions.create(model="m", messages=USER)
+            assert room.adapter.finish_session(key, Sample(index=0, group_index=0))[-1].status is Status.TRUNCATED
 
 
 async def test_sampling_of_an_agents_own_is_context_and_the_runs_is_trained() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from slime.core.batch import TrainBatch, TrainSample
+from slime.core.layout import ONE_RANK
 from slime.core.routed_experts import ExpertFormat
 from slime.core.sample import Sample
 from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.generation import Generation
+from slime.serving.control import HttpEngineControl
 from slime.serving.plain_http import request
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import relabel
@@ -28,6 +32,7 @@ from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_layouts
 
 LAYERS, EXPERTS, TOPK = 4, 16, 4
+SIZES = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
 FORMAT = ExpertFormat(EXPERTS, TOPK, sparse=(True,) * LAYERS)
 NUM, LENGTH = 24, 48
 PARAMS = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
@@ -35,14 +40,13 @@ PARAMS = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
-    return write_tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", **sizes)
+    return write_tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", **SIZES)
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     """An engine that records, at version 1."""
-    spec = spec_of(checkpoint, extra={"enable_return_routed_experts": True})
+    spec = spec_of(checkpoint, extra={"enable_return_routed_experts": True}, token_versions=True)
     with serving(spec, tmp_path_factory.mktemp("engine")) as made:
         relabel(made.url, 1)
         yield made
@@ -157,6 +161,204 @@ def test_the_last_part_of_a_stream_has_all_experts(url: str) -> None:
     sample = asking(url, work)
     assert sample.rollout_routed_experts is not None
     assert sample.rollout_routed_experts.end == len(sample.tokens) - 1 == 23
+
+
+class Weights:
+    """Two models, one of odd and one of even versions: syncs them to the engine, and says how transformers routes."""
+
+    def __init__(self, url: str, checkpoint: Path, folder: Path) -> None:
+        self._control = HttpEngineControl(url, ONE_RANK, 60.0)
+        self._paths = (write_tiny_model(folder, "qwen3_moe", seed=1, **SIZES), checkpoint)
+        self._models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in self._paths]
+        self.version = 1
+
+    def sync(self, mode: str, version: int | None = None) -> None:
+        """The next version, as `weights.sync` does it."""
+        self.version = version or self.version + 1
+        self._control.pause(mode)
+        if mode == "abort":
+            self._control.flush_cache()
+        path = str(self._paths[self.version % 2])
+        self._control.update_weights_from_disk(model_path=path, flush_cache=False, weight_version=self.version)
+        self._control.resume()
+
+    @torch.no_grad()
+    def read(self, version: int, ids: list[int], past: Any) -> tuple[Any, Any]:
+        """What a version computes of tokens: the sets of experts [T, L, EXPERTS], the log-probs [T, vocabulary]."""
+        model = self._models[version % 2]
+        out = model(torch.tensor([ids]), past_key_values=past, use_cache=True, output_router_logits=True)
+        chosen = torch.stack(out.router_logits, 1).topk(TOPK).indices
+        return torch.zeros(len(ids), LAYERS, EXPERTS, dtype=torch.bool).scatter_(2, chosen, True), out.logits[0]
+
+    def expected(self, sample: Sample, keeps_cache: bool) -> tuple[Any, Any]:
+        """[T-1, L, EXPERTS] experts of the pass that sampled the token behind, and the log-probs of that token.
+
+        `keeps_cache`: keys and values are those of the version that read a token first, not read again by newer ones.
+        """
+        ids, first = sample.tokens, sample.prompt_length
+        versions = [(sample.token_versions or [])[max(0, i + 1 - first)] for i in range(len(ids) - 1)]
+        if keeps_cache:
+            cache, parts, start = DynamicCache(), list[Any](), 0
+            for version, run in itertools.groupby(versions):
+                end = start + len(list(run))
+                parts.append(self.read(version, ids[start:end], cache))
+                start = end
+            experts, logits = (torch.cat(part) for part in zip(*parts, strict=True))
+        else:
+            whole = {version: self.read(version, ids[:-1], DynamicCache()) for version in set(versions)}
+            experts, logits = (
+                torch.stack([whole[version][part][i] for i, version in enumerate(versions)]) for part in (0, 1)
+            )
+        return experts, logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[first - 1 :, 0]
+
+
+@pytest.fixture(scope="module")
+def weights(url: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
+    made = Weights(url, checkpoint, tmp_path_factory.mktemp("even"))
+    yield made
+    made.sync("abort", 1)
+
+
+async def _streamed(client: EngineClient, sample: Sample, num: int) -> None:
+    """As a function does that reads the answer as it comes."""
+    known = sample.rollout_routed_experts
+    params, start = {**PARAMS, "max_new_tokens": num}, 0 if known is None else known.end
+    async with aclosing(client.stream(list(sample.tokens), params, experts_from=start)) as parts:
+        async for part in parts:
+            append(sample, part)
+
+
+async def _paused(client: EngineClient, weights: Weights, scope: RequestScope) -> None:
+    """The default: requests end, and go on behind their tokens."""
+    await client.pause()
+    await asyncio.to_thread(weights.sync, "abort")
+    client.resume()
+
+
+async def _next_step(client: EngineClient, weights: Weights, scope: RequestScope) -> None:
+    """A partial rollout: requests come back with what they have, and are continued by others."""
+    await client.abort_scope(scope)
+    await asyncio.to_thread(weights.sync, "abort")
+
+
+async def _engine_lost(client: EngineClient, weights: Weights, scope: RequestScope) -> None:
+    """What an engine has recorded goes with it; another one begins with newer weights."""
+    [url] = client.engines()
+    client.dismiss([url])
+    await asyncio.to_thread(weights.sync, "abort")
+    client.admit([url])
+
+
+async def _retracted(client: EngineClient, weights: Weights, scope: RequestScope) -> None:
+    await asyncio.to_thread(weights.sync, "retract")
+
+
+async def _in_place(client: EngineClient, weights: Weights, scope: RequestScope) -> None:
+    await asyncio.to_thread(weights.sync, "in_place")
+
+
+Change = Callable[[EngineClient, Weights, RequestScope], Awaitable[None]]
+
+
+async def lived_through(url: str, weights: Weights, change: Change, samples: list[Sample], length: int) -> None:
+    """Samples grow to `length`, and weights change twice meanwhile. The first one is read as it comes."""
+    client = EngineClient(url, request_timeout_s=300, experts=FORMAT, token_versions=True)
+
+    async def grow(sample: Sample, scope: RequestScope) -> None:
+        REQUEST_SCOPE.set(scope)  # of its task
+        while sample.response_length < length and not scope.aborted:
+            left = length - sample.response_length
+            await (_streamed(client, sample, left) if sample.index == 0 else extend(client, sample, left))
+
+    async def reach(tokens: int, first: asyncio.Task[None]) -> None:
+        while samples[0].response_length < tokens and not first.done():
+            await asyncio.sleep(0.01)
+        if first.done():
+            first.result()
+
+    tasks, scope = list[asyncio.Task[None]](), RequestScope()
+    try:
+        for tokens in (length // 4, length // 2, length):
+            if not tasks or change is _next_step:
+                scope = RequestScope()
+                tasks = [asyncio.create_task(grow(s, scope)) for s in samples]
+            if tokens < length:
+                await reach(tokens, tasks[0])
+                await change(client, weights, scope)
+            if tokens == length or change is _next_step:
+                await asyncio.gather(*tasks)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("change", [_paused, _next_step, _engine_lost, _retracted, _in_place])
+def test_a_tokens_experts_are_those_that_its_log_prob_was_computed_with(
+    change: Change, url: str, weights: Weights, checkpoint: Path, make_backend: Callable[..., Any]
+) -> None:
+    """Law: whatever happens to a request while weights change, each trained token goes with the experts of the version
+    that it carries, or has none. The oracle is transformers, which reads the tokens under the weights of each version.
+    """
+    samples = [Sample(group_index=0, index=i, tokens=[2, *range(40, 42 + 5 * i)]) for i in range(6)]
+    weights.sync("abort", 1)
+    asyncio.run(lived_through(url, weights, change, samples, length=64))
+    lost = 0
+    for sample in samples:
+        unknown = num_unknown(sample, *weights.expected(sample, keeps_cache=change is _in_place))
+        versions = sample.token_versions or []
+        assert unknown <= sum(v != versions[-1] for v in versions), "only what an engine took along is not known"
+        lost += unknown
+    lived = sum(len(set(s.token_versions or ())) > 1 for s in samples)
+    assert lived >= len(samples) // 2, "too few requests lived through a weight sync"
+    assert (lost > 0) == (change is _engine_lost), f"{lost} rows are not recorded"
+    if change is _retracted:
+        trained_with_replay(samples, checkpoint, make_backend)
+
+
+def num_unknown(sample: Sample, experts: Any, log_probs: Any) -> int:
+    """Rows without a record; all others are those that are expected, and so are the log-probs."""
+    off = np.abs(log_probs.numpy() - np.asarray(sample.rollout_log_probs)).max()
+    assert off < 1e-4, f"sample {sample.index}: a log-prob is {off:.1e} off that of the version of its token"
+    known = sample.rollout_routed_experts
+    assert known is not None and known.end == len(sample.tokens) - 1
+    rows = np.flatnonzero(known.recorded)
+    chosen = np.zeros((len(rows), LAYERS, EXPERTS), np.bool_)
+    np.put_along_axis(chosen, known.ids[rows].astype(np.int64), True, axis=2)
+    wrong = rows[(chosen != experts.numpy()[rows]).any((1, 2))].tolist()
+    assert not wrong, f"sample {sample.index}: rows {wrong} are of other weights; versions {sample.token_versions}"
+    return int(known.end - len(rows))
+
+
+@pytest.mark.slow
+def test_a_request_that_is_read_again_for_want_of_memory_keeps_its_experts(
+    weights: Weights, checkpoint: Path, tmp_path: Path
+) -> None:
+    """They outgrow the memory together: the engine takes some back while the next pass is under way."""
+    samples = [Sample(group_index=0, index=i, tokens=[2, *range(40, 42 + 5 * i)]) for i in range(8)]
+    extra = {"enable_return_routed_experts": True, "max_total_tokens": 600}
+
+    async def work(client: EngineClient) -> None:
+        await asyncio.gather(*(extend(client, s, 150) for s in samples))
+
+    with serving(spec_of(checkpoint, extra=extra, token_versions=True), tmp_path) as own:
+        relabel(own.url, 1)
+        asking(own.url, work)
+    assert "Retract requests" in (tmp_path / "engine.log").read_text()
+    assert [num_unknown(s, *weights.expected(s, keeps_cache=False)) for s in samples] == [0] * len(samples)
+
+
+def trained_with_replay(samples: list[Sample], checkpoint: Path, make_backend: Callable[..., Any]) -> None:
+    """The trainer has the newest weights: it uses the records, and takes no sample of several versions for wrong."""
+    batch = TrainBatch(rollout_id=0, samples=tuple(TrainSample.from_sample(s, reward=1.0) for s in samples))
+    settings = {"global_batch_size": len(samples), "micro_batch_size": 1, "megatron": {"lr": 0.0}}
+    backend = make_backend(checkpoint, **settings, mismatch_limit=None, use_rollout_routing_replay=True)
+    backend.weight_version = newest = max(v for s in samples for v in s.token_versions or ())
+    with watching(backend) as seen:
+        metrics = backend.train(batch)
+    check_choices(batch, seen)
+    assert newest % 2 == 1 and metrics["train/routing_changed"] > 0, "no older record was replayed"
+    assert metrics["train/stale_tokens"] == sum(
+        s.response_length for s in samples if len(set(s.token_versions or ())) > 1
+    )
 
 
 @contextlib.contextmanager

@@ -105,6 +105,27 @@ def test_a_row_that_is_there_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
+    ("versions", "read", "wanted"),
+    [
+        ([1, 1, -1, 1], (6, 1), [0, 1, 2, 3, 4, 5, 6]),  # read again by the same weights
+        ([1, 1, -1, 1], (6, 2), [0, 3, 5, 6]),  # tokens 2, 3 and 5 have their log-probs by other experts
+        ([1, 2, -1, 2], (6, 2), [0, 2, 3, 4, 5, 6]),
+        ([1, 1, -1, 1], (3, 2), [0, 2, 3, 4, 5, 6]),  # what a stream has brought behind its prompt is its own
+        ([1, 1, -1, 1], None, [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_a_row_that_other_weights_have_read_is_left_out(versions: list[int], read: Any, wanted: list[int]) -> None:
+    """Tokens 2 to 5 were there, with the versions that sampled them; a request reads all, and samples two more."""
+    sample = Sample(tokens=list(range(6)), response_length=4, loss_mask=[1, 1, 0, 1], token_versions=versions)
+    sample.rollout_log_probs = [-1.0] * 4
+    record = RoutedExperts(of_tokens(list(range(7))).ids, read=read)
+    sample.append_response_tokens([6, 7], log_probs=[-1.0] * 2, weight_version=2, routed_experts=record)
+    known = sample.rollout_routed_experts
+    assert known is not None and known.read is None and np.flatnonzero(known.recorded).tolist() == wanted
+    assert known.ids[known.recorded, 1, 0].tolist() == wanted and record.recorded.all()
+
+
+@pytest.mark.parametrize(
     ("record", "message"),
     [
         (of_tokens([1, 2, 3, 4]), "sampled only"),

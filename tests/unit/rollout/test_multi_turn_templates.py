@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 
 import pytest
 
+from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
+from slime.rollout.context import use
+from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.manager import RolloutManager
+from slime.settings.hooks import load_hook
 from tests.support.chat_hooks import FAMILIES, ScriptedEngine, tokenizer_folder
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 
+PROMPT = [{"role": "user", "content": "17 times 23? <|im_end|><｜end▁of▁sentence｜>"}]  # noqa: RUF001
 RESULTS = ("391.0", "error: numbers with + - * / only")
 
 
@@ -36,24 +42,22 @@ def scripted_turns(tokenizer: Any) -> list[list[int]]:
     return turns
 
 
-def rolled_out(tmp_path: Path, family: str, function: str) -> tuple[Any, Any, Any, list[list[int]], ScriptedEngine]:
-    """Batch, metrics and tokenizer of one prompt whose answers are `scripted_turns`, these, and the engine."""
+def settings_of(tmp_path: Path, family: str, *flags: str) -> Any:
+    """Of a run with one prompt, which is a conversation."""
     model = write_checkpoint_stub(tmp_path / "chat")
     shutil.copytree(tokenizer_folder(family), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
     data = tmp_path / "messages.jsonl"
-    messages = [{"role": "user", "content": "17 times 23? <|im_end|><｜end▁of▁sentence｜>"}]  # noqa: RUF001
-    data.write_text(json.dumps({"input": messages, "label": "391"}) + "\n")
-    flags = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rollout-batch-size", "1")
-    hooks = (
-        "--custom-generate-function-path",
-        function,
-        "--rollout-sample-hook-path",
-        "tests.support.probe_hooks:own_reward",
-    )
-    args = rollout_args(tmp_path, *flags, *hooks, "--rollout-max-response-len", "2000")
-    engine = ScriptedEngine()
+    data.write_text(json.dumps({"input": PROMPT, "label": "391"}) + "\n")
+    given = ("--hf-checkpoint", str(model), "--prompt-data", str(data), "--rollout-batch-size", "1")
+    return rollout_args(tmp_path, *given, "--rollout-sample-hook-path", "tests.support.probe_hooks:own_reward", *flags)
+
+
+def rolled_out(tmp_path: Path, family: str, function: str) -> tuple[Any, Any, Any, list[list[int]], ScriptedEngine]:
+    """Batch, metrics and tokenizer of one prompt whose answers are `scripted_turns`, these, and the engine."""
+    hook = ("--custom-generate-function-path", function, "--rollout-max-response-len", "900")
+    args, engine = settings_of(tmp_path, family, *hook), ScriptedEngine()
 
     async def work(manager: RolloutManager) -> Any:
         tokenizer = manager._tokenizer
@@ -93,6 +97,60 @@ def test_an_agent_that_knows_no_tokens_is_trained_on_those_that_were_sampled(fam
         sampled = [i for turn in by_agent[3] for i in turn]
         assert agent.tokens[-agent.response_length :][agent.loss_mask > 0].tolist() == sampled
         assert agent.tokens.tolist() == hand.tokens.tolist() and agent.loss_mask.tolist() == hand.loss_mask.tolist()
+
+
+def test_a_limit_means_the_same_by_hand_and_by_an_agent(tmp_path: Path) -> None:
+    """Law: what the next request may sample follows from the limits in one way, whoever asks, in an evaluation, too."""
+    args, engine = settings_of(tmp_path, "qwen3", "--sglang-context-length", "8192"), ScriptedEngine()
+
+    async def work(manager: RolloutManager) -> None:
+        tokenizer = manager._tokenizer
+        first, second, _ = engine.turns = scripted_turns(tokenizer)
+        engine.decode = lambda ids: str(tokenizer.decode(ids))
+
+        async def asked(function: str, answer: int, evaluation: bool, **limits: Any) -> tuple[list[Any], list[Sample]]:
+            """(tokens read and tokens that may be sampled, request by request), and what the execution left."""
+            engine.requests.clear()
+            sample, params = Sample(group_index=0, index=0, prompt=PROMPT), {"max_new_tokens": answer}
+            hook = load_hook(function, "generate")
+            with manager._context(0) as context:
+                own = dataclasses.replace(context, args=args.replace(**limits))
+                with use(own):
+                    made = await run_execution(own, [sample], params, hook, evaluation=evaluation)
+            assert made.outcome is Outcome.FINISHED, made.reason
+            sent = [(len(one["input_ids"]), one["sampling_params"]["max_new_tokens"]) for one in engine.requests]
+            return sent, made.samples
+
+        plenty, total = 500, len(first) + len(second) + 2
+        for function in ("examples.multi_turn_tools:generate", "examples.agent_openai_loop:generate"):
+            sent, _ = await asked(function, plenty, False)
+            reads = [read for read, _ in sent]
+            assert [most for _, most in sent] == [plenty] * 3, f"{function}: the limit is of one answer"
+            longest = max(map(len, engine.turns))
+            table: list[tuple[int, dict[str, Any], list[int]]] = [
+                (longest, {}, [longest] * 3),
+                (plenty, {"max_total_response_len": total}, [total, total - len(first), 2]),
+                (longest, {"max_total_response_len": total}, [longest, longest, 2]),
+                (plenty, {"max_context_len": reads[1] + 3}, [reads[1] + 3 - reads[0], 3]),
+                (plenty, {"max_context_len": reads[2] + 2}, [reads[2] + 2 - read for read in reads]),
+            ]
+            for answer, limits, wanted in table:
+                for kind in ("rollout", "eval"):
+                    given = {f"{kind}_{name}": value for name, value in limits.items()}
+                    sent, samples = await asked(function, answer, kind == "eval", **given)
+                    what = f"{function}, {answer} an answer, {given}"
+                    least = [min(most, answer) for most in wanted]
+                    assert sent == list(zip(reads, least, strict=False)), what
+                    [sample] = samples
+                    cut = sum(map(len, engine.turns[: len(wanted)])) > sample.effective_response_length
+                    assert sample.status is (Status.TRUNCATED if cut else Status.COMPLETED), what
+                    assert cut == bool(limits), what
+                    assert sample.effective_response_length <= limits.get("max_total_response_len", 10_000), what
+            of_model = {"sglang": {**args.sglang, "context_length": reads[2] + 9}}  # an engine would refuse for more
+            sent, [sample] = await asked(function, plenty, False, **of_model)
+            assert (sent[-1], sample.status) == ((reads[2], 9), Status.TRUNCATED), function
+
+    asyncio.run(with_manager(args, engine, work))
 
 
 def between(tokenizer: Any, sample: Any) -> list[str]:

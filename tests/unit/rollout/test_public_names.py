@@ -245,6 +245,27 @@ def test_requests_that_would_be_answered_otherwise_are_refused(tmp_path: Path) -
         a_step(rollout_args(tmp_path, "--custom-generate-function-path", f"{tmp_path}/odd.py:generate"))
 
 
+def test_a_plugin_is_held_to_the_limits_of_its_execution(tmp_path: Path) -> None:
+    """Its first answer takes 8 tokens; of the second one, which asks for as many, the rest is left, or nothing."""
+    for limits, wanted in (
+        ((), [8, 8]),
+        (("--rollout-max-total-response-len", "10"), [8, 2]),
+        (("--rollout-max-total-response-len", "8"), [8]),
+        (("--rollout-max-context-len", "18"), [8, 2]),  # of them 5 are the prompt, and 3 what was said between
+    ):
+        engine = FakeEngine()
+        hook = ("--custom-generate-function-path", f"{PLUGIN}:generate", "--rollout-batch-size", "1")
+        one = ("--n-samples-per-prompt", "1", "--disable-rewards-normalization")
+        args = rollout_args(tmp_path, *hook, *one, *limits)
+
+        async def work(manager: RolloutManager) -> Any:
+            return (await manager.generate(0))[0]
+
+        [sample] = asyncio.run(with_manager(args, engine, work)).samples
+        assert [r["sampling_params"]["max_new_tokens"] for r in engine.requests] == wanted, limits
+        assert int(sample.loss_mask.sum()) == sum(wanted)
+
+
 def test_posts_to_others_are_tried_again_and_a_mistake_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime.utils.http_utils import post
 

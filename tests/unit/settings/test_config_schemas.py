@@ -72,7 +72,7 @@ def test_every_setting_is_read_somewhere() -> None:
     within_config |= {"memory_recorder"}  # there is one; the other is refused with what to use
     within_config |= {"use_tis", "use_opsm", "get_mismatch_metrics"}  # they choose --off-policy-corrections
     within_config |= {f.name for f in own_fields(LaunchScriptSettings)}  # see test_launch_scripts.py
-    within_config |= {"eval_max_context_len", "balance_by_flops"}  # others are derived from them
+    within_config |= {"balance_by_flops"}  # another is derived from it
     within_config |= {"check_weight_update_equal"}  # always so; switched off it is refused
     within_config |= {"compute_advantages_and_returns"}  # asked through slime.settings.conditions
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]

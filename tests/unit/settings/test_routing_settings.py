@@ -62,6 +62,7 @@ def test_a_layer_that_runs_again_alone_is_refused(flags: str, because: str, flag
     [
         ("--sglang-enable-hierarchical-cache", "lost their record"),
         ("--sglang-enable-two-batch-overlap", "one place"),
+        ("--sglang-pp-size 2 --rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "each stage"),
     ],
 )
 def test_engines_that_would_lose_the_record_are_refused(flags: str, because: str, experts: list[str]) -> None:
