@@ -71,10 +71,9 @@ def asking(url: str, work: Callable[[EngineClient], Awaitable[Any]]) -> Any:
 
 async def extend(client: EngineClient, sample: Sample, num: int) -> Generation:
     """As the default generation does it."""
-    known = sample.rollout_routed_experts
-    made = await client.generate(
-        sample.tokens, {**PARAMS, "max_new_tokens": num}, experts_from=0 if known is None else known.end
-    )
+    known, params = sample.rollout_routed_experts, {**PARAMS, "max_new_tokens": num}
+    start = 0 if known is None else known.end
+    made = await client.generate(sample.tokens, params, experts_from=start, returns_partial=True)
     append(sample, made)
     return made
 
@@ -222,8 +221,8 @@ def weights(url: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 async def _streamed(client: EngineClient, sample: Sample, num: int) -> None:
     """As a function does that reads the answer as it comes."""
     known = sample.rollout_routed_experts
-    params, start = {**PARAMS, "max_new_tokens": num}, 0 if known is None else known.end
-    async with aclosing(client.stream(list(sample.tokens), params, experts_from=start)) as parts:
+    asked = {"experts_from": 0 if known is None else known.end, "returns_partial": True}
+    async with aclosing(client.stream(list(sample.tokens), {**PARAMS, "max_new_tokens": num}, **asked)) as parts:
         async for part in parts:
             append(sample, part)
 

@@ -251,7 +251,7 @@ def test_a_plugin_is_held_to_the_limits_of_its_execution(tmp_path: Path) -> None
         ((), [8, 8]),
         (("--rollout-max-total-response-len", "10"), [8, 2]),
         (("--rollout-max-total-response-len", "8"), [8]),
-        (("--rollout-max-context-len", "18"), [8, 2]),  # of them 5 are the prompt, and 3 what was said between
+        (("--rollout-max-context-len", "17"), [8, 2]),  # of them 4 are the prompt, and 3 what was said between
     ):
         engine = FakeEngine()
         hook = ("--custom-generate-function-path", f"{PLUGIN}:generate", "--rollout-batch-size", "1")
