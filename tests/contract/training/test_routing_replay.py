@@ -290,7 +290,9 @@ async def lived_through(url: str, weights: Weights, change: Change, samples: lis
         await client.close()
 
 
-@pytest.mark.parametrize("change", [_paused, _next_step, _engine_lost, _retracted, _in_place])
+@pytest.mark.parametrize(
+    "change", [pytest.param(_paused, marks=pytest.mark.slow), _next_step, _engine_lost, _retracted, _in_place]
+)
 def test_a_tokens_experts_are_those_that_its_log_prob_was_computed_with(
     change: Change, url: str, weights: Weights, checkpoint: Path, make_backend: Callable[..., Any]
 ) -> None:

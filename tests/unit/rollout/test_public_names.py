@@ -248,7 +248,6 @@ def test_requests_that_would_be_answered_otherwise_are_refused(tmp_path: Path) -
 def test_a_plugin_is_held_to_the_limits_of_its_execution(tmp_path: Path) -> None:
     """Its first answer takes 8 tokens; of the second one, which asks for as many, the rest is left, or nothing."""
     for limits, wanted in (
-        ((), [8, 8]),
         (("--rollout-max-total-response-len", "10"), [8, 2]),
         (("--rollout-max-total-response-len", "8"), [8]),
         (("--rollout-max-context-len", "17"), [8, 2]),  # of them 4 are the prompt, and 3 what was said between
