@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from slime.core.ports import OWN_REQUESTS
+from slime.core.ports import ASK_AGAIN, OWN_REQUESTS
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _MARK = "slime_taken_back"
 """Attribute of SGLang's state of a request."""
-SAID = "this request was ended because the engine's weights change; ask again"
 
 
 def register() -> None:
@@ -46,7 +45,7 @@ async def refuse(
     if told is not None or not getattr(state, _MARK, False) or out["meta_info"]["finish_reason"]["type"] != "abort":
         return told
     if is_stream:
-        raise ValueError(SAID)
+        raise ValueError(ASK_AGAIN)
     import fastapi
 
-    raise fastapi.HTTPException(status_code=503, detail=SAID)
+    raise fastapi.HTTPException(status_code=503, detail=ASK_AGAIN)

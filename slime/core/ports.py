@@ -20,6 +20,8 @@ TOKEN_VERSIONS_KEY = "token_weight_version"
 
 OWN_REQUESTS = "slime-"
 """How the ids of the run's own requests begin: its client goes on where a weight sync ended one of them."""
+ASK_AGAIN = "this request was ended because the engine's weights change; ask again"
+"""What others read of a request of theirs that a weight sync ended."""
 ROUTED_EXPERTS_MARK = "-experts-"
 """In a request's id, and behind it a number: return the routed experts of the tokens from that one on. The id is what
 sglang-router 0.3.2 hands on as it is; fields that it does not know it drops."""

@@ -45,7 +45,7 @@ from slime.rollout.progress import waiting
 from slime.rollout.scope import REQUEST_SCOPE, RequestScope
 from slime.rollout.slices import Budget
 from slime.rollout.traffic import Sums, Traffic
-from slime.rollout.transcript import TRANSCRIPT
+from slime.rollout.transcript import STRAYS, TRANSCRIPT
 from slime.rollout.upstream import PAUSED, Interrupted, Try, Upstream
 from slime.rollout.wire import Events, Wire
 
@@ -301,11 +301,14 @@ class EngineClient:
             end=self._end,
             pictures=pictures,
         )
-        return Job(call, REQUEST_SCOPE.get(), TRANSCRIPT.get(), session, interval, streams)
+        scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
+        if transcript is not None and transcript.closed:  # a task that outlived its execution, and serves others now
+            scope = transcript = None
+        return Job(call, scope, transcript, session, interval, streams)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
         """Request after request, until the answer has ended or the call is taken back."""
-        transcript = job.transcript if self._trained else None
+        transcript = (job.transcript or STRAYS) if self._trained else None
         if transcript is not None:
             transcript.begin(job.call)
         try:

@@ -42,7 +42,9 @@ from slime.core.errors import (
     LedgerError,
     NumericsError,
     RequestRejected,
+    TakenBack,
 )
+from slime.core.ports import ASK_AGAIN
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.types import Score, Unscored, reason_kind
 from slime.rollout.client import REQUEST_SCOPE
@@ -78,8 +80,8 @@ class Outcome(str, Enum):
     """The engine can never serve it (HTTP 4xx): not tried again."""
 
 
-SEVERITY = (Outcome.FINISHED, Outcome.ABORTED, Outcome.UNSCORED, Outcome.FAILED, Outcome.EXPIRED, Outcome.REJECTED)
-"""The worst outcome of its executions is the group's."""
+SEVERITY = (Outcome.FINISHED, Outcome.UNSCORED, Outcome.ABORTED, Outcome.FAILED, Outcome.EXPIRED, Outcome.REJECTED)
+"""The worst outcome of its executions is the group's; a group with unscored ones may still be finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ async def run_execution(
     sample = one if len(siblings) == 1 else reset(one)
     sample.session_id = sample.session_id or uuid.uuid4().hex
     before, transcript = sample.copy(), Transcript.behind(sample)
-    token, num_pauses = TRANSCRIPT.set(transcript), _num_pauses(context)
+    token, num_pauses = TRANSCRIPT.set(transcript), count_pauses(context)
     limited = LIMITS.set(Limits.of(context.args, transcript, evaluation=evaluation))
     try:
         with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
@@ -174,9 +176,10 @@ async def run_execution(
             raise
         ended = _interrupted(before, problem)
     except Exception as problem:
-        told = _num_pauses(context) > num_pauses and was_told_to_ask_again(problem)
-        ended = _interrupted(before, problem) if transcript.taken_back or told else _failed(before, problem)
+        interrupted = transcript.taken_back or was_interrupted(context, num_pauses, problem)
+        ended = _interrupted(before, problem) if interrupted else _failed(before, problem)
     finally:
+        transcript.close()
         TRANSCRIPT.reset(token)
         LIMITS.reset(limited)
     if ended.outcome is Outcome.ABORTED:
@@ -215,7 +218,7 @@ async def _generate_and_score(
         return Execution([before], Outcome.FAILED, reason or "no reason given")
     untrue = "" if evaluation else _not_as_sampled(result)
     if not statuses <= set(FINISHED):
-        _require_told(sample, statuses)
+        _require_status(sample, statuses)
         kept = args.partial_rollout and len(result) == 1 and not evaluation and not untrue
         return Execution(result if kept else [reset(before)], Outcome.ABORTED, "interrupted")
     if untrue:
@@ -236,7 +239,8 @@ def graded_together(context: RolloutContext, evaluation: bool) -> bool:
     return context.args.group_rm and not evaluation
 
 
-def _num_pauses(context: RolloutContext) -> int:
+def count_pauses(context: RolloutContext) -> int:
+    """How often the run has ended everything that engines had."""
     return 0 if context.client is None else context.client.num_pauses
 
 
@@ -250,7 +254,7 @@ def _not_as_sampled(samples: Sequence[Sample]) -> str:
     return reason
 
 
-def _require_told(sample: Sample, statuses: set[Status]) -> None:
+def _require_status(sample: Sample, statuses: set[Status]) -> None:
     """Raises `HookError` for a sample of which nobody knows whether it is done."""
     scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
     interrupted = (scope is not None and scope.aborted) or (transcript is not None and transcript.taken_back)
@@ -261,19 +265,31 @@ def _require_told(sample: Sample, statuses: set[Status]) -> None:
         )
 
 
-def was_told_to_ask_again(problem: BaseException) -> bool:
-    """Whether an HTTP client of the user's was answered 503, as engines answer others whose request the run ended
-    (`compat/sglang_taken_back.py`): what aiohttp, httpx, requests and the clients of OpenAI and Anthropic raise.
+def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseException) -> bool:
+    """Whether an error comes of a request that the run took back: one of its client, also in a task that others share,
+    or one of an HTTP client of the user's (`compat/sglang_taken_back.py`) since `num_pauses` were counted.
     """
-    seen: set[int] = set()
-    one: BaseException | None = problem
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        answers = (one, getattr(one, "response", None))
-        if any(getattr(answer, name, None) == 503 for answer in answers for name in ("status", "status_code", "code")):
-            return True
-        one = one.__cause__ or one.__context__
-    return False
+    paused = count_pauses(context) > num_pauses
+    return any(isinstance(one, TakenBack) or (paused and _says_503(one)) for one in _causes(problem))
+
+
+def _says_503(problem: BaseException) -> bool:
+    """As aiohttp, httpx, requests and the clients of OpenAI and Anthropic say it; a stream has the text alone."""
+    answers = (problem, getattr(problem, "response", None))
+    statuses = [getattr(answer, name, None) for answer in answers for name in ("status", "status_code", "code")]
+    return 503 in statuses or ASK_AGAIN in str(problem)
+
+
+def _causes(problem: BaseException) -> list[BaseException]:
+    """An error, what it was made of, and what a group of errors holds."""
+    found, left = dict[int, BaseException](), [problem]
+    while left:
+        one = left.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            inner = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+            left += [more for more in (one.__cause__, one.__context__, *inner) if more is not None]
+    return list(found.values())
 
 
 async def _by_user(
@@ -343,23 +359,28 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
         [run_execution(context, e, params, hook, attempts=again) for e in by_execution(group)]
     )
     worst = max(executions, key=lambda e: SEVERITY.index(e.outcome))
+    if worst.outcome not in (Outcome.FINISHED, Outcome.UNSCORED):
+        return _left_of(group, executions, worst)
+    reason, graded = "", [s for e in executions if e.outcome is Outcome.FINISHED for s in e.samples]
+    if context.args.group_rm and graded:
+        try:
+            reason = await score_samples(context, graded, group=True)
+        except DataError as problem:
+            worst = Execution([], Outcome.FAILED, str(problem))
+            return _left_of(group, executions, worst)
     finished = group.with_samples([s for e in executions for s in e.samples])
-    if worst.outcome is Outcome.UNSCORED:
-        if can_be_compared(finished):
-            return GroupResult(finished, Outcome.FINISHED)
-        left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
-        return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
-    if worst.outcome is not Outcome.FINISHED or not context.args.group_rm:
-        return GroupResult(finished, worst.outcome, worst.reason)
-    try:
-        reason = await score_samples(context, finished.samples, group=True)
-    except DataError as problem:
-        return GroupResult(finished, Outcome.FAILED, str(problem))
-    if not reason or can_be_compared(finished):
+    if can_be_compared(finished):
         return GroupResult(finished, Outcome.FINISHED)
-    for sample in finished.samples:
-        sample.reward = None  # one call graded them all: all are graded again
-    return GroupResult(finished, Outcome.UNSCORED, reason)
+    if context.args.group_rm:
+        for sample in graded:
+            sample.reward = None  # one call graded them all: all are graded again
+    return _left_of(group, executions, Execution([], Outcome.UNSCORED, worst.reason or reason))
+
+
+def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) -> GroupResult:
+    """A group that did not finish. Its unscored executions start over: one of them may hold what was not sampled."""
+    left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
+    return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
 
 
 def failure_kind(result: GroupResult) -> str:

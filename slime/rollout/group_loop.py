@@ -47,6 +47,7 @@ from slime.rollout.metrics import sample_metrics
 from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.supervise import END_LIMIT_S, end_tasks
 from slime.rollout.threads import beside
+from slime.rollout.transcript import Seals
 from slime.rollout.types import DynamicFilterOutput, RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
@@ -169,11 +170,15 @@ class GroupLoop:
         """Shows the groups of a batch, sorted by prompt, to the hooks, and tells the metrics of the step."""
         limit_s = self.args.execution_timeout_s
         groups = await beside(_unpacked, sorted(batch, key=lambda held: held.group_index))
+        looked_at = self.hooks.sample_filter is not None or self.hooks.all_samples is not None
+        seals = await beside(Seals, [s for group in groups for s in group]) if looked_at else None
         if self.hooks.sample_filter is not None:
             await in_time(limit_s, self.hooks.sample_filter, self.args, groups)
         if self.hooks.all_samples is not None:
             dropped = await beside(_unpacked, self.counts.dropped)
             await in_time(limit_s, self.hooks.all_samples, self.args, groups + dropped, self.source)
+        if seals is not None:
+            await beside(seals.check, [s for group in groups for s in group])
         left_behind = await self.episodes.num_left_behind()
         counts = {**self.counts.metrics(), "rollout/num_left_behind": float(left_behind)}
         return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})

@@ -72,10 +72,7 @@ async def call_generate(
         raise HookError(f"got one Sample object several times from {name_of(hook)}; do: copy.deepcopy it for siblings")
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
-        transcript = TRANSCRIPT.get()
-        if transcript is not None:
-            transcript.complete(sibling)
-        sibling.validate()
+        _complete(sibling)
     return samples
 
 
@@ -94,8 +91,16 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
             raise HookError(f"got {type(result).__name__} from {name_of(hook)}; a sample hook returns a Sample or None")
         sample = sample if result is None else result
         sample.group_index, sample.index = group_index, index
-        sample.validate()
+        _complete(sample)
     return sample
+
+
+def _complete(sample: Sample) -> None:
+    """Fills in what user code left out of a sample, and checks what it wrote."""
+    transcript = TRANSCRIPT.get()
+    if transcript is not None:
+        transcript.complete(sample)
+    sample.validate()
 
 
 async def in_thread(hook: Hook, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,9 @@ the length of the conversation, mostly one conversion from a list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -82,25 +84,40 @@ class _Answer:
         return np.concatenate(parts[::-1])
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Transcript:
     """Of one execution, or of what is done with the samples of a whole group."""
 
     taken_back: bool = False
     """The run ended a request of it, wherever that came from: policy, judge, agent, hook."""
+    closed: bool = False
+    """Its execution has ended: what a task of it that lives on asks is nobody's any more."""
     _answers: list[_Answer] = field(default_factory=list)
+    _by_read: dict[int, list[_Answer]] = field(default_factory=dict)
+    _by_said: dict[int, _Answer] = field(default_factory=dict)
+    _begins: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
+    """Of the answers, each number once, in order."""
     _calls: dict[Asked, None] = field(default_factory=dict)
     """Under way, or streams that nobody reads to the end."""
 
     @classmethod
     def behind(cls, sample: Sample) -> Transcript:
-        """Of an execution that goes on where an earlier try, whose tokens were checked then, left `sample`."""
+        """Of an execution that goes on where an earlier try, whose trained tokens were checked then, left `sample`."""
         begun = cls()
+        _LIVE.add(begun)
         versions, log_probs = sample.column("token_versions"), sample.column("rollout_log_probs")
         if versions is not None and log_probs is not None and len(versions):
+            mask = sample.column("loss_mask")
+            versions = versions if mask is None else np.where(mask > 0, versions, NOT_SAMPLED)
             ids = np.array(sample.column("tokens"), np.int32)
-            begun._add(ids[: sample.prompt_length], ids[sample.prompt_length :], log_probs, versions, None)
+            begun._add(begun._made(ids[: sample.prompt_length], ids[sample.prompt_length :], log_probs, versions, None))
         return begun
+
+    def close(self) -> None:
+        """Its execution has ended."""
+        self.closed = True
+        _LIVE.discard(self)
 
     def begin(self, call: Asked) -> None:
         """Something is asked; what has come of it counts from now on."""
@@ -109,39 +126,51 @@ class Transcript:
     def end(self, call: Asked) -> None:
         """Its answer, or the part of one that came before it was ended."""
         self._calls.pop(call, None)
-        generation = call.answer()
-        if generation.tokens:
-            tokens, versions = np.asarray(generation.tokens, np.int32), generation.versions
-            ids = np.asarray(call.input_ids, np.int32)
-            self._add(ids, tokens, generation.log_probs, versions, generation.routed_experts)
+        for answer in self._of_call(call):
+            self._add(answer)
 
-    def _add(self, ids: Ids, tokens: Ids, log_probs: Numbers, versions: Numbers, experts: RoutedExperts | None) -> None:
-        digests = _prefix_digests(ids, {one.end for one in self._answers} | {len(ids)})
-        known = [one for one in self._answers if digests.get(one.end) == one.said]
-        before = max(known, key=lambda one: one.end, default=None)
+    def _of_call(self, call: Asked) -> list[_Answer]:
+        """What has come of a call, if anything has."""
+        generation = call.answer()
+        if not generation.tokens:
+            return []
+        ids, tokens = np.asarray(call.input_ids, np.int32), np.asarray(generation.tokens, np.int32)
+        return [self._made(ids, tokens, generation.log_probs, generation.versions, generation.routed_experts)]
+
+    def _made(
+        self, ids: Ids, tokens: Ids, log_probs: Numbers, versions: Numbers, experts: RoutedExperts | None
+    ) -> _Answer:
+        digests = _prefix_digests(ids, [*self._ends[: bisect_right(self._ends, len(ids))], len(ids)])
+        before = next((self._by_said[d] for _, d in sorted(digests.items(), reverse=True) if d in self._by_said), None)
         whole = np.concatenate([ids, tokens])
-        answer = _Answer(
+        return _Answer(
             before,
             ids[0 if before is None else before.end :].copy(),
             begin=len(ids),
             read=digests[len(ids)],
-            said=_prefix_digests(whole, {len(whole)})[len(whole)],
+            said=_prefix_digests(whole, [len(whole)])[len(whole)],
             tokens=tokens,
             log_probs=np.array(log_probs, np.float64),
             versions=np.array(versions, np.int32),
             experts=experts,
         )
+
+    def _add(self, answer: _Answer) -> None:
         self._answers.append(answer)
+        self._by_read.setdefault(answer.read, []).append(answer)
+        self._by_said[answer.said] = answer
+        for places, number in ((self._begins, answer.begin), (self._ends, answer.end)):
+            at = bisect_left(places, number)
+            if at == len(places) or places[at] != number:
+                places.insert(at, number)
 
     def complete(self, sample: Sample) -> None:
         """Writes versions, log-probs and routed experts of sampled tokens where the user's code left them out."""
-        self._note_calls()
         known, said, num = sample.token_versions or [], sample.column("rollout_log_probs"), sample.response_length
-        if not self._answers or len(known) >= num:
+        if len(known) >= num and said is not None:
             return
         versions, log_probs, recorded = np.full(num, NOT_SAMPLED, np.int32), np.zeros(num), list[_Answer]()
-        for answer, own in self._said_in(sample):
-            ours = slice(0, own.stop - own.start)
+        for answer, ours, own in self._said_in(sample):
             here = answer.sampled[ours]
             if said is not None and len(said) == num:
                 here = here & _close(said[own], answer.log_probs[ours])
@@ -149,6 +178,8 @@ class Transcript:
             log_probs[own] = np.where(here, answer.log_probs[ours], log_probs[own])
             if ours.stop == len(answer.tokens):
                 recorded.append(answer)
+        if (versions == NOT_SAMPLED).all():
+            return
         sample.token_versions = [*known, *versions[len(known) :].tolist()]
         for answer in sorted(recorded, key=lambda one: one.begin):  # what was read first stays
             experts, first = sample.rollout_routed_experts, sample.prompt_length
@@ -162,15 +193,21 @@ class Transcript:
         A sample that says nothing of log-probs and versions, of an execution that asked no engine, was not sampled and
         does not claim it: conversations that are learned by heart.
         """
-        self._note_calls()
+        if sample.remove_sample or not (_claims(sample) or self._answers or self._calls):
+            return ""
+        found = list(self._said_in(sample))
+        reason = self._first_problem(sample, found)
+        if reason:  # it may have been asked for by a task that others share, or by a thread
+            others = [one for one in (*_LIVE, STRAYS) if one is not self]
+            elsewhere = [part for other in others for part in other._said_in(sample)]
+            reason = self._first_problem(sample, [*found, *elsewhere]) if elsewhere else reason
+        return reason
+
+    def _first_problem(self, sample: Sample, found: Sequence[tuple[_Answer, slice, slice]]) -> str:
         num, mask = sample.response_length, sample.column("loss_mask")
         said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
-        claims = said is not None or (versions is not None and bool((versions != NOT_SAMPLED).any()))
-        if not num or sample.remove_sample or not (claims or self._answers):
-            return ""
         sampled, same_log_prob, same = (np.zeros(num, np.bool_) for _ in range(3))
-        for answer, own in self._said_in(sample):
-            ours = slice(0, own.stop - own.start)
+        for answer, ours, own in found:
             here = answer.sampled[ours]
             sampled[own] |= here
             if said is not None:
@@ -198,22 +235,22 @@ class Transcript:
         under_way = sum(len(call.answer().tokens) for call in self._calls)
         return under_way + sum(int(answer.sampled.sum()) for answer in self._answers)
 
-    def _note_calls(self) -> None:
-        """What calls under way have brought so far."""
-        for call in list(self._calls):
-            self.end(call)
-
-    def _said_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice]]:
-        """The answers to ids with which the sample begins, and the response tokens that are theirs; the one of which
-        the most stand there comes last.
+    def _said_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice, slice]]:
+        """The answers to ids with which the sample begins, and which of their tokens are which of its response; the one
+        of which the most stand there comes last.
         """
         tokens, prompt_length = np.asarray(sample.column("tokens"), np.int32), sample.prompt_length
-        digests = _prefix_digests(tokens, {one.begin for one in self._answers})
-        read = [a for a in self._answers if a.begin >= prompt_length and digests.get(a.begin) == a.read]
-        stand = [(a, _agreement(a.tokens, tokens[a.begin : a.end])) for a in read]
+        under_way = [answer for call in list(self._calls) for answer in self._of_call(call)]
+        begins = {*self._begins[: bisect_right(self._begins, len(tokens))], *(one.begin for one in under_way)}
+        digests = _prefix_digests(tokens, sorted(begins))
+        read = [answer for digest in digests.values() for answer in self._by_read.get(digest, ())]
+        read += [one for one in under_way if digests.get(one.begin) == one.read]
+        stand = [(a, _agreement(a.tokens, tokens[a.begin : a.end])) for a in read if a.end > prompt_length]
         for answer, num in sorted(stand, key=lambda found: found[1]):
-            first = answer.begin - prompt_length
-            yield answer, slice(first, first + num)
+            skipped = max(0, prompt_length - answer.begin)
+            if num > skipped:
+                first = answer.begin - prompt_length
+                yield answer, slice(skipped, num), slice(first + skipped, first + num)
 
     def _not_sampled(self, sample: Sample, place: int) -> str:
         """What to say of the first trained token that no engine sampled where it stands."""
@@ -237,17 +274,75 @@ class Transcript:
         )
 
 
+class _Strays(Transcript):
+    """Answers to requests of no execution, or of one that has ended: of threads, and of tasks that executions share."""
+
+    __slots__ = ()
+
+    def _add(self, answer: _Answer) -> None:
+        super()._add(answer)
+        if len(self._answers) > MAX_STRAYS:
+            kept = self._answers[MAX_STRAYS // 2 :]
+            for part in (self._answers, self._by_read, self._by_said, self._begins, self._ends):
+                part.clear()
+            for one in kept:
+                super()._add(one)
+
+
+MAX_STRAYS = 2048
+STRAYS: Transcript = _Strays()
+_LIVE: weakref.WeakSet[Transcript] = weakref.WeakSet()
+"""Of executions under way in this process."""
 TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", default=None)
+
+
+class Seals:
+    """What was checked in samples, before user code gets them that only is to look, mask or drop.
+
+    A sample of which it changed a trained token, its log-prob or its version, or of which it trains more, is left out.
+    """
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._before = {id(sample): _content(sample) for sample in samples}
+
+    def check(self, samples: Iterable[Sample]) -> None:
+        """Marks the changed ones unscored."""
+        for sample in samples:
+            if not _claims(sample) or sample.remove_sample or (sample.reward is None and sample.unscored):
+                continue
+            digest, trained = _content(sample)
+            known = self._before.get(id(sample))
+            candidates = list(self._before.values()) if known is None else [known]
+            if not any(one == digest and not (trained & ~mask).any() for one, mask in candidates):
+                sample.reward = None
+                sample.unscored = f"{OTHERWISE_SAMPLED}: a hook changed what is trained; hooks may mask and drop"
+
+
+def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
+    """A digest of ids, log-probs and versions; where it is trained."""
+    state, mask = xxhash.xxh3_128(), sample.column("loss_mask")
+    for name, kind in (("tokens", np.int32), ("rollout_log_probs", np.float32), ("token_versions", np.int32)):
+        values = sample.column(name)
+        state.update(b"-" if values is None else np.ascontiguousarray(values, kind).tobytes())
+    trained = np.ones(sample.response_length, np.bool_) if mask is None else np.asarray(mask) > 0
+    return state.intdigest(), trained
+
+
+def _claims(sample: Sample) -> bool:
+    """Whether a sample says of any token that an engine sampled it."""
+    said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
+    known = versions is not None and bool((versions != NOT_SAMPLED).any())
+    return known or (said is not None and bool((said != 0).any()))
 
 
 def _close(said: Numbers, sampled: Numbers) -> npt.NDArray[np.bool_]:
     return np.isclose(np.asarray(said, np.float64), sampled, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _prefix_digests(ids: Ids, lengths: set[int]) -> dict[int, int]:
-    """The digest of the first `n` ids for each of the lengths that there are."""
+def _prefix_digests(ids: Ids, lengths: Sequence[int]) -> dict[int, int]:
+    """The digest of the first `n` ids for each of the lengths that there are; these are in order."""
     digests, done, state = dict[int, int](), 0, xxhash.xxh3_128()
-    for length in sorted(lengths):
+    for length in lengths:
         if length <= len(ids):
             state.update(ids[done:length].tobytes())
             digests[length], done = state.intdigest(), length

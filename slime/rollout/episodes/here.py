@@ -17,11 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from slime.buffer.records import group_of
 from slime.core.sample import Group, Sample
-from slime.rollout.execute import Execution, GroupResult, Outcome, run_execution, run_group
+from slime.rollout.execute import (
+    Execution,
+    GroupResult,
+    Outcome,
+    count_pauses,
+    run_execution,
+    run_group,
+    was_interrupted,
+)
 from slime.rollout.hooks import RolloutHooks, keep_group
 from slime.rollout.scope import RequestScope
 from slime.rollout.supervise import num_left_behind
-from slime.rollout.transcript import TRANSCRIPT, Transcript
+from slime.rollout.transcript import TRANSCRIPT, Seals, Transcript
 
 if TYPE_CHECKING:
     from slime.rollout.client import EngineClient
@@ -126,14 +134,16 @@ async def work_on(context: RolloutContext, group: Group, params: Mapping[str, An
     if hooks.dynamic_filter is None or result.outcome is not Outcome.FINISHED:
         return result
     finished, transcript = group_of(result.group), Transcript()
-    token = TRANSCRIPT.set(transcript)
+    token, num_pauses, seals = TRANSCRIPT.set(transcript), count_pauses(context), Seals(finished.samples)
+    interrupted = dataclasses.replace(result, outcome=Outcome.ABORTED, reason="interrupted")
     try:
         verdict = await keep_group(hooks.dynamic_filter, context.args, list(finished.samples))
-    except Exception:
-        if not transcript.taken_back:
-            raise
+    except Exception as problem:
+        if transcript.taken_back or was_interrupted(context, num_pauses, problem):
+            return interrupted
+        raise
     finally:
+        transcript.close()
         TRANSCRIPT.reset(token)
-    if transcript.taken_back:
-        return dataclasses.replace(result, outcome=Outcome.ABORTED, reason="interrupted")
-    return dataclasses.replace(result, verdict=verdict)
+    seals.check(finished.samples)
+    return interrupted if transcript.taken_back else dataclasses.replace(result, verdict=verdict)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED, Sample
 from slime.rollout.generation import Generation
+from slime.rollout.manager import RolloutManager
 from slime.rollout.transcript import Transcript
 from tests.support.fake_clock import Answered
+from tests.support.fake_engine import FakeEngine
+from tests.support.rollout import rollout_args, with_manager
+from tests.unit.rollout import truth_hooks
 
 
 def generated(*tokens: int, version: int = 3) -> Generation:
@@ -114,3 +121,80 @@ def test_a_long_conversation_is_held_once() -> None:
         said.end(Answered(ids, generated(*range(7, 27))))
         ids = [*ids, *range(7, 27), 1, 2, 3]
     assert sum(len(one.new_ids) + len(one.tokens) for one in said._answers) == len(ids) - 3
+
+
+# --- in whole steps ---------------------------------------------------------------------------------------------------
+
+HOOKS = "tests.unit.rollout.truth_hooks"
+GENERATE, GROUP_RM = "--custom-generate-function-path", ("--group-rm", "--custom-rm-path", f"{HOOKS}.one_reward_each")
+STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
+    # name: (samples of 16 that are left out, what asks for it)
+    "some are untrue": (8, (GENERATE, "odd_ones_are_untrue")),
+    "some of a group that is graded together": (8, (GENERATE, "odd_ones_are_untrue", *GROUP_RM)),
+    "one beside a failure": (4, (GENERATE, "untrue_beside_a_failure")),
+    "one beside a failure, graded together": (4, (GENERATE, "untrue_beside_a_failure", *GROUP_RM)),
+    "a filter changes one": (4, ("--dynamic-sampling-filter-path", "spoiling_filter")),
+    "a sample filter changes one": (4, ("--rollout-sample-filter-path", "spoiling_sample_filter")),
+    "a sample filter masks": (0, ("--rollout-sample-filter-path", "masking_sample_filter")),
+    "a hook returns a new sample": (0, ("--rollout-sample-hook-path", "a_new_sample")),
+    "the end is trained": (0, (GENERATE, "trains_the_end")),
+    "asked by a thread": (0, (GENERATE, "in_a_thread")),
+    "asked by a shared task": (0, (GENERATE, "by_a_shared_task")),
+    "learned by heart": (0, (GENERATE, "learns_by_heart")),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_untrue_is_left_out_alone(name: str, tmp_path: Path) -> None:
+    """Law 1 in the loop: what differs is trained in no later try either; what is right is trained, whoever asked."""
+    num_left_out, (flag, hook, *flags) = STEPS[name]
+    truth_hooks.TRIES.clear()
+    truth_hooks.SHARED.clear()
+    args = rollout_args(tmp_path, "--n-samples-per-prompt", "4", flag, f"{HOOKS}.{hook}", *flags)
+
+    async def work(manager: RolloutManager) -> list[TrainBatch]:
+        made = []
+        for step in range(2):
+            made.append((await manager.generate(step))[0])
+            manager.commit(step)
+        return made
+
+    for batch in asyncio.run(with_manager(args, FakeEngine(), work)):
+        left_out = [s for s in batch.samples if np.isnan(s.reward)]
+        assert len(batch.samples) == 16 and len(left_out) == num_left_out
+        if "learned" not in name:
+            trained = [s for s in batch.samples if not np.isnan(s.reward)]
+            assert all(s.rollout_log_probs is not None and (s.token_versions >= 0).all() for s in trained)
+
+
+def test_a_group_with_an_untrue_sample_is_not_finished_while_another_is_under_way(tmp_path: Path) -> None:
+    flags = ("--n-samples-per-prompt", "4", GENERATE, f"{HOOKS}.untrue_beside_a_long_one", "--fully-async")
+    args = rollout_args(tmp_path, *flags, "--rollout-max-response-len", "100", synchronous=False)
+    engine = FakeEngine(tick_s=0.005, stop_after=None)
+
+    async def work(manager: RolloutManager) -> TrainBatch:
+        step = asyncio.create_task(manager.generate(0))
+        while len(engine.requests) < 16 or not 0 < len(engine.running) <= 8:
+            await asyncio.sleep(0.005)
+        await manager.pause(hand_back=True)
+        manager.resume()
+        return (await step)[0]
+
+    batch: TrainBatch = asyncio.run(with_manager(args, engine, work))
+    assert len(batch.samples) == 16 and sum(s.response_length == 100 for s in batch.samples) == 4
+
+
+def test_a_task_that_outlives_the_execution_that_started_it_serves_others(tmp_path: Path) -> None:
+    """A judge behind a task of the first execution: its verdicts of later steps are whole ones."""
+    truth_hooks.SHARED.clear()
+    flags = (GENERATE, f"{HOOKS}.judged_by_a_shared_task", "--rollout-sample-filter-path", f"{HOOKS}.noted")
+    args = rollout_args(tmp_path, *flags, "--over-sampling-batch-size", "8")
+    truth_hooks.TRAINED.clear()
+
+    async def work(manager: RolloutManager) -> None:
+        for step in range(2):
+            await manager.generate(step)
+            manager.commit(step)
+
+    asyncio.run(with_manager(args, FakeEngine(tick_s=0.002, stop_after=None), work))
+    assert len(truth_hooks.TRAINED) == 16 and all(s.metadata["whole"] for s in truth_hooks.TRAINED)
