@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.core.errors import ActorDied, HookError
+from slime.core.topology import Worker
 from slime.rollout.episodes import fleet as fleet_module
 from slime.rollout.episodes.fleet import MAX_DEATHS, WorkerFleet
+from slime.rollout.episodes.worker import EpisodeWorker
 from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
 from slime.rollout.traffic import Sums
@@ -202,25 +205,34 @@ def test_a_pause_reaches_every_worker_and_hands_tokens_back(tmp_path: Path) -> N
     assert not {s.group_index for s in first.samples} & {s.group_index for s in second.samples}
 
 
+class Noting(EpisodeWorker):
+    """Notes whether it would have sent a request to an engine when it got to know one."""
+
+    would_send = False
+
+    def admit(self, model: str, urls: Sequence[str], worker: Worker) -> None:
+        assert self._client is not None
+        self.would_send = self._client._pool.is_open
+        super().admit(model, urls, worker)
+
+
 def test_a_new_process_knows_the_engines_and_the_pause(tmp_path: Path) -> None:
+    """Law: at no moment a process that starts during a pause could send a request."""
     args = rollout_args(tmp_path, *GRADED)
 
     async def work(manager: RolloutManager, workers: Workers) -> Any:
         await workers.fleet.ready()
-        await manager._workers.pause(None)
+        await workers.fleet.pause(None)
         workers.started[0].kill()
         generating = asyncio.create_task(manager.generate(0))
-        while len(workers.started) < 2:
-            await asyncio.sleep(0.01)
-        client = workers.started[1].worker._client
-        while not client.engines():
-            await asyncio.sleep(0.01)
-        held = not client._pool.is_open
-        manager._workers.resume()
+        while len(workers.started) < 2 or not workers.started[1].worker._client.engines():
+            await asyncio.sleep(0.001)
+        would_send = [one.worker.would_send for one in workers.started]
+        workers.fleet.resume()
         batch, _ = await generating
-        return held, len(batch.samples)
+        return would_send, len(batch.samples)
 
-    assert asyncio.run(with_workers(args, FakeEngine(), 1, work)) == (True, 8)
+    assert asyncio.run(with_workers(args, FakeEngine(), 1, work, Noting)) == ([True, False], 8)
 
 
 def test_the_group_that_ends_its_process_is_found(tmp_path: Path) -> None:
