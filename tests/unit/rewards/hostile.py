@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import resource
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from slime.core.sample import Sample
 
 ENDS = {"leave": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError}
 """What is meant to end more than a grading."""
+LIMITS = ("AS", "FSIZE", "CORE")
 
 
 def act(args: Any, sample: Sample) -> Any:
@@ -50,6 +52,12 @@ def act(args: Any, sample: Sample) -> Any:
             return float(len("a" * (8 << 30)))
         case "exit":
             os._exit(3)
+        case "counted exit":
+            with open(sample.metadata["file"], "a") as file:
+                file.write("x")
+            os._exit(3)
+        case "limits":  # that this process has
+            return {name: float(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]) for name in LIMITS}
         case "print":
             print("x" * 100_000, flush=True)
         case "garbage":

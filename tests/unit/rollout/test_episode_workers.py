@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from slime.core.errors import ActorDied, HookError
+from slime.core.errors import ActorDied, HookError, WorkerStalled
 from slime.core.topology import Worker
 from slime.rollout.episodes import fleet as fleet_module
-from slime.rollout.episodes.fleet import MAX_DEATHS, WorkerFleet
+from slime.rollout.episodes.fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
 from slime.rollout.episodes.worker import EpisodeWorker
+from slime.rollout.group_loop import MAX_TRIES
 from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
 from slime.rollout.traffic import Sums
@@ -235,8 +236,12 @@ def test_a_new_process_knows_the_engines_and_the_pause(tmp_path: Path) -> None:
     assert asyncio.run(with_workers(args, FakeEngine(), 1, work, Noting)) == ([True, False], 8)
 
 
-def test_the_group_that_ends_its_process_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("death", "tries"), [(ActorDied, SUSPECT), (WorkerStalled, SUSPECT // STALL_COUNTS)])
+def test_the_group_that_ends_its_process_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: type[ActorDied], tries: int
+) -> None:
     """Law: a group that ends whoever works on it has failed; those that were beside it each time have not."""
+    monkeypatch.setattr("tests.support.episode_workers.ActorDied", death)
     args = rollout_args(tmp_path, *GRADED)
     engine = FakeEngine(tick_s=0.001)
 
@@ -251,10 +256,11 @@ def test_the_group_that_ends_its_process_is_found(tmp_path: Path) -> None:
         killing = asyncio.create_task(killer())
         batch, metrics = await manager.generate(0)
         killing.cancel()
-        return sorted({s.group_index for s in batch.samples}), metrics, manager._source.ledger()
+        told = sum(any(group.group_index == 1 for group in one.groups) for one in workers.started)
+        return sorted({s.group_index for s in batch.samples}), metrics, manager._source.ledger(), told
 
-    indices, metrics, ledger = asyncio.run(with_workers(args, engine, 2, work))
-    assert indices == [0, 2, 3, 4]
+    indices, metrics, ledger, told = asyncio.run(with_workers(args, engine, 2, work))
+    assert indices == [0, 2, 3, 4] and told == tries + MAX_TRIES, "each try after those is alone"
     assert metrics["rollout/num_failed_groups"] == 1 and ledger.failed == {"failed_its_worker_died_alone": 1}
 
 
