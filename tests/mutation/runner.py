@@ -45,6 +45,7 @@ def child(job: dict[str, Any], out: Path) -> None:
     root = Path(job["root"])
     os.chdir(root)
     sys.path.insert(0, str(root))
+    os.environ["PYTHONPATH"] = str(root)  # for what the tests start
     failures, text = Failures(), io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--rootdir={root}"]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from slime.serving.plain_http import request
+from slime.serving.server import SGLangServer
 
 
 def _call(method: str, url: str, body: Any = None, api_key: str | None = None) -> str:
@@ -24,3 +28,21 @@ def relabel(url: str, version: int, api_key: str | None = None) -> None:
     """The server calls the weights that it has `version`."""
     body = {"new_version": str(version), "abort_all_requests": False}
     _call("POST", f"{url}/update_weight_version", body, api_key)
+
+
+@contextmanager
+def noting_requests(server: SGLangServer) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Within the block the server notes each request as it received it; the call reads what it has noted."""
+    noting = {"log_requests": True, "log_requests_level": 1, "log_requests_format": "json"}
+    _call("POST", f"{server.url}/configure_logging", noting)
+    begin = server.log_path.stat().st_size
+
+    def read() -> list[dict[str, Any]]:
+        text = server.log_path.read_bytes()[begin:].decode(errors="replace")
+        found = (json.loads(line) for line in re.findall(r'\{"timestamp".*"event": "request.received".*\}', text))
+        return [one["obj"] for one in found]
+
+    try:
+        yield read
+    finally:
+        _call("POST", f"{server.url}/configure_logging", {"log_requests": False})

@@ -110,11 +110,15 @@ class Workers:
 
 
 async def with_workers(
-    args: Any, engine: FakeEngine, num: int, work: Callable[[RolloutManager, Workers], Awaitable[Any]]
+    args: Any,
+    engine: FakeEngine,
+    num: int,
+    work: Callable[[RolloutManager, Workers], Awaitable[Any]],
+    kind: type[EpisodeWorker] = EpisodeWorker,
 ) -> Any:
-    """Runs `work` on a manager with so many workers, whose engine is the fake one."""
+    """Runs `work` on a manager with so many workers of a kind, whose engine is the fake one."""
     async with serve(engine):
-        workers = Workers(lambda: EpisodeWorker(pickle.loads(pickle.dumps(args)), num), num)
+        workers = Workers(lambda: kind(pickle.loads(pickle.dumps(args)), num), num)
         manager = RolloutManager(args, engines=[engine.url], workers=workers.fleet)
         try:
             return await work(manager, workers)

@@ -20,6 +20,17 @@ def write_prompts(path: Path, num_rows: int) -> Path:
     return path
 
 
+SAMPLED = {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "max_new_tokens": 7}
+READ = {"stop": ["x", "yz"], "stop_token_ids": [77, 78], "skip_special_tokens": True}
+SEED = 5
+SAMPLING_FLAGS = (
+    *("--rollout-temperature", "0.9", "--rollout-top-p", "0.8", "--rollout-top-k", "40"),
+    *("--rollout-max-response-len", "7", "--rollout-stop", "x", "yz", "--rollout-stop-token-ids", "77", "78"),
+    *("--rollout-skip-special-tokens", "--rollout-seed", str(SEED), "--sglang-enable-deterministic-inference"),
+)
+"""All that says how a rollout samples: engines get `SAMPLED`, `READ`, and `SEED` plus the index of an execution."""
+
+
 def write_checkpoint_stub(directory: Path) -> Path:
     """Config and tokenizer of the tiny Qwen3, without weights: enough where no engine loads it."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -69,10 +80,12 @@ def rollout_args(tmp_path: Path, *flags: str, num_rows: int = 40, synchronous: b
     return parse_args([*words, *flags], synchronous=synchronous)
 
 
-async def with_manager(args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]]) -> Any:
+async def with_manager(
+    args: Any, engine: FakeEngine, work: Callable[[RolloutManager], Awaitable[Any]], api_key: str | None = None
+) -> Any:
     """Runs `work` on a manager whose engine is the fake one."""
     async with serve(engine):
-        manager = RolloutManager(args, engines=[engine.url])
+        manager = RolloutManager(args, engines=[engine.url], api_key=api_key)
         try:
             return await work(manager)
         finally:

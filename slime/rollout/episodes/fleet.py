@@ -238,12 +238,12 @@ class WorkerFleet(Episodes):
                 self._tell_state(member)
 
     def _tell_state(self, member: _Member) -> None:
-        """What a new process has to know."""
+        """What a new process has to know; of a pause before it knows an engine that it could send to."""
         self._follow(member, self._started(member, member.port))
-        for (model, url), worker in self._admitted.items():
-            self._tell(member, "admit", model, [url], worker)
         if self._paused:
             self._tell(member, "pause", None)
+        for (model, url), worker in self._admitted.items():
+            self._tell(member, "admit", model, [url], worker)
 
     async def _started(self, member: _Member, port: WorkerPort) -> None:
         """Watches the start of a process; one that takes too long is ended, and its groups hear of that."""

@@ -34,13 +34,13 @@ class InOrder:
         await self._turn(number, method)
         try:
             answer = getattr(self._called, method)(*arguments)
-            if isinstance(answer, Awaitable):
-                answer = asyncio.ensure_future(answer)  # begins before what is woken now
         finally:
             self._next += 1
             if (following := self._waiting.get(self._next)) is not None and not following.done():
                 following.set_result(None)
-        return await answer if isinstance(answer, asyncio.Future) else answer
+        # It begins here, in this turn of the event loop: as a task of its own it would begin behind a call that comes
+        # in the same turn.
+        return await answer if isinstance(answer, Awaitable) else answer
 
     async def _turn(self, number: int, method: str) -> None:
         if number == self._next:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -17,8 +18,8 @@ from slime.rollout.client import REQUEST_SCOPE, EngineClient, RequestScope
 from slime.rollout.manager import RolloutManager
 from slime.rollout.teacher import TeacherClient
 from tests.contract.rollout.verdict_hooks import TRAINED
-from tests.support.engine_state import num_running
-from tests.support.rollout import rollout_args, write_prompts
+from tests.support.engine_state import noting_requests, num_running
+from tests.support.rollout import READ, SAMPLED, SAMPLING_FLAGS, SEED, rollout_args, write_prompts
 from tests.support.tiny import VOCAB_SIZE
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 64, "skip_special_tokens": False}
@@ -123,6 +124,40 @@ def test_an_aborted_scope_returns_partial_tokens_that_can_be_continued(front: An
         assert len(rest.tokens) == 5 and rest.prompt_tokens == len(PROMPT) + len(partial.tokens)
 
     with_client(front.url, work)
+
+
+def test_the_engine_itself_says_what_the_settings_ask_for(engine_server: Any, front: Any, tmp_path: Path) -> None:
+    """Law: each setting of sampling arrives, of training, of all evaluations, and of one dataset in place of those."""
+    held = write_prompts(tmp_path / "held.jsonl", 2)
+    own = {"temperature": 0.1, "top_p": 0.2, "top_k": 3, "min_new_tokens": 1, "repetition_penalty": 1.5}
+    file = tmp_path / "eval.yaml"
+    entry = {"path": str(held), **own, "max_response_len": 2, "n_samples_per_eval_prompt": 2}
+    file.write_text(json.dumps({"eval": {"datasets": {"plain": {"path": str(held)}, "own": entry}}}))
+    flags = ("--eval-temperature", "0.7", "--eval-top-p", "0.6", "--eval-top-k", "30", "--eval-max-response-len", "6")
+    model = ("--hf-checkpoint", str(engine_server.model_path))
+    args = rollout_args(tmp_path, *SAMPLING_FLAGS, *flags, *model, "--eval-interval", "1", "--eval-config", str(file))
+
+    async def work() -> None:
+        manager = RolloutManager(args, engines=[front.url])
+        try:
+            await manager.generate(0)
+            await manager.evaluate(0)
+        finally:
+            await manager.close()
+
+    with noting_requests(engine_server) as received:
+        asyncio.run(work())
+        asked = [one["sampling_params"] for one in received()]
+    evaluated = {"temperature": 0.7, "top_p": 0.6, "top_k": 30, "max_new_tokens": 6}
+    for one in asked:
+        del one["stream_interval"], one["no_stop_trim"]
+    assert len(asked) == 8 + 2 + 4
+    for index in range(8):
+        assert SAMPLED | READ | {"sampling_seed": SEED + index} in asked
+    for index in range(2):
+        assert evaluated | READ | {"sampling_seed": (SEED - 1 - index) % 2**31} in asked
+    for index in range(2, 6):
+        assert own | READ | {"max_new_tokens": 2, "sampling_seed": (SEED - 1 - index) % 2**31} in asked
 
 
 def test_steps_and_evaluation_through_the_router(front: Any, engine_server: Any, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.cluster.rollout_actor import _routers
 from slime.core.errors import EngineError
+from slime.core.topology import DEFAULT_NAME
 from slime.serving import kept_router
 from slime.serving.plain_http import request
 from slime.serving.ports import lease_ports
@@ -18,6 +20,9 @@ from slime.serving.proctree import read_stat
 from slime.serving.router import Router
 from slime.serving.routers import Routers
 from slime.serving.server import SGLangServer
+from slime.settings.topology import topology_of
+from tests.support.forwarding import LockedProxy, between
+from tests.support.rollout import rollout_args
 
 BACK_LIMIT_S = 120.0
 GENERATE = {"input_ids": [2, 40, 41], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
@@ -61,6 +66,28 @@ def test_a_lost_router_comes_back_with_its_servers(
     assert router.workers() == []
 
 
+def test_the_router_of_a_run_has_the_key_of_its_engines_and_its_settings(
+    engine_server: SGLangServer, tmp_path: Path
+) -> None:
+    """Law: engines that ask for the key of the run are reached through its router, by those who have it alone."""
+    model = ("--hf-checkpoint", str(engine_server.model_path))
+    args = rollout_args(tmp_path, *model, "--router-max-payload-size", "2000")
+    locked = LockedProxy(engine_server.url, "the key of the run")
+    with between(locked):
+        started = _routers(args, topology_of(args), tmp_path, locked.key)
+        try:
+            started.admit(DEFAULT_NAME, [locked.url])
+            assert started.settled(BACK_LIMIT_S)
+            url = started.url(DEFAULT_NAME)
+            for key, expected in ((None, 401), ("another", 401), (locked.key, 200)):
+                status, text = request("POST", f"{url}/generate", GENERATE, timeout_s=60, api_key=key)
+                assert status == expected, text
+            long = {**GENERATE, "input_ids": [40] * 1000}
+            assert request("POST", f"{url}/generate", long, timeout_s=60, api_key=locked.key)[0] == 413
+        finally:
+            started.close()
+
+
 def is_stopped(pid: int) -> bool:
     stat = read_stat(pid)
     return stat is not None and stat.state in "tT"
@@ -101,7 +128,10 @@ def servers(kept: Routers) -> list[str]:
         return []
 
 
-def test_an_admission_does_not_wait_for_a_router_that_hangs(kept: Routers, engine_server: SGLangServer) -> None:
+def test_an_admission_does_not_wait_for_a_router_that_hangs(
+    kept: Routers, engine_server: SGLangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_router, "SILENCE_LIMIT_S", 3.0)
     kept.dismiss("policy", [engine_server.url])
     assert kept.settled(BACK_LIMIT_S)
     victim = kept["policy"].pid
@@ -113,7 +143,10 @@ def test_an_admission_does_not_wait_for_a_router_that_hangs(kept: Routers, engin
     assert kept.restarts == 1 and servers(kept) == [engine_server.url]
 
 
-def test_the_last_word_about_a_server_counts(kept: Routers, engine_server: SGLangServer, dead_url: str) -> None:
+def test_the_last_word_about_a_server_counts(
+    kept: Routers, engine_server: SGLangServer, dead_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_router, "ASK_AGAIN_S", 1.0)
     for _ in range(20):
         kept.dismiss("policy", [engine_server.url])
         kept.admit("policy", [engine_server.url, dead_url])
@@ -128,7 +161,10 @@ def test_the_last_word_about_a_server_counts(kept: Routers, engine_server: SGLan
 
 
 def test_a_router_that_cannot_come_back_is_an_error(kept: Routers, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
     def refuses(router: Router) -> None:
+        starts.append(router)
         raise EngineError("its port is taken")
 
     monkeypatch.setattr(kept_router, "LOOK_EVERY_S", 0.05)
@@ -137,3 +173,4 @@ def test_a_router_that_cannot_come_back_is_an_error(kept: Routers, monkeypatch: 
     wait_until("the watch to give up", lambda: kept.problem is not None)
     with pytest.raises(EngineError, match="its port is taken"):
         kept.require_alive()
+    assert len(starts) == 3

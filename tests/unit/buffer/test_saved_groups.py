@@ -256,16 +256,30 @@ def test_a_state_of_before_is_still_read(tmp_path: Path) -> None:
     assert resumed.state_dict()["finished"] == state["finished"] and resumed.num_buffered == buffer.num_buffered + 1
 
 
-def test_finished_groups_of_the_oldest_weights_go_first_and_stale_ones_start_over() -> None:
+def test_a_group_is_as_old_as_its_oldest_token_and_counts_how_often_it_was_issued() -> None:
+    """Law: whichever sample has that token: it says who goes first, and who starts over; that is one issue more."""
     buffer = make()
-    groups = buffer.get_groups(3)
-    for group, version in zip(groups, (3, 1, 2), strict=True):
-        long_work(group, version, 1)
+    first = buffer.get_groups(4)
+    buffer.put_back(first[2:3], "aborted")
+    again = buffer.get_groups(1)
+    of_tokens = {1: (3, 3, 1), 2: (3, 2, 3)}
+    for group in (*first[:2], *again, first[3]):
+        for place, sample in enumerate(group.samples):
+            version = of_tokens.get(group.group_index, (3, 3, 3))[place]
+            sample.append_response_tokens([5, 6, 7], log_probs=[-0.1] * 3, weight_version=[3, version, 3])
         buffer.put_finished(group)
     buffer.max_staleness, buffer.weight_version = 1, 3
-    assert buffer.take_finished(3) == [] and buffer.num_finished == 2
-    assert [g.group_index for g in buffer.take_finished(2)] == [2, 0]
-    assert buffer.get_groups(1)[0].samples[0].response_length == 0
+    assert buffer.take_finished(4) == [] and buffer.num_finished == 3
+    assert buffer.ledger().returned == {"aborted": 1, "stale": 1}
+    taken = buffer.take_finished(3)
+    assert [(one.group_index, one.attempts) for one in taken] == [(2, 1), (0, 0), (3, 0)]
+    (stale,) = buffer.get_groups(1)
+    assert (stale.group_index, stale.attempts, stale.samples[0].response_length) == (1, 1, 0)
+    extend(stale, 3)
+    buffer.put_back([stale, taken[0]], "aborted")
+    buffer.weight_version = 5
+    assert [(group.group_index, group.attempts) for group in buffer.get_groups(2)] == [(1, 2), (2, 2)]
+    assert buffer.ledger().returned == {"aborted": 3, "stale": 3}
 
 
 def test_what_a_filter_writes_into_a_group_it_leaves_is_issued_and_saved(tmp_path: Path) -> None:

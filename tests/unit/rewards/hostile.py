@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import resource
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from slime.core.sample import Sample
 
 ENDS = {"leave": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError}
 """What is meant to end more than a grading."""
+LIMITS = ("AS", "FSIZE", "CORE")
 
 
 def act(args: Any, sample: Sample) -> Any:
@@ -76,6 +78,15 @@ def act(args: Any, sample: Sample) -> Any:
             found = {"args": float(text.encode() in pickle.dumps(args)), "seen": float("lr" in args.megatron)}
             return {**found, "environment": float(any(text in value for value in os.environ.values()))}
     return 1.0
+
+
+def limits(args: Any, sample: Sample) -> dict[str, float]:
+    """Those of this process; with a file to count the tries in, it ends itself."""
+    if sample.metadata:
+        with open(sample.metadata["file"], "a") as file:
+            file.write("x")
+        os._exit(3)
+    return {name: float(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]) for name in LIMITS}
 
 
 async def act_async(args: Any, sample: Sample) -> Any:

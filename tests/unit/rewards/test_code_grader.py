@@ -187,6 +187,34 @@ def test_an_attack_reaches_nothing(attack: str) -> None:
     assert not Path("/tmp/slime-code-escaped").exists()
 
 
+BOUNDS = """
+import os, resource, signal
+names = ("CORE", "CPU", "AS", "FSIZE", "NPROC", "NOFILE")
+print({name: resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in names})
+def until_refused(act, most):
+    kept = []
+    try:
+        while len(kept) < most: kept.append(act())
+    except (OSError, MemoryError) as refusal:
+        print(type(refusal).__name__, len(kept) <= most // 2)
+def another():
+    if not (child := os.fork()): signal.pause()
+    return child
+until_refused(lambda: os.open("/dev/null", 0), 128)
+until_refused(lambda: bytearray(1 << 28), 8)
+if os.getuid(): until_refused(another, 64)
+"""
+"""A program that takes of each thing twice what it may have, and says where it was refused."""
+
+
+def test_a_program_has_so_much_of_everything_and_no_more() -> None:
+    """Law: the kernel itself says so; of processes it refuses root none, whose limit it knows all the same."""
+    limits = {"CORE": 0, "CPU": 4, "AS": 1 << 30, "FSIZE": 4 << 20, "NPROC": 32, "NOFILE": 64}
+    refused = ["OSError True", "MemoryError True", *["BlockingIOError True"] * bool(os.getuid())]
+    lines = ended(BOUNDS, 3.0).output.splitlines()
+    assert lines == [str({name: (value, value) for name, value in limits.items()}), *refused]
+
+
 def test_output_and_files_are_bounded_and_the_tree_is_gone() -> None:
     flood = ended("print('x' * 50_000_000)", 4.0)
     assert flood.code != 0 and len(flood.output) <= 4 * 1024 * 1024

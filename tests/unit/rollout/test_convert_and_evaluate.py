@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from slime.core.errors import ConfigError, DataError, EngineError
 from slime.core.sample import Sample, Status
 from slime.rollout.convert import to_train_batch
 from slime.rollout.debug_data import load_rollout, save_rollout
+from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
 from slime.rollout.metrics import pass_at_k, sample_metrics
 from slime.rollout.types import Progress
 from tests.support.fake_engine import FakeEngine
-from tests.support.rollout import rollout_args, with_manager, write_prompts
+from tests.support.rollout import READ, SAMPLED, SAMPLING_FLAGS, SEED, rollout_args, with_manager, write_prompts
 
 HOOKS = Path(__file__).with_name("workflow_hooks.py")
 HOSTILE_GRADER = Path(__file__).parents[1] / "rewards" / "hostile_grader.py"
@@ -98,36 +101,75 @@ def evaluate(tmp_path: Path, engine: FakeEngine, *flags: str) -> dict[str, float
     return dict(asyncio.run(with_manager(args, engine, work)))
 
 
-def test_evaluation_uses_its_own_sampling(tmp_path: Path) -> None:
+def test_evaluation_counts_prompts_answers_and_lengths(tmp_path: Path) -> None:
     engine = FakeEngine()
-    metrics = evaluate(
-        tmp_path, engine, "--eval-temperature", "0", "--eval-max-response-len", "3", "--n-samples-per-eval-prompt", "2"
-    )
+    metrics = evaluate(tmp_path, engine, "--eval-max-response-len", "3", "--n-samples-per-eval-prompt", "2")
     assert len(engine.requests) == 16
-    assert all(r["sampling_params"]["temperature"] == 0 for r in engine.requests)
     assert metrics["eval/held"] == 0.0 and metrics["eval/held-num_prompts"] == 5
     assert metrics["eval/more-pass@2"] == 0.0 and metrics["eval/held-truncated_ratio"] == 1.0
     assert metrics["eval/held/response_len/max"] == 3 and metrics["eval/weight_version"] == 1
 
 
+def test_engines_get_every_setting_of_sampling_and_each_execution_a_seed(tmp_path: Path) -> None:
+    """Law: what the settings say of training, of all evaluations and of one dataset is what is sampled with."""
+    held = write_prompts(tmp_path / "held.jsonl", 3)
+    own = {"temperature": 0.1, "top_p": 0.2, "top_k": 3, "min_new_tokens": 1, "repetition_penalty": 1.5}
+    own |= {"stop": ["q"], "stop_token_ids": [9], "skip_special_tokens": False}
+    file = tmp_path / "eval.yaml"
+    entry = {"path": str(held), **own, "max_response_len": 2, "n_samples_per_eval_prompt": 3}
+    file.write_text(json.dumps({"eval": {"datasets": {"plain": {"path": str(held)}, "own": entry}}}))
+    flags = ("--eval-temperature", "0.7", "--eval-top-p", "0.6", "--eval-top-k", "30", "--eval-max-response-len", "6")
+    evaluated = {"temperature": 0.7, "top_p": 0.6, "top_k": 30, "max_new_tokens": 6, "min_new_tokens": 2}
+    more = ("--eval-min-new-tokens", "2", "--eval-interval", "1", "--eval-config", str(file))
+    args, engine = rollout_args(tmp_path, *SAMPLING_FLAGS, *flags, *more), FakeEngine()
+
+    async def work(manager: RolloutManager) -> None:
+        await manager.generate(0)
+        await manager.evaluate(0)
+
+    asyncio.run(with_manager(args, engine, work))
+    asked = [request["sampling_params"] for request in engine.requests]
+    seeds = [one.pop("sampling_seed") for one in asked]
+    assert seeds[:8] == [SEED + index for index in range(8)]
+    assert sorted(seeds[8:]) == sorted((SEED - 1 - index) % 2**31 for index in range(12))
+    found = Counter(json.dumps({**one, "stream_interval": 0}, sort_keys=True) for one in asked)
+    wanted = {8: SAMPLED | READ, 3: evaluated | READ, 9: own | {"max_new_tokens": 2}}
+    fixed = {"no_stop_trim": False, "stream_interval": 0}
+    assert found == {json.dumps(one | fixed, sort_keys=True): num for num, one in wanted.items()}
+
+
 def test_each_dataset_has_settings_of_its_own(tmp_path: Path) -> None:
-    held, more = (write_prompts(tmp_path / f"{name}.jsonl", 3) for name in ("held", "more"))
+    """Law: length, number, graders, functions, metadata and prompts are the dataset's, the score is of its key."""
+    held, more, mine = (write_prompts(tmp_path / f"{name}.jsonl", 12) for name in ("held", "more", "mine"))
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from slime.rollout.generate import generate as default\n"
+        "def rm(args, sample): return {'a': 0.0, 'b': float(sample.metadata == {'split': 'test'})}\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    made = await default(args, sample, {**sampling_params, 'max_new_tokens': 1})\n"
+        "    made.reward = {'a': 0.0, 'b': 0.25}\n"
+        "    return made\n"
+    )
     file = tmp_path / "eval.yaml"
     file.write_text(
-        f"eval:\n  defaults: {{rm_type: exact_match, n_samples_per_eval_prompt: 3}}\n  datasets:\n"
-        f"    held: {{path: {held}, max_response_len: 2, custom_rm_path: '{HOOKS}:one'}}\n"
-        f"    more: {{path: {more}, n_samples_per_eval_prompt: 1, metadata_overrides: {{split: test}}}}\n"
+        f"eval:\n  defaults: {{n_samples_per_eval_prompt: 3, max_prompt_len: 5}}\n  datasets:\n"
+        f"    held: {{path: {held}, max_response_len: 2, custom_rm_path: '{own}:rm', "
+        f"metadata_overrides: {{split: test}}}}\n"
+        f"    more: {{path: {more}, n_samples_per_eval_prompt: 1, custom_rm_path: '{own}:rm'}}\n"
+        f"    mine: {{path: {mine}, custom_generate_function_path: '{own}:generate', max_prompt_len: 9}}\n"
     )
-    args, engine = rollout_args(tmp_path, "--eval-interval", "1", "--eval-config", str(file)), FakeEngine()
+    flags = ("--reward-key", "a", "--eval-reward-key", "b")
+    args, engine = rollout_args(tmp_path, *flags, "--eval-interval", "1", "--eval-config", str(file)), FakeEngine()
 
     async def work(manager: RolloutManager) -> Any:
         return await manager.evaluate(0)
 
     metrics = asyncio.run(with_manager(args, engine, work))
     limits = [r["sampling_params"]["max_new_tokens"] for r in engine.requests]
-    assert sorted(limits) == [2] * 9 + [8] * 3
+    assert Counter(limits) == {2: 10 * 3, 8: 10, 1: 12 * 3}, "of two prompts there are six tokens"
     assert metrics["eval/held"] == 1.0 and metrics["eval/held-pass@2"] == 1.0 and "eval/held-pass@4" not in metrics
-    assert metrics["eval/more"] == 0.0 and "eval/more-pass@1" not in metrics
+    assert metrics["eval/more"] == 0.0 and "eval/more-pass@1" not in metrics and metrics["eval/mine"] == 0.25
+    assert [metrics[f"eval/{name}-num_prompts"] for name in ("held", "more", "mine")] == [10, 10, 12]
 
 
 def test_an_evaluation_over_two_weight_versions_is_refused(tmp_path: Path) -> None:
@@ -155,8 +197,10 @@ def test_a_few_failures_are_counted_and_no_score_has_them(tmp_path: Path) -> Non
     own = tmp_path / "own.py"
     own.write_text(
         "from slime.rollout.generate import generate as default\n"
+        "TRIES = []\n"
         "async def generate(args, sample, sampling_params):\n"
-        "    if int(sample.label) < int(sample.metadata.get('below', 2)):\n"
+        "    if int(sample.label) < 2:\n"
+        "        TRIES.append(sample.index)\n"
         "        raise RuntimeError('the sandbox is gone')\n"
         "    made = await default(args, sample, sampling_params)\n"
         "    made.reward = 1.0\n"
@@ -166,6 +210,8 @@ def test_a_few_failures_are_counted_and_no_score_has_them(tmp_path: Path) -> Non
     metrics = evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.25")
     assert metrics["eval/held-num_failed"] == metrics["eval/more-num_failed"] == 2
     assert metrics["eval/held-num_unscored"] == 0 and metrics["eval/held"] == metrics["eval/held-pass@2"] == 1.0
+    tries: Any = load(f"{own}:generate", "generate")
+    assert Counter(tries.__globals__["TRIES"]) == {-1: 3, -2: 3, -11: 3, -12: 3}, "each of the first prompt's"
     with pytest.raises(EngineError, match=r"2 of 6 samples of more failed in evaluation, 1 may .* the sandbox is gone"):
         evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.16")
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.core.errors import ActorDied, HookError
+from slime.core.errors import ActorDied, HookError, WorkerStalled
+from slime.core.topology import DEFAULT_NAME, PAIRED, Worker
 from slime.rollout.episodes import fleet as fleet_module
-from slime.rollout.episodes.fleet import MAX_DEATHS, WorkerFleet
+from slime.rollout.episodes.fleet import MAX_DEATHS, STALL_COUNTS, SUSPECT, WorkerFleet
+from slime.rollout.episodes.worker import EpisodeWorker
+from slime.rollout.group_loop import MAX_TRIES
 from slime.rollout.hooks import load
 from slime.rollout.manager import RolloutManager
 from slime.rollout.traffic import Sums
@@ -40,16 +44,21 @@ async def three_steps(manager: RolloutManager) -> list[Any]:
 
 
 def test_batches_are_those_of_one_process(tmp_path: Path) -> None:
-    """Law: who works on a group shows nowhere in the batch."""
-    args = rollout_args(tmp_path, *GRADED)
+    """Law: who works on a group shows nowhere in the batch, nor in the step of its hooks, nor in the engine's load."""
+    own = tmp_path / "own.py"
+    own.write_text("def stamp(args, sample, rollout_id, evaluation): sample.reward = 10 * rollout_id + sample.index\n")
+    flags = ("--rollout-sample-hook-path", f"{own}:stamp", "--sglang-server-concurrency", "4")
+    args = rollout_args(tmp_path, *GRADED, *flags)
     expected = asyncio.run(with_manager(args, FakeEngine(), three_steps))
 
     async def work(manager: RolloutManager, workers: Workers) -> Any:
         found = await three_steps(manager)
         return found, [one.num_groups for one in workers.started]
 
-    found, groups = asyncio.run(with_workers(args, FakeEngine(), 2, work))
-    assert found == expected
+    engine = FakeEngine(tick_s=0.001)
+    found, groups = asyncio.run(with_workers(args, engine, 2, work))
+    assert found == expected and engine.most_running == 4, "two at a time for each worker"
+    assert [sample[4] - sample[1] for batch in found for sample in batch] == [0] * 8 + [10] * 8 + [20] * 8
     assert groups == [6, 6], "each group went to the worker with the fewest"
 
 
@@ -202,29 +211,42 @@ def test_a_pause_reaches_every_worker_and_hands_tokens_back(tmp_path: Path) -> N
     assert not {s.group_index for s in first.samples} & {s.group_index for s in second.samples}
 
 
+class Noting(EpisodeWorker):
+    """Notes whether it would have sent a request to an engine when it got to know one."""
+
+    would_send = False
+
+    def admit(self, model: str, urls: Sequence[str], worker: Worker) -> None:
+        assert self._client is not None
+        self.would_send = self._client._pool.is_open
+        super().admit(model, urls, worker)
+
+
 def test_a_new_process_knows_the_engines_and_the_pause(tmp_path: Path) -> None:
+    """Law: at no moment a process that starts during a pause could send a request."""
     args = rollout_args(tmp_path, *GRADED)
 
     async def work(manager: RolloutManager, workers: Workers) -> Any:
         await workers.fleet.ready()
-        await manager._workers.pause(None)
+        await workers.fleet.pause(None)
         workers.started[0].kill()
         generating = asyncio.create_task(manager.generate(0))
-        while len(workers.started) < 2:
-            await asyncio.sleep(0.01)
-        client = workers.started[1].worker._client
-        while not client.engines():
-            await asyncio.sleep(0.01)
-        held = not client._pool.is_open
-        manager._workers.resume()
+        while len(workers.started) < 2 or not workers.started[1].worker._client.engines():
+            await asyncio.sleep(0.001)
+        would_send = [one.worker.would_send for one in workers.started]
+        workers.fleet.resume()
         batch, _ = await generating
-        return held, len(batch.samples)
+        return would_send, len(batch.samples)
 
-    assert asyncio.run(with_workers(args, FakeEngine(), 1, work)) == (True, 8)
+    assert asyncio.run(with_workers(args, FakeEngine(), 1, work, Noting)) == ([True, False], 8)
 
 
-def test_the_group_that_ends_its_process_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("death", "tries"), [(ActorDied, SUSPECT), (WorkerStalled, SUSPECT // STALL_COUNTS)])
+def test_the_group_that_ends_its_process_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: type[ActorDied], tries: int
+) -> None:
     """Law: a group that ends whoever works on it has failed; those that were beside it each time have not."""
+    monkeypatch.setattr("tests.support.episode_workers.ActorDied", death)
     args = rollout_args(tmp_path, *GRADED)
     engine = FakeEngine(tick_s=0.001)
 
@@ -239,10 +261,11 @@ def test_the_group_that_ends_its_process_is_found(tmp_path: Path) -> None:
         killing = asyncio.create_task(killer())
         batch, metrics = await manager.generate(0)
         killing.cancel()
-        return sorted({s.group_index for s in batch.samples}), metrics, manager._source.ledger()
+        told = sum(any(group.group_index == 1 for group in one.groups) for one in workers.started)
+        return sorted({s.group_index for s in batch.samples}), metrics, manager._source.ledger(), told
 
-    indices, metrics, ledger = asyncio.run(with_workers(args, engine, 2, work))
-    assert indices == [0, 2, 3, 4]
+    indices, metrics, ledger, told = asyncio.run(with_workers(args, engine, 2, work))
+    assert indices == [0, 2, 3, 4] and told == tries + MAX_TRIES, "each try after those is alone"
     assert metrics["rollout/num_failed_groups"] == 1 and ledger.failed == {"failed_its_worker_died_alone": 1}
 
 
@@ -271,6 +294,30 @@ def test_threads_of_users_hold_no_result_up(tmp_path: Path) -> None:
             module["OVER"].set()
 
     assert asyncio.run(with_workers(args, FakeEngine(), 1, work)) == [1, 2, 3, 4]
+
+
+def test_workers_follow_the_engines_that_come_and_go(tmp_path: Path) -> None:
+    """Law: what the rollout side hears of an engine each worker hears, and which half of a request it does."""
+    pairs = ("--rollout-num-gpus", "2", "--prefill-num-servers", "1")
+    args = rollout_args(tmp_path, *GRADED, *pairs)
+    urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        await workers.fleet.ready()
+        for url, worker in zip(urls, PAIRED, strict=True):
+            manager.admit(DEFAULT_NAME, [url], worker)
+        clients = [manager._client, *(one.worker._client for one in workers.started)]
+        while not all(len(client.engines()) == 3 for client in clients):
+            await asyncio.sleep(0)
+        readers = [[one.url for one in client._pool._readers.upstreams] for client in clients]
+        manager.dismiss(DEFAULT_NAME, [urls[0]])
+        while any(urls[0] in client.engines() for client in clients):
+            await asyncio.sleep(0)
+        return readers, [client.engines() for client in clients]
+
+    engine = FakeEngine()
+    readers, left = asyncio.run(with_workers(args, engine, 2, work))
+    assert readers == [[urls[0]]] * 3 and left == [[engine.url, urls[1]]] * 3
 
 
 def test_a_pause_reaches_requests_of_the_conductor(tmp_path: Path) -> None:

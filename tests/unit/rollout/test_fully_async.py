@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 
-from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, HookError
-from slime.core.sample import Group
+from slime.buffer.data_buffer import DataBuffer
+from slime.core.errors import ConfigError, DeadlineExceeded, EngineError, HookError, LedgerError
+from slime.core.sample import NOT_SAMPLED, Group, Sample
 from slime.rollout.group_loop import GroupLoop, Policy
 from slime.rollout.hooks import RolloutHooks
 from slime.rollout.manager import RolloutManager
+from slime.rollout.schedules.fully_async import BoundedPolicy
+from slime.rollout.staleness import staleness
 from tests.support.async_laws import Schedule
 from tests.support.fake_clock import InProcessEngine, run_on_fake_clock
 from tests.support.fake_engine import FakeEngine
@@ -198,6 +201,29 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         rollout_args(tmp_path, *flags, synchronous=synchronous)
+
+
+def test_an_interruption_is_meant_twice_in_a_step(settings: Any) -> None:
+    """Law: the third one of a group counts as a failure; the next step counts anew."""
+    context: Any = SimpleNamespace(args=settings)
+    policy = BoundedPolicy(context, DataBuffer(None))
+    groups = [Group(index, (Sample(group_index=index),)) for index in (0, 0, 1, 0, 1)]
+    loop: Any = None
+    assert [policy.was_meant(loop, group) for group in groups] == [True, True, True, False, True]
+    policy.interrupted.clear()
+    assert policy.was_meant(loop, groups[0])
+
+
+def test_a_batch_is_as_old_as_its_oldest_token_and_beyond_the_bound_it_is_refused() -> None:
+    """Law: whichever token of whichever sample that is; what no engine sampled has no age."""
+    columns = [[4, 4], [4, 2], [NOT_SAMPLED, 3], [NOT_SAMPLED]]
+    batch = [[Sample(token_versions=list(v), response_length=len(v), started_version=1 + len(v))] for v in columns]
+    found = staleness(batch, now=5, limit=3)
+    start = found.pop("rollout/staleness/since_start/max")
+    assert found == {"rollout/staleness/mean": 1.6, "rollout/staleness/max": 3.0} and start == 3.0
+    for order in (batch, batch[::-1]):
+        with pytest.raises(LedgerError, match="a token 3 versions older"):
+            staleness(order, now=5, limit=2)
 
 
 class Rests(Policy):

@@ -35,15 +35,19 @@ class Called:
 CALLS = ["later", "now", "wrong", "later"]
 
 
+@pytest.mark.parametrize("turns", [0, 1], ids=["in one turn", "in turns of their own"])
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(len(CALLS)))))
-def test_calls_begin_in_the_order_of_their_numbers(arrival: tuple[int, ...]) -> None:
+def test_calls_begin_in_the_order_of_their_numbers(arrival: tuple[int, ...], turns: int) -> None:
+    """Also those that come in the same turn of the event loop: `resume` right behind `pause` would pause for ever."""
+
     async def main() -> None:
         called = Called()
         order = InOrder(called)
         tasks = {}
         for number in arrival:
             tasks[number] = asyncio.create_task(order.call(number, CALLS[number], str(number)))
-            await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
         answers = await asyncio.gather(*(tasks[number] for number in range(len(CALLS))), return_exceptions=True)
         assert called.begun == ["0", "1", "2", "3"]
         assert answers[:2] == ["0", "1"] and isinstance(answers[2], ValueError) and answers[3] == "3"

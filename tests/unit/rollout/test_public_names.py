@@ -9,11 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError, HookError
+from slime.core.ports import TOKEN_VERSIONS_KEY
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.rollout.manager import RolloutManager
 from tests.support import public_plugin
@@ -91,19 +93,44 @@ def plugin_args(tmp_path: Path, *flags: str) -> Any:
     return rollout_args(tmp_path, "--rm-type", "random", *own, *flags)
 
 
-def test_a_plugin_that_posts_is_trained_on_what_was_sampled(tmp_path: Path) -> None:
-    engine = FakeEngine(weight_version="7")
-    batch, _ = a_step(plugin_args(tmp_path), engine)
+class RenewedEngine(FakeEngine):
+    """Gets new weights before a second turn and, where requests live through that, behind the fifth token of each."""
+
+    in_place = False
+
+    def versions(self, body: dict[str, Any]) -> list[int]:
+        """Of the tokens that it samples; only a second turn has so long a prompt."""
+        first = 4 if len(body["input_ids"]) > 10 else 3
+        return [first] * 5 + [first + self.in_place] * 3
+
+    def _event(
+        self, body: dict[str, Any], new: list[int], sent: int, told: int, whole: dict[str, Any] | None, *, last: bool
+    ) -> dict[str, Any]:
+        event = super()._event(body, new, sent, told, whole, last=last)
+        labels = self.versions(body)[sent : sent + len(new)]
+        event["meta_info"] |= {TOKEN_VERSIONS_KEY: labels, "weight_version": str(max(labels))}
+        return event
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+@pytest.mark.parametrize(("function", "turns"), [("generate", 2), ("generate_appending", 1)])
+def test_tokens_of_a_plugin_have_the_versions_that_sampled_them(
+    tmp_path: Path, function: str, turns: int, mode: str
+) -> None:
+    """Law: each token that it posted for has its own, log-prob and mask as well, and what it put between has none."""
+    flags = ("--fully-async", "--pause-generation-mode", "in_place") if mode == "in_place" else ()
+    hook = ("--custom-generate-function-path", f"{PLUGIN}.{function}")
+    engine = RenewedEngine()
+    engine.in_place = mode == "in_place"
+    batch, _ = a_step(rollout_args(tmp_path, *hook, *flags, synchronous=not flags), engine)
+    asked = engine.versions({"input_ids": [0] * 5}), [NOT_SAMPLED] * 3, engine.versions({"input_ids": [0] * 16})
+    versions = [version for part in asked[: 2 * turns - 1] for version in part]
+    log_probs = np.asarray([-0.5 - i / 1000 for i in range(8)], np.float32)
     for sample in batch.samples:
-        turns = "".join("s" if v == 7 else "." for v in sample.token_versions)
-        assert re.fullmatch(r"s{8}\.+s{8}", turns), "two turns of eight tokens, and the hint between them"
-        assert [bool(m) for m in sample.loss_mask] == [v == 7 for v in sample.token_versions]
-        assert sample.rollout_log_probs is not None and (sample.rollout_log_probs[sample.loss_mask > 0] < 0).all()
-
-
-def test_a_plugin_that_appends_has_versions_and_a_status(tmp_path: Path) -> None:
-    batch, _ = a_step(rollout_args(tmp_path, "--custom-generate-function-path", f"{PLUGIN}.generate_appending"))
-    assert all((s.token_versions == 1).all() and s.truncated for s in batch.samples)
+        assert sample.token_versions.tolist() == versions and sample.truncated
+        assert [bool(m) for m in sample.loss_mask] == [version != NOT_SAMPLED for version in versions]
+        assert sample.rollout_log_probs is not None
+        assert np.array_equal(sample.rollout_log_probs[sample.loss_mask > 0], np.tile(log_probs, turns))
 
 
 def test_reward_filter_and_conversion_of_a_plugin(tmp_path: Path) -> None:
@@ -275,7 +302,8 @@ def test_posts_to_others_are_tried_again_and_a_mistake_is_not(monkeypatch: pytes
         seen.append(request.path)
         if request.path == "/wrong":
             return web.Response(status=400)
-        return web.json_response({"got": await request.json()}, status=503 if len(seen) < 3 else 200)
+        is_down = len(seen) < 3 or request.path == "/down"
+        return web.json_response({"got": await request.json()}, status=503 if is_down else 200)
 
     async def main() -> Any:
         app = web.Application()
@@ -284,9 +312,11 @@ def test_posts_to_others_are_tried_again_and_a_mistake_is_not(monkeypatch: pytes
             found = await post(f"{url}/search", {"q": "x"})
             with pytest.raises(Exception, match="400"):
                 await post(f"{url}/wrong", {})
+            with pytest.raises(Exception, match="503"):
+                await post(f"{url}/down", {}, 2)
         return found
 
-    assert asyncio.run(main()) == {"got": {"q": "x"}} and seen == ["/search"] * 3 + ["/wrong"]
+    assert asyncio.run(main()) == {"got": {"q": "x"}} and seen == ["/search"] * 3 + ["/wrong"] + ["/down"] * 2
 
 
 # --- small things ---------------------------------------------------------------------------------------------------

@@ -169,6 +169,31 @@ def test_failures_are_retried_and_never_scored_zero(tmp_path: Path) -> None:
     assert [s.reward for s in batches[0].samples] == [0.0, 1.0] * 4
 
 
+@pytest.mark.parametrize(
+    ("error", "steps", "kind"), [("RuntimeError", 1, "failed"), ("DeadlineExceeded", 3, "quarant")]
+)
+def test_a_group_that_only_fails_is_tried_three_times(tmp_path: Path, error: str, steps: int, kind: str) -> None:
+    """Law: each execution of it, in one step, or once in each of three where it stood still; then it is given up."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from slime.core.errors import DeadlineExceeded\n"
+        "from slime.rollout.generate import generate as default\n"
+        "TRIES = []\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if sample.group_index == 1:\n"
+        "        TRIES.append(sample.index)\n"
+        f"        raise {error}('as told')\n"
+        "    return await default(args, sample, sampling_params)\n"
+    )
+    hook = ("--custom-generate-function-path", f"{own}:generate")
+    batches, metrics, ledger, _ = run(tmp_path, *REWARD, *hook, steps=steps)
+    tries: Any = load(f"{own}:generate", "generate")
+    assert sorted(tries.__globals__["TRIES"]) == [2, 2, 2, 3, 3, 3]
+    returned = sum(num for name, num in ledger.items() if name.startswith(f"data/returned/{kind}"))
+    assert ledger["data/failed"] == metrics["rollout/num_failed_groups"] == 1 and returned == 2
+    assert 1 not in {s.group_index for batch in batches for s in batch.samples}
+
+
 def test_a_step_that_only_fails_ends_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="the sandbox is down"):
         run(tmp_path, "--custom-generate-function-path", f"{HOOKS}:broken")
@@ -181,7 +206,7 @@ def test_while_no_engine_can_be_reached_a_step_waits_and_no_try_is_spent(
     monkeypatch.setattr("slime.rollout.engines.FIRST_COOLDOWN_S", 0.01)
     monkeypatch.setattr("slime.rollout.engines.LONGEST_COOLDOWN_S", 0.02)
     engine = FakeEngine()
-    engine.faults.extend([fault] * 100)
+    engine.faults.extend([fault] * 30)
     batches, metrics, ledger, _ = run(tmp_path, *REWARD, engine=engine)
     assert len(batches[0].samples) == 8 and not engine.faults
     assert metrics["rollout/num_retried_groups"] == metrics["rollout/num_quarantined_groups"] == 0
@@ -215,7 +240,7 @@ def test_the_filter_drops_and_is_bounded(tmp_path: Path) -> None:
     batches, metrics, ledger, _ = run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:drop_odd")
     assert [s.group_index for s in batches[0].samples[::2]] == [0, 2, 4, 6]
     assert metrics["rollout/dynamic_filter/drop_filter"] == ledger["data/filtered"] >= 3
-    with pytest.raises(DataError, match="dropped by the dynamic filter"):
+    with pytest.raises(DataError, match="got 128 groups dropped by the dynamic filter"):
         run(tmp_path, *REWARD, "--dynamic-sampling-filter-path", f"{HOOKS}:drop_all")
 
 

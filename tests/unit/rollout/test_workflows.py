@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.core.errors import ConfigError, EngineError
+from slime.core.errors import ConfigError, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.rollout.debug_data import head_and_tail, load_rollout
 from slime.rollout.manager import RolloutManager
-from slime.rollout.teacher import parse_log_probs
+from slime.rollout.teacher import TeacherClient, parse_log_probs
 from slime.rollout.workflows.rejection import has_right, keep_best, keep_right
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
@@ -33,21 +33,22 @@ class FakeTeacher(FakeEngine):
         return {"meta_info": {"input_token_logprobs": pairs, "weight_version": "default"}}
 
 
-def distil(tmp_path: Path, teacher: FakeTeacher, *flags: str) -> Any:
+def distil(tmp_path: Path, teacher: FakeTeacher, *flags: str, engine: FakeEngine | None = None) -> Any:
     async def work(manager: RolloutManager) -> Any:
         return await manager.generate(0)
 
     async def main() -> Any:
         async with serve(teacher):
             args = rollout_args(tmp_path, *OPD, "--opd-teacher-url", teacher.url, "--rm-type", "none", *flags)
-            return await with_manager(args, FakeEngine(), work)
+            return await with_manager(args, engine or FakeEngine(), work, "of the run")
 
     return asyncio.run(main())
 
 
 def test_the_teacher_judges_the_sampled_tokens(tmp_path: Path) -> None:
-    teacher = FakeTeacher(faults=deque([503, "drop"]))
-    batch, _ = distil(tmp_path, teacher)
+    teacher, engine = FakeTeacher(faults=deque([503, "drop"])), FakeEngine(faults=deque(["drop"]))
+    batch, _ = distil(tmp_path, teacher, "--opd-teacher-api-key", "of the teacher", engine=engine)
+    assert teacher.keys == {"Bearer of the teacher"} and engine.keys == {"Bearer of the run"}
     assert len(batch.samples) == 8 and len(teacher.requests) == 10, "503 and a lost connection are asked again"
     for sample in batch.samples:
         first = sample.num_tokens - sample.response_length
@@ -62,6 +63,22 @@ def test_what_a_teacher_refuses_is_given_up_and_not_asked_again(tmp_path: Path) 
     with pytest.raises(EngineError, match="failed groups"):
         distil(tmp_path, teacher)
     assert len(teacher.requests) == len({tuple(r["input_ids"][:8]) for r in teacher.requests}) * 2
+
+
+@pytest.mark.parametrize(("fault", "tries"), [(429, 5), (500, 2), (400, 1)])
+def test_a_teacher_is_asked_as_often_as_an_engine(fault: int, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: five tries, of an internal error two, of a refusal one."""
+    monkeypatch.setattr("slime.rollout.teacher.FIRST_RETRY_S", 0.001)
+
+    async def main() -> None:
+        async with serve(FakeTeacher(faults=deque([fault] * 99))) as teacher:
+            client = TeacherClient(teacher.url, request_timeout_s=60.0)
+            with pytest.raises((EngineError, RequestRejected), match=f"HTTP {fault}"):
+                await client.log_probs([5, 6, 7], 2)
+            await client.close()
+            assert len(teacher.requests) == tries
+
+    asyncio.run(main())
 
 
 def test_a_teacher_that_never_answers_costs_its_group_alone(tmp_path: Path) -> None:
