@@ -159,6 +159,10 @@ CASES: dict[str, dict[str, Any]] = {
         **{"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.4},
         **{"kl_coef": 0.5, "kl_loss_type": "k2", "ref_update_interval": 1},
     },
+    "a top-p set": {
+        **{"rollout_top_p": 0.9, "use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.2, "entropy_coef": 0.1},
+        **{"kl_coef": 0.2, "kl_loss_type": "k1", "use_tis": True, "tis_clip": 1.2},
+    },
     "whitened returns": {
         **{"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.2, "kl_loss_type": "k1"},
         **{"loss_aggregation": "token_mean", "policy_loss": "gspo", "eps_clip": 0.01, "eps_clip_high": 0.02},
@@ -173,7 +177,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Settings by their public names; `unsampled`: some trained tokens have no version."""
 FOLDERS = {"kl_coef": "ref_load", "use_kl_loss": "ref_load", "use_opd": "opd_teacher_load"}
-UNTOLD = ("lr-pg_0", "_clamped", "abs_diff_", "stale_tokens", "skipped_updates")
+UNTOLD = ("lr-pg_0", "top_p_outside", "_clamped", "abs_diff_", "stale_tokens", "skipped_updates")
 """Metrics that other tests look at, by the end or a part of their name."""
 
 
@@ -219,12 +223,18 @@ class PlainTrainer:
                 torch.as_tensor(value).detach().double()
             )
 
-    @staticmethod
-    def read(model: Any, sample: TrainSample) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [R] at the temperature that was sampled with."""
+    def read(self, model: Any, sample: TrainSample) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probs of the top-p set, entropies, log-probs of the whole distribution) [R], at the temperature that was
+        sampled with."""
         tokens, first = torch.from_numpy(sample.tokens).long(), sample.num_tokens - sample.response_length
         every = (model(tokens[None]).logits[0, first - 1 : -1] / TEMPERATURE).log_softmax(-1).double()
-        return every.gather(1, tokens[first:, None])[:, 0], -(every.exp() * every).sum(-1)
+        whole = every.gather(1, tokens[first:, None])[:, 0]
+        mass, order = every.detach().exp().sort(descending=True)
+        kept = torch.zeros_like(mass).scatter(
+            1, order, (mass.cumsum(-1) - mass <= (self.s["rollout_top_p"] or 1)).double()
+        )
+        kept.scatter_(1, tokens[first:, None], 1.0)  # what was sampled belongs to it
+        return whole - (every.exp() * kept).sum(-1).log(), -(every.exp() * every).sum(-1), whole
 
     def value(self, sample: TrainSample) -> Tensor:
         """The value before each response token [R]."""
@@ -238,18 +248,17 @@ class PlainTrainer:
         """Log-probs, values, advantages and returns of every sample."""
         every, s = batch.samples, self.s
         self.masks = [torch.from_numpy(x.loss_mask).double() for x in every]
-        self.now = [self.read(self.policy, x)[0] for x in every]
-        self.old = self.now
-        if s["keep_old_actor"]:
-            self.old = [self.read(self.versions[int(x.token_versions.max())], x)[0] for x in every]
+        lags = s["keep_old_actor"]
+        models = [self.versions[int(x.token_versions.max())] if lags else self.policy for x in every]
+        self.old, _, self.whole = map(list, zip(*map(self.read, models, every), strict=True))
         self.rollout = [torch.from_numpy(np.asarray(x.rollout_log_probs)).double() for x in every]
         self.sampled = [torch.from_numpy((x.token_versions >= 0) & (x.loss_mask > 0)) for x in every]
-        self.ref = [self.read(self.others["ref_load"], x)[0] for x in every] if "ref_load" in self.others else None
+        self.ref = [self.read(self.others["ref_load"], x)[-1] for x in every] if "ref_load" in self.others else None
         self.values = [self.value(x) for x in every] if s["advantage_estimator"] == "ppo" else None
         self.advantages, self.returns = map(list, zip(*(self.aims(batch, i) for i in range(len(every))), strict=True))
         if s["use_opd"]:
-            teacher = [self.read(self.others["opd_teacher_load"], x)[0] for x in every]
-            gains = [s["opd_kl_coef"] * (t - o) for t, o in zip(teacher, self.old, strict=True)]
+            teacher = [self.read(self.others["opd_teacher_load"], x)[-1] for x in every]
+            gains = [s["opd_kl_coef"] * (t - o) for t, o in zip(teacher, self.whole, strict=True)]
             self.advantages = [(a + g) * m for a, g, m in zip(self.advantages, gains, self.masks, strict=True)]
         trained = torch.cat(self.masks) > 0
         if s["advantage_estimator"] == "reinforce_plus_plus":
@@ -262,12 +271,12 @@ class PlainTrainer:
         if self.values:
             self.tell(returns=torch.cat(self.returns)[trained].mean())
         if self.trains(batch):
-            gap = (torch.cat(self.old) - torch.cat(self.rollout)).abs()[torch.cat(self.sampled)]
+            gap = (torch.cat(self.whole) - torch.cat(self.rollout)).abs()[torch.cat(self.sampled)]
             self.tell(train_rollout_logprob_abs_diff=gap.mean())
 
     def kl_before(self, i: int) -> Tensor:
         """To the reference, of the old policy; zero without one."""
-        return kl_of(self.s["kl_loss_type"], self.old[i] - self.ref[i]) if self.ref else torch.zeros_like(self.old[i])
+        return kl_of(self.s["kl_loss_type"], self.whole[i] - self.ref[i]) if self.ref else torch.zeros_like(self.old[i])
 
     def aims(self, batch: TrainBatch, i: int) -> tuple[Tensor, Tensor]:
         """(advantages, returns) [R] of sample i by its estimator, zero where masked."""
@@ -338,7 +347,7 @@ class PlainTrainer:
         weights = self.weights(batch, scored)
         num = len({(batch.samples[i].group_index, batch.samples[i].index) for i in scored})
         for i, weight in zip(scored, weights, strict=True):
-            log_probs, entropy = self.read(self.policy, batch.samples[i])
+            log_probs, entropy, _ = self.read(self.policy, batch.samples[i])
             old = self.rollout[i] if s["use_rollout_logprobs"] else self.old[i]
             policy_loss = self.clipped(i, log_probs, old, parts) * self.corrections(i, log_probs.detach(), old, parts)
             extra, kl = -(s["entropy_coef"] or 0.0) * entropy, torch.zeros_like(log_probs)
@@ -385,7 +394,7 @@ class PlainTrainer:
     def corrections(self, i: int, log_probs: Tensor, old: Tensor, parts: dict[str, list[Tensor]]) -> Tensor:
         """What multiplies the policy loss of each token [R]; 1 where no engine sampled."""
         s, sampled, out = self.s, self.sampled[i], torch.ones_like(log_probs)
-        ratio = self.old[i] - self.rollout[i]  # of the trainer before the update to the engine
+        ratio = self.whole[i] - self.rollout[i]  # of the trainer before the update to the engine
         if s["use_tis"]:
             raw = of_level(s["tis_level"] or "token", ratio, sampled).exp()
             low = s["tis_clip_low"] or 0.0
@@ -425,7 +434,7 @@ class PlainTrainer:
         return total
 
 
-def two_batches(model: Any, settings: dict[str, Any]) -> list[TrainBatch]:
+def two_batches(plain: PlainTrainer, settings: dict[str, Any]) -> list[TrainBatch]:
     """Eight executions, one of them with two samples and one without a reward, or seven for steps of unequal size. What
     the engine says is near the first policy. Tokens are masked inside, and some of the trained ones were not sampled.
     """
@@ -440,7 +449,7 @@ def two_batches(model: Any, settings: dict[str, Any]) -> list[TrainBatch]:
             del samples[7]
         for i, sample in enumerate(samples):
             with torch.no_grad():
-                own = PlainTrainer.read(model, sample)[0].float().numpy()
+                own = plain.read(plain.policy, sample)[-1].float().numpy()
             versions = sample.token_versions.copy()
             if settings.get("unsampled"):
                 versions[[0, -1]] = -1
@@ -466,7 +475,7 @@ def test_losses_come_from_the_right_weights_tokens_and_steps(
         policy, {flag: load(folder, dtype=torch.float32) for flag, folder in folders.items()}, settings
     )
     start = {n: p.detach().clone() for n, p in policy.named_parameters()}
-    batches = two_batches(policy, settings)
+    batches = two_batches(plain, settings)
     settings.pop("unsampled", None)
     backend = make_backend(tiny_qwen3, load=str(tiny_qwen3), **{f: str(x) for f, x in folders.items()}, **settings)
     acted = set[str]()
