@@ -146,7 +146,10 @@ CASES: dict[str, dict[str, Any]] = {
         **{"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 0.01},
         **{**KL_LOSS, "use_unbiased_kl": True},
     },
-    "token weights": {**KL_LOSS, "use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0.7, "unsampled": True},
+    "token weights": {
+        **{"use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0.7, "unsampled": True},
+        **{**KL_LOSS, "entropy_coef": 0.1},
+    },
     "weights of sequences, unbiased KL": {
         **{"use_tis": True, "tis_level": "geometric", "tis_mode": "mask", "tis_clip": 1.1, "tis_clip_low": 0.9},
         **{**KL_LOSS, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True, "unsampled": True},
@@ -333,7 +336,7 @@ class PlainTrainer:
             return [self.masks[i] / sum(float(self.masks[j].sum()) for j in scored) for i in scored]
         key = {i: (batch.samples[i].group_index, batch.samples[i].index) for i in scored}
         own = {k: sum(float(self.masks[j].sum()) for j in scored if key[j] == k) for k in key.values()}
-        return [self.masks[i] / (own[key[i]] * len(own)) for i in scored]
+        return [self.masks[i] / (max(1.0, own[key[i]]) * len(own)) for i in scored]
 
     def means(self, scored: Sequence[int], parts: dict[str, list[Tensor]]) -> None:
         """Tells the mean of each over the trained tokens of the step."""
@@ -412,7 +415,7 @@ class PlainTrainer:
             parts["rejected"].append(1.0 - kept)
         if s["use_opsm"]:
             mask = self.masks[i]
-            far = ((old - log_probs) * mask).sum() / mask.sum() > s["opsm_delta"]
+            far = ((old - log_probs) * mask).sum() > s["opsm_delta"] * mask.sum()
             dropped = (far & (self.advantages[i] < 0)).double()
             out = out * (1.0 - dropped)
             parts["opsm_clipfrac"].append(dropped)
@@ -435,8 +438,8 @@ class PlainTrainer:
 
 
 def two_batches(plain: PlainTrainer, settings: dict[str, Any]) -> list[TrainBatch]:
-    """Eight executions, one of them with two samples and one without a reward, or seven for steps of unequal size. What
-    the engine says is near the first policy. Tokens are masked inside, and some of the trained ones were not sampled.
+    """Eight executions, or seven for steps of unequal size: one has two samples, one no reward, one no trained token.
+    What the engine says is near the first policy. Tokens are masked inside, and some of the trained ones not sampled.
     """
     batches = []
     for rollout_id in range(2):
@@ -445,6 +448,7 @@ def two_batches(plain: PlainTrainer, settings: dict[str, Any]) -> list[TrainBatc
         samples = [*made.samples, dataclasses.replace(random_batch(seed=50 + rollout_id).samples[0], index=2)]
         samples[2] = dataclasses.replace(samples[2], reward=samples[-1].reward)
         samples[1] = dataclasses.replace(samples[1], reward=float("nan"))
+        samples[6] = dataclasses.replace(samples[6], loss_mask=np.zeros_like(samples[6].loss_mask))
         if settings.get("use_dynamic_global_batch_size"):
             del samples[7]
         for i, sample in enumerate(samples):
