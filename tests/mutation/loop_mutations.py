@@ -1,4 +1,4 @@
-"""Mutations of the loop: optimizer steps, the critic, the order of prompts, evaluation."""
+"""Mutations of the loop: optimizer steps, what is wired to them, the critic, the order of prompts, evaluation."""
 
 from __future__ import annotations
 
@@ -27,6 +27,90 @@ STEPS: dict[str, Mutation] = {
         "_Share.apply(hidden, 1)",
     ),
 }
+
+_LOSS, _MICRO_BATCH = "training/step/loss.py", "training/step/micro_batch.py"
+WIRING: dict[str, Mutation] = {
+    "entropy without a gradient": Mutation(
+        "steps", _LOSS, "entropy_grad=with_entropy and bool(args.entropy_coef)", "entropy_grad=False"
+    ),
+    "reference and teacher at temperature 1": Mutation(
+        "steps",
+        _LOSS,
+        "temperature=float(args.rollout_temperature) if samples else 1.0",
+        "temperature=float(args.rollout_temperature) if samples and not self.whole else 1.0",
+    ),
+    "the unbiased KL's ratio is the trainer's": Mutation(
+        "steps", _LOSS, "old_log_probs=old if args.use", "old_log_probs=recomputed if args.use"
+    ),
+    "the unbiased KL's ratio is the engine's": Mutation(
+        "steps", _LOSS, "old_log_probs=old if args.use", "old_log_probs=batch.rollout_log_probs if args.use"
+    ),
+    "weights of tokens that no engine sampled": Mutation(
+        "steps", "algorithms/off_policy/tis.py", "            tokens.sampled,\n", "            tokens.mask,\n"
+    ),
+    "rejection of tokens that no engine sampled": Mutation(
+        "steps", "algorithms/off_policy/rejection.py", "            tokens.sampled,\n", "            tokens.mask,\n"
+    ),
+    "every trained token was sampled": Mutation("steps", _MICRO_BATCH, "(versions != NOT_SAMPLED) & ", ""),
+    "a dynamic global batch is one step": Mutation(
+        "steps", _MICRO_BATCH, "1 if one_step else", "1 if one_step or args.use_dynamic_global_batch_size else"
+    ),
+    "a veto by the ratio of the level": Mutation(
+        "steps", "algorithms/off_policy/rejection.py", 'sequences, "token", log', "sequences, level, log"
+    ),
+    "a reducer over the executions of another step": Mutation(
+        "steps",
+        _MICRO_BATCH,
+        "unit=max((prepared.units[p] for p in positions), default=0.0)",
+        "unit=max(prepared.units)",
+    ),
+    "a reducer divides KL and entropy, too": Mutation(
+        "steps",
+        _LOSS,
+        "loss = reduced + weighted(extra, batch)",
+        "loss = reduced + weighted(extra, batch) * batch.unit",
+    ),
+    "means over the tokens of another step": Mutation(
+        "steps",
+        _MICRO_BATCH,
+        "token_share=max((prepared.token_shares[p] for p in positions), default=0.0)",
+        "token_share=max(prepared.token_shares)",
+    ),
+    "a critic alone for a step less": Mutation(
+        "steps", "training/backend.py", "or batch.rollout_id >= self", "or batch.rollout_id + 1 >= self"
+    ),
+    "values are held near their returns": Mutation(
+        "steps",
+        _MICRO_BATCH,
+        '"old_values": prepared.values',
+        '"old_values": aims.returns if aims is not None else None',
+    ),
+    "every step is its own old policy": Mutation(
+        "steps", "training/step/policies.py", "return several or bool(read)", "return bool(read)"
+    ),
+    "the old policy is the newest": Mutation(
+        "steps", "training/step/policies.py", "newer = [v >= self._synced_version", "newer = [v >= NOT_SAMPLED"
+    ),
+    "the reference stays": Mutation(
+        "steps",
+        "training/step/policies.py",
+        "if interval and (rollout_id + 1)",
+        "if interval and rollout_id and (rollout_id + 1)",
+    ),
+    "sequences drift from the trainer": Mutation(
+        "steps",
+        "algorithms/off_policy/opsm.py",
+        "            tokens.old_log_probs,",
+        "            tokens.trainer_log_probs,",
+    ),
+    "no clip-higher": Mutation(
+        "steps", "algorithms/policy/ppo_clip.py", "eps_clip_high=self.eps_clip_high", "eps_clip_high=self.eps_clip"
+    ),
+    "adapters of a shape start alike": Mutation(
+        "adapters", "training/model/lora.py", 'f"{seed} {own}"', 'f"{seed} {shape}"'
+    ),
+}
+"""Formulas are right, and get their inputs from the wrong weights, tokens or step."""
 
 ROLLOUT: dict[str, Mutation] = {
     "every epoch in the same order": Mutation(

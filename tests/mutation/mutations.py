@@ -6,7 +6,7 @@ tests that have to notice it (`SUITES`).
 
 from __future__ import annotations
 
-from tests.mutation.loop_mutations import ROLLOUT, STEPS
+from tests.mutation.loop_mutations import ROLLOUT, STEPS, WIRING
 from tests.mutation.record import Mutation
 
 ALGORITHMS: dict[str, Mutation] = {
@@ -368,7 +368,7 @@ LOG_PROBS: dict[str, Mutation] = {
     ),
 }
 
-MUTATIONS: dict[str, Mutation] = {**ALGORITHMS, **DATA, **TRAINING, **LOG_PROBS, **STEPS, **ROLLOUT}
+MUTATIONS: dict[str, Mutation] = {**ALGORITHMS, **DATA, **TRAINING, **LOG_PROBS, **STEPS, **WIRING, **ROLLOUT}
 QUICK = frozenset(
     {
         "mean of means over micro-batches",

@@ -11,6 +11,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "training": ("tests/unit/training/test_step_reference.py",),
     "log_probs": ("tests/unit/training/test_log_probs*.py",),
     "steps": ("tests/contract/training/test_steps_against_torch.py",),
+    "adapters": ("tests/contract/training/test_lora.py",),
     "critic": ("tests/contract/training/test_critic_steps.py",),
     "buffer": ("tests/unit/buffer/test_data_buffer.py",),
     "evaluation": ("tests/unit/rollout/test_evaluation_apart.py",),

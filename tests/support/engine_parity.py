@@ -31,6 +31,7 @@ def one_rank(checkpoint: Path, **settings: Any) -> Iterator[Any]:
             master_port=free_port(),
         )
 
+    gc.freeze()  # what is there already is not looked through again at the end: the packages alone take half a second
     try:
         with contextlib.closing(made()) as backend:
             backend.weight_version = 1
@@ -39,6 +40,7 @@ def one_rank(checkpoint: Path, **settings: Any) -> Iterator[Any]:
     finally:
         destroy_process_groups()  # also of one that was refused half built
         gc.collect()  # threads of its groups end with it
+        gc.unfreeze()
 
 
 def sampled(url: str, *, temperature: float = 1.0, num: int = 24, length: int = 48) -> TrainBatch:

@@ -4,6 +4,7 @@ model that was trained.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def test_gradients_are_those_of_the_merged_weight(
     table = backend.model.table
     log_probs, gradients, own = backend.log_probs(batch), backend.gradients(batch), _local(backend)
     assert gradients.keys() == {n for n in own if "lora_" in n}
+    starts = [tensor for n, tensor in own.items() if n.endswith("lora_a")]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(starts, 2)), "two adapters start alike"
     backend.save_hf(tmp_path / "merged")
     whole = make_backend(tmp_path / "merged")
     for got, want in zip(whole.log_probs(batch), log_probs, strict=True):

@@ -113,6 +113,7 @@ class Runs:
         checkpoint = write(root / "model", family, **sizes, **model)
         reference = write(root / "reference", family, seed=1, **sizes, **model)
         kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "ref_load": str(reference)}
+        kl["load"] = str(checkpoint)  # else training begins with the reference
         two_steps = {"global_batch_size": 4}
         same = {"checkpoint": str(checkpoint), "scenarios": CUTS, "rounds": 1, "args": kl, "round_args": two_steps}
         self._ranks, self._folder, self._defaults, self._layouts = ranks, root / "out", same, layouts
@@ -142,6 +143,7 @@ def _check_training(one: Outcome, other: Outcome, layout: str) -> None:
     for want, got in zip(one.result["metrics"], other.result["metrics"], strict=True):
         assert got.keys() == want.keys(), layout
         assert want["train/num_updates"] == 2.0 and abs(want["train/ppo_kl"]) > 1e-4, "the second step has other ratios"
+        assert want.get("train/kl_loss", 1.0) > 0.01, "the reference is the policy: its KL is not tested"
         for name in (f"train/{n}" for n in (*COMPARED, *COMPARED_KL) if n in COMPARED or f"train/{n}" in want):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), f"{layout}: {name}"
     for name, want in one.weights.items():

@@ -276,7 +276,8 @@ def test_rejection_and_veto() -> None:
     assert rejection_mask(*args, high=2.0).tolist() == [1.0, 1.0, 0.0, 1.0, 1.0]
     assert rejection_mask(*args, level="sequence", low=0.5, high=2.0).tolist() == [0.0, 0.0, 0.0, 1.0, 0.0]
     assert rejection_mask(*args, level="geometric", low=0.5, high=2.0).tolist() == [1.0] * 5
-    assert rejection_mask(*args, veto=0.5).tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    for level in ("token", "sequence", "geometric"):  # a token's own ratio, whatever is compared with the band
+        assert rejection_mask(*args, level=level, veto=0.5).tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_sequences_that_the_policy_left_are_masked_only_when_bad() -> None:
