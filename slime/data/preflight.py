@@ -25,8 +25,8 @@ from slime.core.prompt import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
 from slime.data.dataset import read_row
 from slime.data.files import RawRow, read_rows
-from slime.data.said import with_decoded_arguments, with_encoded_arguments
-from slime.data.sft import STEP_MASK_KEY, conversation_of, generation_prompt_problem
+from slime.data.sft import conversation_of, generation_prompt_problem, trained_turns
+from slime.data.spelling import Spelling
 from slime.settings.data_files import files_of, split_slice
 
 MOST_ROWS = 5000
@@ -166,18 +166,17 @@ def _check_conversation(look: Look, checkpoint: CheckpointTemplate | None, row: 
             f"fine-tuning learns from messages and renders them itself, and got {got}; do: leave --apply-chat-template "
             "out, and let --input-key name a column with a list of messages, or --label-key that of the answers"
         )
-    if not any(m.get("role") == "assistant" and int(m.get(STEP_MASK_KEY, 1)) for m in messages):
-        raise DataError("there is no assistant message to learn from; do: add it to the messages of the row")
-    if checkpoint is not None:
-        clean = [{k: v for k, v in message.items() if k != STEP_MASK_KEY} for message in messages]
-        tools, kwargs = row.metadata.get("tools"), look.template_kwargs
-        render = functools.partial(checkpoint.render, tools=None, kwargs=kwargs)
-        if problem := generation_prompt_problem(lambda talk, asked: render(talk, add_generation_prompt=asked)):
-            raise DataError(problem)
-        try:
-            checkpoint.render(with_decoded_arguments(clean), tools=tools, kwargs=kwargs, add_generation_prompt=False)
-        except DataError:
-            checkpoint.render(with_encoded_arguments(clean), tools=tools, kwargs=kwargs, add_generation_prompt=False)
+    numbers = trained_turns(messages)
+    if checkpoint is None:
+        return
+    render = functools.partial(checkpoint.render, kwargs=look.template_kwargs)
+    if problem := generation_prompt_problem(lambda talk, asked: render(talk, tools=None, add_generation_prompt=asked)):
+        raise DataError(problem)
+    spelling = Spelling.of(lambda talk, tools, asked: render(talk, tools=tools, add_generation_prompt=asked))
+    if spelling is not None:
+        spelled = spelling.spell(messages, row.metadata.get("tools"))
+        first = spelled.rows.index(numbers[0])
+        render(spelled.messages[:first], tools=spelled.tools)
 
 
 def _shortest_too_long(
