@@ -1,4 +1,4 @@
-"""Loss masks of conversations for functions of the public slime: proved from the chat template, whichever it is."""
+"""Loss masks of conversations for functions of the public slime: as the chat template writes the turns of the model."""
 
 from __future__ import annotations
 

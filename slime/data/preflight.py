@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,12 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
+    form = functools.cache(functools.partial(_form, look, checkpoint))
     try:
         for raw in itertools.islice(read_rows(look.path), MOST_ROWS):
             num_rows += 1
             try:
-                text = _text(look, checkpoint, raw)
+                text = _text(look, checkpoint, raw, form)
             except DataError as error:
                 refusals[str(error)] += 1
                 continue
@@ -107,13 +108,27 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
     return f"got {look.name} {look.path}, of whose {which}{num_rows} rows none can be used: {reason}"
 
 
-def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow) -> str | None:
+_Form = tuple[str | None, Spelling | None]
+"""What keeps a template from fine-tuning, and the spelling that it reads; None where that is not known."""
+
+
+def _form(look: Look, checkpoint: CheckpointTemplate | None) -> _Form:
+    if checkpoint is None:
+        return None, None
+    render = functools.partial(checkpoint.render, kwargs=look.template_kwargs)
+    return (
+        generation_prompt_problem(lambda talk, asked: render(talk, tools=None, add_generation_prompt=asked)),
+        Spelling.of(lambda talk, tools, asked: render(talk, tools=tools, add_generation_prompt=asked)),
+    )
+
+
+def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: Callable[[], _Form]) -> str | None:
     """The row's prompt as the engines would get it; None where that is not known. Raises `DataError` with a remedy."""
     row = _row(look, raw)
     if not isinstance(row.prompt, str) and (problem := messages_problem(look)):
         raise DataError(f"{look.input_key!r} holds messages, {problem}")
     if look.conversations:
-        _check_conversation(look, checkpoint, row)
+        _check_conversation(look, checkpoint, row, form)
         return None
     if look.grader is not None and row.label is None and "rm_type" not in row.metadata:
         raise DataError(
@@ -157,7 +172,9 @@ def _columns(raw: RawRow) -> str:
     return ", ".join(map(str, raw.value or ()))
 
 
-def _check_conversation(look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow) -> None:
+def _check_conversation(
+    look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow, form: Callable[[], _Form]
+) -> None:
     """As `slime.data.sft` wants it. Raises `DataError`."""
     messages = conversation_of(row.prompt, row.label, rendered=look.template)
     if look.template or messages is None:
@@ -167,16 +184,19 @@ def _check_conversation(look: Look, checkpoint: CheckpointTemplate | None, row: 
             "out, and let --input-key name a column with a list of messages, or --label-key that of the answers"
         )
     numbers = trained_turns(messages)
-    if checkpoint is None:
-        return
-    render = functools.partial(checkpoint.render, kwargs=look.template_kwargs)
-    if problem := generation_prompt_problem(lambda talk, asked: render(talk, tools=None, add_generation_prompt=asked)):
+    problem, spelling = form()
+    if problem is not None:
         raise DataError(problem)
-    spelling = Spelling.of(lambda talk, tools, asked: render(talk, tools=tools, add_generation_prompt=asked))
-    if spelling is not None:
+    if checkpoint is not None and spelling is not None:
         spelled = spelling.spell(messages, row.metadata.get("tools"))
         first = spelled.rows.index(numbers[0])
-        render(spelled.messages[:first], tools=spelled.tools)
+        for length, asked in ((first, True), (first + 1, False)):
+            checkpoint.render(
+                spelled.messages[:length],
+                tools=spelled.tools,
+                kwargs=look.template_kwargs,
+                add_generation_prompt=asked,
+            )
 
 
 def _shortest_too_long(

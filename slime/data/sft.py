@@ -29,8 +29,8 @@ from slime.data.said import thought_of, unsaid
 from slime.data.spelling import QUESTION, REASONING, THOUGHT_BEGINS, TOOLS, Spelled, Spelling, is_trained, writes_tools
 
 Message = Mapping[str, Any]
-_ENDED_THOUGHT = re.compile(r"(?:<think>\s*)?</think>\s*")
-"""An empty thought, or the end of one, at the beginning of a turn."""
+_THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
+"""A thought, or the end of one, at the beginning of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class _Conversation:
                 continue
             raise DataError(
                 f"the chat template leaves out message {row} (role {message['role']}): {text[:80]!r} is not in the "
-                "prompt behind it; do: give it a role that the template knows, or give --chat-template FILE"
+                "prompt behind it; do: write it in a role that the template knows, or give --chat-template FILE"
             )
 
     def _write(self, messages: Sequence[Message], *, asked: bool) -> str:
@@ -200,28 +200,27 @@ class _Conversation:
         thought out of all turns, some (MiniMax-M2) leave out an empty one, which the prompt asks for all the same.
         """
         thought, content = thought_of(message), str(message.get("content"))
-        ended = _ENDED_THOUGHT.match(written)
+        ended = _THOUGHT.match(written)
         if begun:
             end = _spelling_of(self._chat).thought_end or ("\n</think>\n\n" if begun.endswith("\n") else "</think>")
             answer = written[ended.end() if ended else 0 :]
             return thought + end + (answer.lstrip("\n") if "</think>" in content else answer)
-        if not thought or thought in written:
-            return written
-        if ended and written.startswith("<think>"):  # Kimi-K2-Thinking writes an empty one before its last answer
-            return written.replace("</think>", f"{thought}</think>", 1)
-        _, _, answer = content.rpartition("</think>")
-        said = answer if answer in written else answer.strip()
-        return written.replace(said, content, 1) if said in written and answer != content else written
+        if thought and ended and ended[1] == "":  # Kimi-K2-Thinking writes an empty one before its last answer
+            return f"<think>{thought}</think>{written.partition('</think>')[2]}"
+        if thought and "</think>" in content and "</think>" not in written:
+            answer = content.rpartition("</think>")[2]
+            return written.replace(answer if answer in written else answer.strip(), content, 1)
+        return written
 
     def _ended(self, number: int, body: str) -> str:
         """A turn with the token that ends it. Raises `DataError` if there is none."""
         if found := first_end(body, self._chat):
             return body[: sum(found)]
         message = self._messages[number]
-        follows = "tool" if message.get("tool_calls") else "user"
-        if number + 1 < len(self._messages) and self._messages[number + 1]["role"] == "tool":
-            follows = "tool"
-        end = _opening(self._chat, bool(message.get("tool_calls")), follows) or self._end_of_calls(message, body)
+        calls = bool(message.get("tool_calls"))
+        result_follows = any(m["role"] == "tool" for m in self._messages[number + 1 : number + 2])
+        headers = (_opening(self._chat, calls, role) for role in ("tool", "user")[not (calls or result_follows) :])
+        end = next(filter(None, headers), None) or self._end_of_calls(message, body)
         if end is None:
             ends = ", ".join(self._chat.ends) or "none is known"
             raise DataError(
@@ -303,7 +302,7 @@ class _Conversation:
         return (
             f"the chat template asks for message {self._rows[number]} with {self._plain(prompt[low:])[-90:]!r}, and "
             f"writes the message as {self._plain(whole[low : same + 80])!r}, so the model would learn an answer to "
-            "another prompt than it gets; do: give --chat-template FILE or --apply-chat-template-kwargs with which the "
+            "another prompt than it gets; do: use --chat-template FILE or --apply-chat-template-kwargs with which the "
             "turn goes on from its prompt"
         )
 

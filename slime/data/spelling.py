@@ -39,8 +39,9 @@ THOUGHT_BEGINS, THOUGHT_ENDS = re.compile(r"<think>\s*\Z"), re.compile(r"</think
 QUESTION: Message = {"role": "user", "content": "probe of a question"}
 _ANSWER, _THOUGHT, _INSTRUCTION = "probe of an answer", "probe of a thought", "probe of an instruction"
 _PLACES = ("a first place", "a second place", "a third place")
+_NAME = "probe_of_a_call"
 _FUNCTION = {
-    "name": "probe_of_a_call",
+    "name": _NAME,
     "description": "A probe.",
     "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "A probe."}}},
 }
@@ -85,7 +86,7 @@ class Spelling:
     """The field of a message from which it takes a thought."""
     thought_end: str = ""
     """What it writes between a thought and an answer."""
-    cuts_thoughts: bool = False
+    splits_thoughts: bool = False
     """It takes thoughts out of the content, so that the model has them there."""
     pastes_thoughts: bool = False
     """It leaves them in the content, though it has a field for them."""
@@ -162,7 +163,7 @@ class Spelling:
                 message["content"] = answer.lstrip("\n")
         if thoughts and (self.thought_key is not None or self.begins_thoughts):
             message[self.thought_key or REASONING_KEYS[0]] = thoughts.pop()
-        elif thoughts and self.cuts_thoughts and isinstance(content, str):
+        elif thoughts and self.splits_thoughts and isinstance(content, str):
             message["content"] = f"<think>\n{thoughts.pop().strip()}\n</think>\n\n{content}"
         return {REASONING} if thoughts else set()
 
@@ -188,7 +189,7 @@ def is_trained(message: Message) -> bool:
     """Whether a message is one to learn from. Raises `DataError` for a weight that is neither 0 nor 1."""
     for key in MASK_KEYS:
         if (value := message.get(key)) is not None and value not in (0, 1):
-            raise DataError(f'got "{key}": {value!r} in a message, which is learned or not; do: give 1 or 0')
+            raise DataError(f'got "{key}": {value!r} in a message, which is learned or not; do: write 1 or 0')
     return message.get("role") == "assistant" and all(message.get(key) != 0 for key in MASK_KEYS)
 
 
@@ -304,7 +305,7 @@ class _Probe:
         return whole[same:]
 
     def says(self, spelling: Spelling, message: Message) -> bool:
-        """Whether all of a message is in its turn, spelled so, with a tool that the template is told of or without."""
+        """Whether all of a message is in its turn, spelled so, with a tool in the prompt or without."""
         (spelled,) = spelling.spell([message]).messages
         turns = [self.turn(spelled, tools) for tools in ([_TOOL], None)]
         return any(turn and not unsaid(message, turn) and _is_even(turn) for turn in turns)
@@ -315,13 +316,13 @@ def _probed(probe: _Probe) -> Spelling:
     begins, ends = bool(THOUGHT_BEGINS.search(prompt)), bool(THOUGHT_ENDS.search(prompt))
     thoughtful = f"<think>{_THOUGHT}</think>{_ANSWER}"
     within = probe.turn(_answer(content=thoughtful))
+    developer = {"role": "developer", "content": _INSTRUCTION}
     spelling = Spelling(
-        cuts_thoughts=_ANSWER in within and _THOUGHT not in within,
+        splits_thoughts=_ANSWER in within and _THOUGHT not in within,
         begins_thoughts=begins,
         ends_thoughts=ends,
-        reads_developer=_INSTRUCTION
-        in (probe.text([{"role": "developer", "content": _INSTRUCTION}, QUESTION], asked=True) or ""),
-        reads_bare_tools=_FUNCTION["name"] in (probe.text([QUESTION], [_FUNCTION], asked=True) or ""),
+        reads_developer=_INSTRUCTION in (probe.text([developer, QUESTION], asked=True) or ""),
+        reads_bare_tools=_NAME in (probe.text([QUESTION], [_FUNCTION], asked=True) or ""),
     )
     calls = _probed_calls(probe, spelling)
     spelling = replace(spelling, calls=calls)
@@ -337,12 +338,12 @@ def _probed(probe: _Probe) -> Spelling:
     if calls is None:
         return spelling
     words = {"content": _ANSWER}
-    spelling = replace(spelling, calls=replace(calls, with_words=probe.says(spelling, _calling(1, **words))))
-    assert spelling.calls is not None
-    both = spelling.calls.with_words
+    calls = replace(calls, with_words=probe.says(spelling, _calling(1, **words)))
+    spelling = replace(spelling, calls=calls)
+    both = calls.with_words
     if both and spelling.thought_key is not None:
         both = probe.says(spelling, _calling(1, **words, **{spelling.thought_key: _THOUGHT}))
-    return replace(spelling, calls=replace(spelling.calls, with_words_and_thought=both))
+    return replace(spelling, calls=replace(calls, with_words_and_thought=both))
 
 
 def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
@@ -370,7 +371,7 @@ def _answer(**fields: Any) -> Message:
 
 def _calling(num: int, **fields: Any) -> Message:
     calls = [
-        {"id": f"probe{i}", "type": "function", "function": {"name": _FUNCTION["name"], "arguments": {"place": place}}}
+        {"id": f"probe{i}", "type": "function", "function": {"name": _NAME, "arguments": {"place": place}}}
         for i, place in enumerate(_PLACES[:num])
     ]
     return {"role": "assistant", "content": None, "tool_calls": calls, **fields}

@@ -62,15 +62,15 @@ def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> tuple
 
 
 def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
-    """Rows by what the template has no place for in them; each kind is told once."""
+    """Rows by what the template has no place for in them; each kind is logged once."""
     found = Counter(what for one in left_out for what in sorted(one))
     for what in found:
-        _tell(what)
+        _warn(what)
     return dict(found)
 
 
 @functools.cache
-def _tell(what: str) -> None:
+def _warn(what: str) -> None:
     logger.warning(
         "the chat template has no place for %s: rows with any are trained without (metric %s); to train on it, write "
         "it into the content, or give --chat-template FILE",

@@ -12,13 +12,7 @@ from slime.core.errors import ConfigError, DataError
 from slime.data.chat import ChatRenderer
 from slime.data.sft import SftTokens, sft_row
 from tests.support.chat_templates import spans
-from tests.support.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
-
-FORGETFUL = CHAT_TEMPLATE.replace(
-    "+ message['content']",
-    "+ (message['content'][-1:] if message['role'] == 'assistant' and not loop.last else message['content'])",
-)
-"""Cuts every answer but the last, as templates do that drop earlier reasoning."""
+from tests.support.tiny import FORGETFUL_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +114,7 @@ def test_step_loss_mask_leaves_a_turn_out(tokenizer) -> None:
 
 
 def test_behind_a_rewritten_history_a_turn_is_a_sample_of_its_own(tokenizer) -> None:
-    tokenizer.chat_template = FORGETFUL
+    tokenizer.chat_template = FORGETFUL_TEMPLATE
     row = sft_row(say("q1", "long1", "q2", "long2"), ChatRenderer(tokenizer))
     assert [tokenizer.decode(one.tokens) for one in row.samples] == [
         "<bos><|user|>q1<eos><|assistant|>long1<eos>",
