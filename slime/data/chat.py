@@ -47,6 +47,25 @@ class Rendered:
         return Rendered(self.marked[start:stop], self.stand_ins)
 
 
+@dataclass(frozen=True, slots=True)
+class Disarmed:
+    """A conversation without control strings, for one template."""
+
+    chat: ChatRenderer
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+    stand_ins: Mapping[str, str]
+    """As in `Rendered`."""
+
+    def render(self, length: int, *, asked: bool) -> Rendered:
+        """The first `length` messages as text; `asked`: with a generation prompt. Raises `TemplateRefusal`."""
+        return self.rendered(self.chat.write(self.messages[:length], self.tools, asked=asked))
+
+    def rendered(self, marked: str) -> Rendered:
+        """A text with the stand-ins of this conversation."""
+        return Rendered(marked, self.stand_ins)
+
+
 class ChatRenderer:
     """Renders and encodes with one tokenizer and one set of template arguments."""
 
@@ -92,35 +111,24 @@ class ChatRenderer:
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
     ) -> Rendered:
         """Messages to text. Raises `TemplateRefusal` with the template's complaint."""
-        stand_ins = {} if self._allow else self._stand_ins(messages, tools)
-        return self._render(messages, tools, stand_ins, add_generation_prompt)
+        return self.disarm(messages, tools).render(len(messages), asked=add_generation_prompt)
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        stand_ins: Mapping[str, str],
-        add_generation_prompt: bool,
-    ) -> Rendered:
-        clean = [self._replace(m, stand_ins, m.get("role") == "assistant") for m in messages]
-        clean_tools = self._replace(list(tools), stand_ins, False) if tools else None
+    def disarm(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Disarmed:
+        """A conversation to render in parts, with stand-ins for the control strings in any of it."""
+        stand_ins = {} if self._allow else self._stand_ins(messages, tools)
+        return Disarmed(
+            self,
+            [self._replace(m, stand_ins, m.get("role") == "assistant") for m in messages],
+            self._replace(list(tools), stand_ins, False) if tools else None,
+            {word: control for control, word in stand_ins.items()},
+        )
+
+    def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, asked: bool) -> str:
+        """What the template makes of messages as they are. Raises `TemplateRefusal` with its complaint."""
         try:
-            text = self._apply(clean, tools=clean_tools, add_generation_prompt=add_generation_prompt)
+            return self._apply(messages, tools=tools, add_generation_prompt=asked)
         except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
             raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
-        return Rendered(text, {word: control for control, word in stand_ins.items()})
-
-    def render_prefix(
-        self,
-        messages: Sequence[Message],
-        length: int,
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool,
-    ) -> Rendered:
-        """`render` of the first `length` messages, with the stand-ins of the whole conversation."""
-        stand_ins = {} if self._allow else self._stand_ins(messages, tools)
-        return self._render(messages[:length], tools, stand_ins, add_generation_prompt)
 
     def encode(self, rendered: Rendered) -> list[int]:
         """Text to ids. Raises `DataError` if an injected control string cannot be spelled without a control id."""
@@ -192,11 +200,13 @@ class ChatRenderer:
         ]
         try:
             whole = self._apply(messages, tools=None, add_generation_prompt=False)
-            asked = self._apply(messages[:1], tools=None, add_generation_prompt=True)
+            asked, plain = (self._apply(messages[:1], tools=None, add_generation_prompt=a) for a in (True, False))
             answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
         except Exception:  # a template that refuses this conversation leaves us the tokens marked special
             return "", ""
-        return whole, answered[len(asked) :] if answered.startswith(asked) else ""
+        # A prompt that begins a thought (GLM-4.7) is not the beginning of an answer without one.
+        begins = next((text for text in (asked, plain) if answered.startswith(text)), answered)
+        return whole, answered[len(begins) :]
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
         """Control string -> a word that occurs nowhere, for each control string in the data; usually empty."""

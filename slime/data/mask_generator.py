@@ -1,12 +1,13 @@
-"""Loss masks of conversations for functions of the public slime: proved from the chat template, whichever it is."""
+"""Loss masks of conversations for functions of the public slime: as the chat template writes the turns of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
-from slime.data.sft import sft_tokens
+from slime.data.sft import SftTokens, sft_row
 
 
 class MultiTurnLossMaskGenerator:
@@ -20,9 +21,23 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """([T] ids, [T] 1 where the model writes). Raises `DataError` for what the template cannot mask faithfully."""
-        row = sft_tokens(list(messages), self._chat, tools=None if tools is None else list(tools))
-        return list(row.tokens), [0] * (len(row.tokens) - row.response_length) + list(row.loss_mask)
+        """([T] ids, [T] 1 where the model writes). Raises `DataError` for what the template cannot write as the model
+        would have, and for a conversation that one sequence cannot hold.
+        """
+        masks = self.get_loss_masks(messages, tools)
+        if len(masks) > 1:
+            raise DataError(
+                f"got a conversation that becomes {len(masks)} training samples, because its template rewrites earlier "
+                'turns; do: call get_loss_masks, which returns all of them, or set "step_loss_mask": 0 on the turns '
+                "before the last"
+            )
+        return masks[0]
+
+    def get_loss_masks(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """One pair as of `get_loss_mask` for each training sample: together they train each turn once."""
+        return [_pair(one) for one in sft_row(list(messages), self._chat, tools=list(tools or ())).samples]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
         """The texts of the runs that the mask has."""
@@ -33,3 +48,7 @@ class MultiTurnLossMaskGenerator:
             elif runs[-1]:
                 runs.append([])
         return [str(self.tokenizer.decode(run)) for run in runs if run]
+
+
+def _pair(one: SftTokens) -> tuple[list[int], list[int]]:
+    return list(one.tokens), [0] * (len(one.tokens) - one.response_length) + list(one.loss_mask)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from slime.core.prompt import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
 from slime.data.dataset import read_row
 from slime.data.files import RawRow, read_rows
-from slime.data.said import with_decoded_arguments, with_encoded_arguments
-from slime.data.sft import STEP_MASK_KEY, conversation_of, generation_prompt_problem
+from slime.data.sft import conversation_of, generation_prompt_problem, trained_turns
+from slime.data.spelling import Spelling
 from slime.settings.data_files import files_of, split_slice
 
 MOST_ROWS = 5000
@@ -84,11 +84,12 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
+    form = functools.cache(functools.partial(_form, look, checkpoint))
     try:
         for raw in itertools.islice(read_rows(look.path), MOST_ROWS):
             num_rows += 1
             try:
-                text = _text(look, checkpoint, raw)
+                text = _text(look, checkpoint, raw, form)
             except DataError as error:
                 refusals[str(error)] += 1
                 continue
@@ -107,13 +108,27 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
     return f"got {look.name} {look.path}, of whose {which}{num_rows} rows none can be used: {reason}"
 
 
-def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow) -> str | None:
+_Form = tuple[str | None, Spelling | None]
+"""What keeps a template from fine-tuning, and the spelling that it reads; None where that is not known."""
+
+
+def _form(look: Look, checkpoint: CheckpointTemplate | None) -> _Form:
+    if checkpoint is None:
+        return None, None
+    render = functools.partial(checkpoint.render, kwargs=look.template_kwargs)
+    return (
+        generation_prompt_problem(lambda talk, asked: render(talk, tools=None, add_generation_prompt=asked)),
+        Spelling.of(lambda talk, tools, asked: render(talk, tools=tools, add_generation_prompt=asked)),
+    )
+
+
+def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: Callable[[], _Form]) -> str | None:
     """The row's prompt as the engines would get it; None where that is not known. Raises `DataError` with a remedy."""
     row = _row(look, raw)
     if not isinstance(row.prompt, str) and (problem := messages_problem(look)):
         raise DataError(f"{look.input_key!r} holds messages, {problem}")
     if look.conversations:
-        _check_conversation(look, checkpoint, row)
+        _check_conversation(look, checkpoint, row, form)
         return None
     if look.grader is not None and row.label is None and "rm_type" not in row.metadata:
         raise DataError(
@@ -157,7 +172,9 @@ def _columns(raw: RawRow) -> str:
     return ", ".join(map(str, raw.value or ()))
 
 
-def _check_conversation(look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow) -> None:
+def _check_conversation(
+    look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow, form: Callable[[], _Form]
+) -> None:
     """As `slime.data.sft` wants it. Raises `DataError`."""
     messages = conversation_of(row.prompt, row.label, rendered=look.template)
     if look.template or messages is None:
@@ -166,18 +183,20 @@ def _check_conversation(look: Look, checkpoint: CheckpointTemplate | None, row: 
             f"fine-tuning learns from messages and renders them itself, and got {got}; do: leave --apply-chat-template "
             "out, and let --input-key name a column with a list of messages, or --label-key that of the answers"
         )
-    if not any(m.get("role") == "assistant" and int(m.get(STEP_MASK_KEY, 1)) for m in messages):
-        raise DataError("there is no assistant message to learn from; do: add it to the messages of the row")
-    if checkpoint is not None:
-        clean = [{k: v for k, v in message.items() if k != STEP_MASK_KEY} for message in messages]
-        tools, kwargs = row.metadata.get("tools"), look.template_kwargs
-        render = functools.partial(checkpoint.render, tools=None, kwargs=kwargs)
-        if problem := generation_prompt_problem(lambda talk, asked: render(talk, add_generation_prompt=asked)):
-            raise DataError(problem)
-        try:
-            checkpoint.render(with_decoded_arguments(clean), tools=tools, kwargs=kwargs, add_generation_prompt=False)
-        except DataError:
-            checkpoint.render(with_encoded_arguments(clean), tools=tools, kwargs=kwargs, add_generation_prompt=False)
+    numbers = trained_turns(messages)
+    problem, spelling = form()
+    if problem is not None:
+        raise DataError(problem)
+    if checkpoint is not None and spelling is not None:
+        spelled = spelling.spell(messages, row.metadata.get("tools"))
+        first = spelled.rows.index(numbers[0])
+        for length, asked in ((first, True), (first + 1, False)):
+            checkpoint.render(
+                spelled.messages[:length],
+                tools=spelled.tools,
+                kwargs=look.template_kwargs,
+                add_generation_prompt=asked,
+            )
 
 
 def _shortest_too_long(

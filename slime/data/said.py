@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -22,16 +22,6 @@ _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
     {"indent": 2},
     {"sort_keys": True},
 )
-
-
-def with_decoded_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages whose calls carry arguments as objects: a template encodes them, and would encode a text again."""
-    return [_with_arguments(m, _decoded) for m in messages]
-
-
-def with_encoded_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages whose calls carry arguments as JSON text, as the templates want it that only paste them."""
-    return [_with_arguments(m, _encoded) for m in messages]
 
 
 def unsaid(message: Message, turn: str) -> list[str]:
@@ -78,6 +68,11 @@ def _reasoning(message: Message) -> list[str]:
         thought, closed, _ = text.rpartition("</think>")
         texts += [thought.rpartition("<think>")[2]] if closed else []
     return list(dict.fromkeys(text.strip() for text in texts))
+
+
+def thought_of(message: Message) -> str:
+    """What a message thinks, in a field of its own or within its content; empty if it does not."""
+    return next(iter(_reasoning(message)), "")
 
 
 def _content(message: Message) -> list[str]:
@@ -142,22 +137,8 @@ def _spellings(value: Any) -> Iterator[str]:
             yield json.dumps(value, ensure_ascii=ascii_only, **layout)
 
 
-def _with_arguments(message: Message, change: Any) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple):
-        return dict(message)
-    return {**message, "tool_calls": [_call_with(call, change) for call in calls]}
-
-
-def _call_with(call: Any, change: Any) -> Any:
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call_with(call["function"], change)}
-    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else dict(call)
-
-
-def _decoded(arguments: Any) -> Any:
+def decoded(arguments: Any) -> Any:
+    """Arguments of a call as an object: a template encodes them, and would encode a text again."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -167,5 +148,6 @@ def _decoded(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _encoded(arguments: Any) -> Any:
+def encoded(arguments: Any) -> Any:
+    """Arguments of a call as JSON text, as the templates want it that only paste them."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments

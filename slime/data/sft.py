@@ -1,36 +1,41 @@
-"""Supervised fine-tuning: a conversation to ids and a loss mask, proven from the chat template by rendering prefixes.
+"""Supervised fine-tuning: a conversation to training samples, each turn under the prompt that the model would get.
 
-What the model would write in a turn begins behind the conversation up to that turn with its generation prompt, and ends
-with the first token at which an engine stops: what the template writes behind it (a newline, the end of the text) no
-model samples. In some families (GLM) that token opens the next turn. This is only right if the conversation up to the
-turn, with its generation prompt, and the turn itself stand in the whole as they stand alone: a template that rewrites
-history (Qwen3 drops earlier reasoning) is caught and shown, never masked by guess.
+The prompt of a turn is the conversation up to it with its generation prompt, as the template renders it then; the turn
+is what the template writes behind that, up to the first token at which an engine stops. In some families (GLM) that
+token opens the next turn. As long as a template only appends, all turns of a conversation are one sample. Where it
+rewrites history (Qwen3 drops earlier thoughts) the turn gets a sample of its own, with the history as the model would
+see it. The samples of a row share its execution, so that they weigh as one row (`slime.algorithms.aggregation`).
 
 Invariants
-1. A trained position is one that the model itself would have sampled after exactly the ids before it.
-2. Every trained turn says all that its message says, and its last id, and no other, is one at which an engine stops.
-3. Ids after the last trained token and before the first are context or absent; the loss mask starts and ends with 1.
+1. A trained position is one that the model itself would have sampled after exactly the ids before it: those are the
+   ids of the prompt of its turn, and the turn so far.
+2. Each trained turn of a row is trained once. It says all that its message says and the template has a place for
+   (`slime.data.spelling`), and its last id, and no other, is one at which an engine stops.
+3. The response of a sample starts and ends with a trained id.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime.core.errors import DataError
-from slime.data.chat import ChatRenderer, Rendered, TemplateRefusal
-from slime.data.said import functions, unsaid, with_decoded_arguments, with_encoded_arguments
+from slime.data.chat import ChatRenderer, Disarmed
+from slime.data.said import thought_of, unsaid
+from slime.data.spelling import QUESTION, REASONING, THOUGHT_BEGINS, TOOLS, Spelled, Spelling, is_trained, writes_tools
 
-STEP_MASK_KEY = "step_loss_mask"
-"""`0` in an assistant message: context only, not trained."""
+Message = Mapping[str, Any]
+_THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
+"""A thought, or the end of one, at the beginning of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class SftTokens:
-    """One conversation of T ids; the last R, from the first trained one on, are the response."""
+    """One training sample of T ids; the last R, from the first trained one on, are the response."""
 
     tokens: tuple[int, ...]
     """[T] truncated after the last trained token."""
@@ -40,6 +45,25 @@ class SftTokens:
     @property
     def response_length(self) -> int:
         return len(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class SftRow:
+    """One conversation."""
+
+    samples: tuple[SftTokens, ...]
+    left_out: frozenset[str]
+    """What of it the template has no place for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    prompt: str
+    """As `Rendered.marked`, like the others."""
+    text: str
+    """With its end."""
+    is_thoughtless: bool
+    """The template has no place for its thought here."""
 
 
 def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[Any] | None:
@@ -52,127 +76,274 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
     return prompt if isinstance(prompt, list) else None
 
 
-def sft_tokens(
-    messages: Sequence[Mapping[str, Any]], chat: ChatRenderer, *, tools: Sequence[Any] | None = None
-) -> SftTokens:
-    """Ids and mask of a conversation; every assistant message with `step_loss_mask` absent or 1 is trained.
+def trained_turns(messages: Sequence[Message]) -> list[int]:
+    """Numbers of the messages to learn from. One of the assistant before any other role's is context: nobody asked for
+    it. Raises `DataError` without any.
+    """
+    first = next((i for i, m in enumerate(messages) if m.get("role") != "assistant"), len(messages))
+    found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
+    if not found:
+        raise DataError(
+            f"got no assistant message to learn from in {len(messages)}, behind a message that asks for it and without "
+            "a mask of 0; do: add it to the messages, or leave this row out"
+        )
+    return found
+
+
+def sft_row(messages: Sequence[Message], chat: ChatRenderer, *, tools: Sequence[Any] | None = None) -> SftRow:
+    """Ids and masks of a conversation; every assistant message with a mask absent or 1 is trained (`MASK_KEYS`).
 
     A turn ends at a token of `chat.ends`. Raises `DataError` if no message is trained, if the template refuses the
-    messages, writes no generation prompt where it is asked for one or no end behind a trained turn, if it is not
-    prefix-stable at a trained message, with the counter-example, or if it leaves out what a trained message says.
+    messages, writes no generation prompt where it is asked for one, no end behind a trained turn or not behind its
+    prompt, or if it leaves out what a message says.
     """
-    trained = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and int(m.get(STEP_MASK_KEY, 1)) != 0]
-    if not trained:
-        raise DataError(f"got no trained assistant message in {len(messages)}; nothing would be learned from this row")
-    if trained[0] == 0:
-        raise DataError("got a conversation that starts with a trained assistant message; it needs a prompt before it")
+    trained = set(trained_turns(messages))
     if problem := _generation_prompt_problem(chat):
         raise DataError(problem)
-    clean = [{k: v for k, v in m.items() if k != STEP_MASK_KEY} for m in messages]
-    decoded, encoded = with_decoded_arguments(clean), with_encoded_arguments(clean)
-    if decoded == encoded:
-        return _Conversation(decoded, chat, tools).tokens(trained)
-    try:
-        return _Conversation(decoded, chat, tools).tokens(trained)
-    except DataError as first:
-        # Some templates (DeepSeek-V3) paste arguments: they refuse objects, or write them as Python does.
-        try:
-            return _Conversation(encoded, chat, tools).tokens(trained)
-        except DataError as second:
-            raise (second if isinstance(first, TemplateRefusal) else first) from None
+    spelled = _spelling_of(chat).spell(messages, tools)
+    conversation = _Conversation(spelled, chat)
+    numbers = [i for i, row in enumerate(spelled.rows) if row in trained and spelled.messages[i]["role"] == "assistant"]
+    turns = [conversation.turn(i) for i in numbers]
+    conversation.require_context(numbers[-1], turns[-1].prompt)
+    left_out = {what for i in numbers for what in spelled.left_out[i]} | {REASONING for t in turns if t.is_thoughtless}
+    left_out |= set() if writes_tools(tools, turns[0].prompt) else {TOOLS}
+    return SftRow(tuple(conversation.samples(turns)), frozenset(left_out))
 
 
 class _Conversation:
-    """One conversation in the spelling that the template gets."""
+    """One conversation in the spelling that the template reads."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], chat: ChatRenderer, tools: Sequence[Any] | None) -> None:
-        self._messages, self._chat, self._tools = messages, chat, tools
-        self._whole = chat.render(messages, tools=tools, add_generation_prompt=False)
+    def __init__(self, spelled: Spelled, chat: ChatRenderer) -> None:
+        self._rows, self._chat = spelled.rows, chat
+        self._talk: Disarmed = chat.disarm(spelled.messages, spelled.tools)
+        self._messages = self._talk.messages
 
-    def tokens(self, trained: Sequence[int]) -> SftTokens:
-        """`sft_tokens` of the messages with these numbers."""
-        # Bounds in `marked`: context up to the first, trained up to the second, context up to the third, and so on.
-        bounds = [0]
-        for i in trained:
-            start, stop = self._turn(i)
-            if not bounds[-1] <= start < stop:
-                raise DataError(f"the chat template gives message {i} no text of its own after its generation prompt")
-            bounds += [start, stop]
-        parts: list[list[int]] = []
-        for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            part = self._whole.part(start, stop)
-            parts.append(self._answer(part) if number % 2 else self._context(part, parts[-1][-1:] if parts else []))
-        _require_faithful(parts, self._whole.part(0, bounds[-1]), self._chat)
-        tokens = [token for part in parts for token in part]
-        mask = [i % 2 for i, part in enumerate(parts) for _ in part]
-        return SftTokens(tuple(tokens), tuple(mask[len(parts[0]) :]))
+    def turn(self, number: int) -> _Turn:
+        """What the model would read and write of a message. Raises `DataError`."""
+        prompt = self._write(self._messages[:number], asked=True)
+        body = self._body(self._messages[: number + 1], prompt)
+        if body is None:
+            # The template writes the message otherwise where others stand before it: gpt-oss drops the thoughts
+            # before an answer, DeepSeek-V3 forgets the header of a second call. Behind a question it stands alone.
+            fresh = self._write([QUESTION], asked=True)
+            header = fresh[len(self._write([QUESTION], asked=False)) :]
+            if prompt.endswith(header) or prompt == self._write(self._messages[:number], asked=False):
+                thinks = THOUGHT_BEGINS.search(prompt) is not None
+                body = self._body([QUESTION, self._messages[number]], fresh, thinks=thinks)
+        if body is None:
+            raise DataError(self._unprompted(number, prompt))
+        text = self._ended(number, body)
+        missing = unsaid(self._messages[number], text)
+        # DeepSeek-R1 is asked for a thought behind a question, and not behind the result of a call.
+        no_thought = _spelling_of(self._chat).thought_key is None and THOUGHT_BEGINS.search(prompt) is None
+        if missing == [REASONING] and no_thought:
+            return _Turn(prompt, text, is_thoughtless=True)
+        if missing:
+            raise DataError(
+                f"the chat template leaves out {', '.join(missing)} of message {self._rows[number]}, whose turn reads "
+                f"{self._plain(text)[:200]!r}; do: use a template that writes it (--chat-template FILE), or write the "
+                "message as this one wants it (some: reasoning within <think> tags of the content)"
+            )
+        return _Turn(prompt, text, is_thoughtless=False)
 
-    def _turn(self, number: int) -> tuple[int, int]:
-        """Where in `marked` the model's part of a message begins and ends. Raises `DataError`."""
-        prompt, alone = (
-            self._chat.render_prefix(self._messages, length, tools=self._tools, add_generation_prompt=asked)
-            for length, asked in ((number, True), (number + 1, False))
-        )
-        if not self._whole.marked.startswith(prompt.marked):
-            plain = self._chat.render_prefix(self._messages, number, tools=self._tools, add_generation_prompt=False)
-            _require_prefix(plain, self._whole, number)
-            raise DataError(_unprompted(number, prompt, plain, self._whole))
-        start = len(prompt.marked)
-        found = _first_end(self._whole.marked, start, self._chat)
-        if found is None or found[0] > len(alone.marked):
-            _require_prefix(alone, self._whole, number)
-            raise DataError(_endless(number, alone.part(start).text, self._chat))
-        stop = sum(found)
-        _require_prefix(alone.part(0, stop), self._whole, number)
-        _require_said(self._messages[number], self._tools, self._whole.part(start, stop).text, self._whole.text, number)
-        return start, stop
+    def samples(self, turns: Sequence[_Turn]) -> Iterator[SftTokens]:
+        """Turns that follow one another, as long as each prompt goes on from the turn before it."""
+        runs: list[list[_Turn]] = []
+        for turn in turns:
+            if runs and turn.prompt.startswith(runs[-1][-1].prompt + runs[-1][-1].text):
+                runs[-1].append(turn)
+            else:
+                runs.append([turn])
+        for run in runs:
+            joined = self._joined(run)
+            yield from [joined] if joined is not None else (self._single(turn) for turn in run)
 
-    def _answer(self, part: Rendered) -> list[int]:
-        ids = self._chat.encode(part)
+    def require_context(self, stop: int, prompt: str) -> None:
+        """What others say stands in the prompt of the last trained turn: templates pass over roles that they do not
+        know. Raises `DataError`.
+        """
+        for message, row in zip(self._messages[:stop], self._rows, strict=False):
+            content = message.get("content")
+            text = content.strip() if isinstance(content, str) else ""
+            if message["role"] == "assistant" or any(spelling in prompt for spelling in _spellings(text)):
+                continue
+            raise DataError(
+                f"the chat template leaves out message {row} (role {message['role']}): {text[:80]!r} is not in the "
+                "prompt behind it; do: write it in a role that the template knows, or give --chat-template FILE"
+            )
+
+    def _write(self, messages: Sequence[Message], *, asked: bool) -> str:
+        return self._chat.write(messages, self._talk.tools, asked=asked)
+
+    def _plain(self, marked: str) -> str:
+        return self._talk.rendered(marked).text
+
+    def _body(self, messages: Sequence[Message], prompt: str, *, thinks: bool = True) -> str | None:
+        """What the template writes for the last message behind its prompt; None if it writes it elsewhere.
+
+        `thinks`: with the thought that the prompt begins, if it does.
+        """
+        whole = self._write(messages, asked=False)
+        if whole.startswith(prompt):
+            return self._with_thought(messages[-1], whole[len(prompt) :], "")
+        plain = self._write(messages[:-1], asked=False)
+        begun = THOUGHT_BEGINS.search(prompt, len(plain))
+        if begun is None or not whole.startswith(prompt[: begun.start()]):
+            return None
+        written = whole[begun.start() :]
+        return self._with_thought(messages[-1], written, begun.group()) if thinks else written
+
+    def _with_thought(self, message: Message, written: str, begun: str) -> str:
+        """A turn with the thought that the model would write, where the template has left it out.
+
+        `begun`: how the prompt begins the thought; the turn goes on behind that. Some templates (DeepSeek-R1) take the
+        thought out of all turns, some (MiniMax-M2) leave out an empty one, which the prompt asks for all the same.
+        """
+        thought, content = thought_of(message), str(message.get("content"))
+        ended = _THOUGHT.match(written)
+        if begun:
+            end = _spelling_of(self._chat).thought_end or ("\n</think>\n\n" if begun.endswith("\n") else "</think>")
+            answer = written[ended.end() if ended else 0 :]
+            return thought + end + (answer.lstrip("\n") if "</think>" in content else answer)
+        if thought and ended and ended[1] == "":  # Kimi-K2-Thinking writes an empty one before its last answer
+            return f"<think>{thought}</think>{written.partition('</think>')[2]}"
+        if thought and "</think>" in content and "</think>" not in written:
+            answer = content.rpartition("</think>")[2]
+            return written.replace(answer if answer in written else answer.strip(), content, 1)
+        return written
+
+    def _ended(self, number: int, body: str) -> str:
+        """A turn with the token that ends it. Raises `DataError` if there is none."""
+        if found := first_end(body, self._chat):
+            return body[: sum(found)]
+        message = self._messages[number]
+        calls = bool(message.get("tool_calls"))
+        result_follows = any(m["role"] == "tool" for m in self._messages[number + 1 : number + 2])
+        headers = (_opening(self._chat, calls, role) for role in ("tool", "user")[not (calls or result_follows) :])
+        end = next(filter(None, headers), None) or self._end_of_calls(message, body)
+        if end is None:
+            ends = ", ".join(self._chat.ends) or "none is known"
+            raise DataError(
+                f"the chat template writes no token at which engines stop ({ends}) behind message "
+                f"{self._rows[number]}, whose turn ends with {self._plain(body)[-60:]!r}, so the model would not "
+                "learn to stop; do: name the token that ends a turn in eos_token_id of the checkpoint's "
+                "generation_config.json"
+            )
+        return body + end
+
+    def _end_of_calls(self, message: Message, body: str) -> str | None:
+        """The end of a turn with calls as behind two of them, which DeepSeek-V3 forgets behind a single one."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return None
+        prompt = self._write([QUESTION], asked=True)
+        twice = self._body([QUESTION, {**message, "tool_calls": [*calls, calls[-1]]}], prompt) or ""
+        last = body[max(body.rfind(calls[-1]["function"]["name"]), 0) :]
+        at = twice.find(last, twice.find(body) + len(body)) if body in twice else -1
+        tail = twice[at + len(last) :]
+        found = first_end(tail, self._chat) if at >= 0 else None
+        return tail[: sum(found)] if found else None
+
+    def _joined(self, run: Sequence[_Turn]) -> SftTokens | None:
+        """Turns as one sample; None if a prompt, encoded alone, has other ids than the turns before it."""
+        if len(run) == 1:
+            return self._single(run[0])
+        tokens: list[int] = []
+        mask: list[int] = []
+        done = ""
+        for turn in run:
+            context = self._context(turn.prompt[len(done) :], tokens[-1:])
+            answer = self._answer(turn.text)
+            if turn is run[-1] and self._ids(turn.prompt) != tokens + context:
+                return None
+            tokens += context + answer
+            mask += [0] * len(context) + [1] * len(answer)
+            done = turn.prompt + turn.text
+        return self._checked(tokens, mask, done)
+
+    def _single(self, turn: _Turn) -> SftTokens:
+        prompt, answer = self._ids(turn.prompt), self._answer(turn.text)
+        return self._checked(prompt + answer, [0] * len(prompt) + [1] * len(answer), turn.prompt + turn.text)
+
+    def _ids(self, marked: str) -> list[int]:
+        return self._chat.encode(self._talk.rendered(marked))
+
+    def _answer(self, text: str) -> list[int]:
+        ids = self._ids(text)
         own = set(self._chat.ends.values())
         if ids[-1] not in own or own & set(ids[:-1]):
             raise DataError(
-                f"the ids of the turn {part.text[:200]!r} hold a token at which engines stop elsewhere than at their "
-                f"end ({', '.join(self._chat.ends)}); do: leave this row out"
+                f"the ids of the turn {self._plain(text)[:200]!r} hold a token at which engines stop elsewhere than at "
+                f"their end ({', '.join(self._chat.ends)}); do: leave this row out"
             )
         return ids
 
-    def _context(self, part: Rendered, end: Sequence[int]) -> list[int]:
+    def _context(self, text: str, end: Sequence[int]) -> list[int]:
         """The ids behind an end token are those of a prompt, in which that token stands: some take a newline along."""
         token = next((text for text, own in self._chat.ends.items() if [own] == list(end)), "")
-        ids = self._chat.encode(Rendered(token + part.marked, part.stand_ins))
-        return ids[1:] if token and ids[:1] == list(end) else self._chat.encode(part)
+        ids = self._ids(token + text)
+        return ids[1:] if token and ids[:1] == list(end) else self._ids(text)
+
+    def _checked(self, tokens: list[int], mask: list[int], marked: str) -> SftTokens:
+        """Prompt and turn are encoded apart, as in generation; where that differs from the whole it must decode."""
+        text = self._talk.rendered(marked)
+        if tokens != self._chat.encode(text) and self._chat.decode(tokens) != text.text:
+            raise DataError(
+                f"the ids of prompt and turns, put together, decode to {self._chat.decode(tokens)[:200]!r} and not to "
+                f"{text.text[:200]!r}, because this tokenizer encodes a text differently when split; do: leave this "
+                "row out"
+            )
+        return SftTokens(tuple(tokens), tuple(mask[mask.index(1) :]))
+
+    def _unprompted(self, number: int, prompt: str) -> str:
+        whole = self._write(self._messages[: number + 1], asked=False)
+        same = next((i for i, c in enumerate(prompt) if whole[i : i + 1] != c), len(prompt))
+        low = max(same - 30, 0)
+        return (
+            f"the chat template asks for message {self._rows[number]} with {self._plain(prompt[low:])[-90:]!r}, and "
+            f"writes the message as {self._plain(whole[low : same + 80])!r}, so the model would learn an answer to "
+            "another prompt than it gets; do: use --chat-template FILE or --apply-chat-template-kwargs with which the "
+            "turn goes on from its prompt"
+        )
 
 
-def _first_end(marked: str, start: int, chat: ChatRenderer) -> tuple[int, int] | None:
+def first_end(marked: str, chat: ChatRenderer) -> tuple[int, int] | None:
     """(place, length) of the first token at which an engine stops. Those of the data are not among them."""
-    found = [(marked.find(end, start), len(end)) for end in chat.ends]
+    found = [(marked.find(end), len(end)) for end in chat.ends]
     return min((one for one in found if one[0] >= 0), key=lambda one: (one[0], -one[1]), default=None)
 
 
-def _unprompted(number: int, prompt: Rendered, plain: Rendered, whole: Rendered) -> str:
-    at = len(plain.marked)
-    return (
-        f"the chat template asks for message {number} with {prompt.part(at).text!r}, and then writes the message as "
-        f"{whole.part(at, at + 80).text!r}, so the model would learn an answer to another prompt than it gets; do: put "
-        "what the prompt begins (a thought) into the message as the template reads it, or give --chat-template FILE, "
-        "or --apply-chat-template-kwargs"
-    )
+def _spellings(text: str) -> tuple[str, ...]:
+    """A text as it stands, and as JSON has it: some templates write the results of tools so."""
+    return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
-def _endless(number: int, turn: str, chat: ChatRenderer) -> str:
-    return (
-        f"the chat template writes no token at which engines stop ({', '.join(chat.ends) or 'none is known'}) right "
-        f"behind message {number}, whose turn ends with {turn[-60:]!r}, so the model would not learn to stop; do: if "
-        "the next turn's first token ends an answer (GLM), end the conversation with a message of the user (of it "
-        f'nothing is kept but that token) or set "{STEP_MASK_KEY}": 0 on its last answer; else name the token that '
-        "ends a turn in eos_token_id of the checkpoint's generation_config.json"
-    )
+@functools.lru_cache(maxsize=8)
+def _spelling_of(chat: ChatRenderer) -> Spelling:
+    found = Spelling.of(lambda messages, tools, asked: chat.write(messages, tools, asked=asked))
+    assert found is not None, "a template that runs says what it writes"
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+def _opening(chat: ChatRenderer, calling: bool, role: str) -> str | None:
+    """The token that ends a turn as it opens the next one, of this role; None if none does."""
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "b"} | ({"tool_calls": [call]} if calling else {})
+    follows = {"role": role, "content": "c"} | ({"tool_call_id": call["id"]} if role == "tool" else {})
+    talk = _spelling_of(chat).spell([QUESTION, answer, follows]).messages
+    try:
+        turn, further = chat.write(talk[:2], None, asked=False), chat.write(talk, None, asked=False)
+    except DataError:
+        return None
+    tail = further[len(turn) :] if further.startswith(turn) else ""
+    found = first_end(tail, chat)
+    return tail[: sum(found)] if found and not tail[: found[0]].strip() else None
 
 
 @functools.lru_cache(maxsize=8)
 def _generation_prompt_problem(chat: ChatRenderer) -> str | None:
-    return generation_prompt_problem(lambda m, asked: chat.render(m, add_generation_prompt=asked).marked)
+    return generation_prompt_problem(lambda m, asked: chat.write(m, None, asked=asked))
 
 
 def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str | None]) -> str | None:
@@ -197,38 +368,3 @@ def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str
         f"question and {turn[-60:]!r} behind an answer, so nothing says where an answer begins; do: use one that "
         "writes a generation prompt where it is asked to (--chat-template FILE)"
     )
-
-
-def _require_prefix(prefix: Rendered, whole: Rendered, message: int) -> None:
-    if whole.marked.startswith(prefix.marked):
-        return
-    same = next(i for i, c in enumerate(prefix.marked) if whole.marked[i : i + 1] != c)
-    low = max(same - 30, 0)
-    raise DataError(
-        f"the chat template is not prefix-stable at message {message}: up to it the text reads "
-        f"{prefix.part(low, same + 60).text!r}, but within the whole conversation {whole.part(low, same + 60).text!r}, "
-        "because the template rewrites earlier turns; do: end the conversation with that message, set "
-        f'"{STEP_MASK_KEY}": 0 on the turns before the last, or use a template that keeps history'
-    )
-
-
-def _require_said(message: Mapping[str, Any], tools: Sequence[Any] | None, turn: str, whole: str, number: int) -> None:
-    """What the message says, reasoning and calls included, is in the turn, and the tools in the conversation."""
-    missing = unsaid(message, turn)
-    missing += [f"tool {name}" for name in (str(f.get("name", "")) for f in functions(tools)) if name not in whole]
-    if missing:
-        raise DataError(
-            f"the chat template leaves out {', '.join(missing)} of message {number}, whose turn reads {turn[:200]!r}; "
-            "do: use a template that knows tools and reasoning, or write messages as it wants them (some: content null "
-            "beside calls, reasoning within <think> tags of the content)"
-        )
-
-
-def _require_faithful(parts: Sequence[Sequence[int]], text: Rendered, chat: ChatRenderer) -> None:
-    """Parts are encoded apart, as the prompt is in generation; where that differs from the whole it must decode."""
-    joined = [token for part in parts for token in part]
-    if joined != chat.encode(text) and chat.decode(joined) != text.text:
-        raise DataError(
-            f"the ids of prompt and turns, put together, decode to {chat.decode(joined)[:200]!r} and not to "
-            f"{text.text[:200]!r}, because this tokenizer encodes a text differently when split; leave this row out"
-        )

@@ -12,7 +12,7 @@ from slime.core.errors import DataError
 from slime.core.sample import Sample
 from slime.rollout.convert import to_train_batch
 from slime.rollout.evaluate import EvalDataset, make_samples
-from slime.rollout.sft import fill, renderer
+from slime.rollout.sft import counted, fill, renderer
 from slime.settings import Args
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class HeldOut:
     """Of the dataset; metrics are `eval/<name>-loss`."""
     batch: TrainBatch
     num_unusable: int
-    """Conversations that the chat template cannot mask faithfully."""
+    """Conversations that the chat template cannot write as the model would have."""
 
 
 def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
@@ -38,15 +38,19 @@ def _batch_of(args: Args, tokenizer: Any, dataset: EvalDataset) -> HeldOut:
     config = dataset.config
     chat = renderer(args.hf_checkpoint, tokenizer, config.apply_chat_template_kwargs)
     good: list[list[Sample]] = []
+    left_out: list[frozenset[str]] = []
     bad: list[str] = []
     for number, sample in enumerate(make_samples(dataset, 0)[:: config.n_samples_per_eval_prompt]):
         sample.group_index = sample.index = number
         try:
-            good.append([fill(sample, chat, rendered=config.apply_chat_template)])
+            samples, what = fill(sample, chat, rendered=config.apply_chat_template)
+            good.append(samples)
+            left_out.append(what)
         except DataError as problem:
             bad.append(str(problem))
     if not good:
         raise DataError(f"got no usable conversation of {len(bad)} in held-out {config.name}; the last one: {bad[-1]}")
+    counted(left_out)
     if bad:
         counts = len(bad), len(dataset.rows)
         logger.warning("%s: %d conversations of %d are left out. First: %s", config.name, *counts, bad[0])

@@ -1,25 +1,29 @@
 """Supervised fine-tuning as a rollout function: `--rollout-function-path slime.rollout.sft.generate_rollout`.
 
-Takes groups of messages from the Data Buffer and turns each conversation into ids and a loss mask; no engine is asked.
-A conversation that the chat template cannot mask faithfully is dropped with its reason, within a bound.
+Takes groups of messages from the Data Buffer and turns each conversation into ids and loss masks; no engine is asked. A
+conversation that becomes several samples stays one execution. One that the chat template cannot write as the model
+would have is dropped with its reason, within a bound.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.chat import ChatRenderer
-from slime.data.sft import conversation_of, sft_tokens
+from slime.data.sft import conversation_of, sft_row
 from slime.rollout.clients import end_of_text
 from slime.rollout.context import current
 from slime.rollout.types import RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
 
+LEFT_OUT = "rollout/num_rows_without_{}"
 MAX_BAD_FACTOR = 4
 """Unusable conversations per wanted one after which the step gives up."""
 
@@ -29,8 +33,9 @@ def renderer(hf_checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any] | Non
     return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=sorted(end_of_text(hf_checkpoint, tokenizer).token_ids))
 
 
-def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> Sample:
-    """Writes ids and mask of the sample's conversation into it; reward 0.0, no log-probs. Raises `DataError`.
+def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> tuple[list[Sample], frozenset[str]]:
+    """The training samples of the sample's conversation, with its index: reward 0.0, no log-probs. And what of it the
+    template has no place for. Raises `DataError`.
 
     A conversation is a list of messages, or a text with a text as its label: one question and its answer. `rendered`:
     the chat template was applied to the prompt already, which is an error.
@@ -42,16 +47,36 @@ def fill(sample: Sample, chat: ChatRenderer, *, rendered: bool = False) -> Sampl
             "--input-key of a column with messages, or --label-key of the answers, and leave --apply-chat-template "
             "out, the template is applied here"
         )
-    row = sft_tokens(messages, chat, tools=sample.metadata.get("tools"))
-    sample.tokens = list(row.tokens)
-    sample.loss_mask = list(row.loss_mask)
-    sample.response_length = row.response_length
-    sample.token_versions = [NOT_SAMPLED] * row.response_length
-    sample.rollout_log_probs = None
-    sample.reward = 0.0
-    sample.status = Status.COMPLETED
-    sample.validate()
-    return sample
+    row = sft_row(messages, chat, tools=sample.metadata.get("tools"))
+    samples = [sample, *(sample.copy() for _ in row.samples[1:])]
+    for one, made in zip(samples, row.samples, strict=True):
+        one.tokens = list(made.tokens)
+        one.loss_mask = list(made.loss_mask)
+        one.response_length = made.response_length
+        one.token_versions = [NOT_SAMPLED] * made.response_length
+        one.rollout_log_probs = None
+        one.reward = 0.0
+        one.status = Status.COMPLETED
+        one.validate()
+    return samples, row.left_out
+
+
+def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
+    """Rows by what the template has no place for in them; each kind is logged once."""
+    found = Counter(what for one in left_out for what in sorted(one))
+    for what in found:
+        _warn(what)
+    return dict(found)
+
+
+@functools.cache
+def _warn(what: str) -> None:
+    logger.warning(
+        "the chat template has no place for %s: rows with any are trained without (metric %s); to train on it, write "
+        "it into the content, or give --chat-template FILE",
+        what,
+        LEFT_OUT.format(what.replace(" ", "_")),
+    )
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
@@ -60,24 +85,30 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     context = current()
     chat = renderer(args.hf_checkpoint, context.tokenizer, args.apply_chat_template_kwargs)
     groups: list[list[Sample]] = []
+    left_out: list[frozenset[str]] = []
     bad: list[str] = []
     while len(groups) < args.rollout_batch_size:
         for group in data_source.get_groups(args.rollout_batch_size - len(groups)):
             try:
-                groups.append([fill(s, chat, rendered=args.apply_chat_template) for s in group.samples])
+                filled = [fill(s, chat, rendered=args.apply_chat_template) for s in group.samples]
+                groups.append([sample for samples, _ in filled for sample in samples])
+                left_out += [what for _, what in filled]
             except DataError as problem:
                 logger.warning("group %d is dropped: %s", group.group_index, problem)
                 data_source.mark_filtered([group.group_index], "unusable_conversation")
                 bad.append(str(problem))
         if len(bad) > MAX_BAD_FACTOR * args.rollout_batch_size:
             raise DataError(f"got {len(bad)} unusable conversations and {len(groups)} usable; the last one: {bad[-1]}")
-    lengths = [len(s.tokens) for group in groups for s in group]
+    lengths: Counter[tuple[int | None, int | None]] = Counter()
+    for sample in (sample for group in groups for sample in group):
+        lengths[sample.group_index, sample.index] += len(sample.tokens)
     trained = [sum(s.loss_mask or ()) for group in groups for s in group]
     return RolloutFnTrainOutput(
         groups,
         {
-            "rollout/total_len/mean": sum(lengths) / len(lengths),
+            "rollout/total_len/mean": sum(lengths.values()) / len(lengths),
             "rollout/trained_tokens": float(sum(trained)),
             "rollout/num_filtered_groups": float(len(bad)),
+            **{LEFT_OUT.format(what.replace(" ", "_")): float(num) for what, num in counted(left_out).items()},
         },
     )

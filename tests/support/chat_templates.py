@@ -1,7 +1,7 @@
 """Chat templates of model families over tokenizers that know their tokens, for masks of fine-tuning.
 
-A family has its own tokenizer where a package brings one (`chat_hooks`, mistral-common), else one of characters to
-which its control tokens are added. The template is the one that comes with the tokenizer, the one that TRL carries, or,
+A family has its own tokenizer where a package brings one (`chat_hooks`, mistral-common), else one of bytes to which its
+control tokens are added. The template is the one that comes with the tokenizer, the one that TRL carries, or,
 for GLM-4, Kimi K2, Mistral and Phi-4, the published form written down here: what it puts around each message.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-import tempfile
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 
 from slime.data.chat import ChatRenderer
-from slime.data.sft import SftTokens
+from slime.data.sft import SftRow
 from tests.support.chat_hooks import tokenizer_folder
-from tests.support.tiny import write_tokenizer
 
 GLM4 = (
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' }}"
@@ -30,11 +29,13 @@ GLM4 = (
 )
 GLM_Z1 = GLM4.replace("m.content }}", "m.content.split('</think>')[-1].strip() }}")
 KIMI_K2 = (
-    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' ~ (tools | tojson) ~ '<|im_end|>' }}{% endif %}"
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
-    "{{ '<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>' }}{% endif %}"
+    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' ~ (tools | tojson(separators=(',', ':'))) }}"
+    "{{ '<|im_end|>' }}{% endif %}{% for m in messages %}{% if loop.first and m.role != 'system' %}"
+    "{{ '<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>' }}{% endif %}"
     "{% set side = m.role if m.role in ('user', 'assistant') else 'system' %}"
-    "{{ '<|im_' ~ side ~ '|>' ~ m.role ~ '<|im_middle|>' ~ m.content }}CALLS{{ '<|im_end|>' }}{% endfor %}"
+    "{{ '<|im_' ~ side ~ '|>' ~ (m.get('name') or m.role) ~ '<|im_middle|>' }}"
+    "{% if m.role == 'tool' %}{{ '## Return of ' ~ m.tool_call_id ~ '\n' }}{% endif %}{{ m.content or '' }}"
+    "CALLS{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
 )
 KIMI_CALLS = (
@@ -42,6 +43,63 @@ KIMI_CALLS = (
     "{{ '<|tool_call_begin|>' ~ c.id ~ '<|tool_call_argument_begin|>' }}"
     "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
     "{{ '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_section_end|>' }}{% endif %}"
+)
+DEEPSEEK_V31 = (
+    "{% set ns = namespace(asked=false, answers=false) %}{{ bos_token }}"
+    "{% for m in messages if m.role == 'system' %}{{ '\n\n' if not loop.first }}{{ m.content }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<\uff5cUser\uff5c>' ~ m.content }}"
+    "{% set ns.asked = true %}{% set ns.answers = false %}"
+    "{% elif m.role == 'tool' %}{{ '<\uff5ctool\u2581output\u2581begin\uff5c>' ~ m.content"
+    " ~ '<\uff5ctool\u2581output\u2581end\uff5c>' }}"
+    "{% set ns.asked = false %}{% set ns.answers = true %}"
+    "{% elif m.role == 'assistant' %}{{ '<\uff5cAssistant\uff5c></think>' if ns.asked }}{% set ns.asked = false %}"
+    "{% if m.tool_calls %}{{ m.content or '' }}{{ '<\uff5ctool\u2581calls\u2581begin\uff5c>' }}"
+    "{% for c in m.tool_calls %}{{ '<\uff5ctool\u2581call\u2581begin\uff5c>' + c.function.name"
+    " + '<\uff5ctool\u2581sep\uff5c>' + c.function.arguments + '<\uff5ctool\u2581call\u2581end\uff5c>' }}"
+    "{% endfor %}{{ '<\uff5ctool\u2581calls\u2581end\uff5c>' }}"
+    "{% else %}{{ m.content if ns.answers else m.content.split('</think>', 1)[-1] }}{% endif %}"
+    "{% set ns.answers = false %}{{ '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and ns.asked %}{{ '<\uff5cAssistant\uff5c>' }}"
+    "{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+MINIMAX_M2 = (
+    "{% set ns = namespace(asked=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{{ ']~!b[]~b]system\n' ~ (messages[0].content if messages[0].role == 'system'"
+    " else 'You are a helpful assistant.') }}"
+    "{% if tools %}{{ '\n\n# Tools\n<tools>\n' }}{% for t in tools %}"
+    "{{ '<tool>' ~ (t.function | tojson) ~ '</tool>\n' }}{% endfor %}{{ '</tools>' }}{% endif %}{{ '[e~[\n' }}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ ']~b]user\n' ~ m.content ~ '[e~[\n' }}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ ']~b]tool' }}{% endif %}"
+    "{{ '\n<response>' ~ m.content ~ '</response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '[e~[\n' }}{% endif %}"
+    "{% elif m.role == 'assistant' %}{{ ']~b]ai\n' }}{% set thought, said = m.reasoning_content, m.content %}"
+    "{% if not thought and '</think>' in said %}"
+    "{% set thought, said = said.split('</think>')[0].split('<think>')[-1].strip('\n'),"
+    " said.split('</think>')[-1].strip('\n') %}{% endif %}"
+    "{% if thought and loop.index0 > ns.asked %}{{ '<think>\n' ~ thought ~ '\n</think>\n\n' }}{% endif %}{{ said }}"
+    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<invoke name=\"' ~ c.function.name ~ '\">\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<parameter name=\"' ~ k ~ '\">' ~ (v if v is string else v | tojson) ~ '</parameter>\n' }}{% endfor %}"
+    "{{ '</invoke>\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ']~b]ai\n<think>\n' }}{% endif %}"
+)
+GLM47 = (
+    "{% set ns = namespace(asked=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>\n# Tools\n<tools>\n' }}"
+    "{% for t in tools %}{{ (t | tojson) ~ '\n' }}{% endfor %}{{ '</tools>' }}{% endif %}{% for m in messages %}"
+    "{% if m.role in ('system', 'user') %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}"
+    "{{ '<tool_response>' ~ m.content ~ '</tool_response>' }}"
+    "{% elif m.role == 'assistant' %}{% set thought, said = m.reasoning_content, m.content %}"
+    "{% if not thought and '</think>' in said %}"
+    "{% set thought, said = said.split('</think>')[0].split('<think>')[-1], said.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|assistant|>' ~ ('<think>' ~ thought.strip() if thought and loop.index0 > ns.asked else '') ~ '</think>' }}"
+    "{{ said.strip() }}{% for c in m.tool_calls or () %}{{ '<tool_call>' ~ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<arg_key>' ~ k ~ '</arg_key><arg_value>'"
+    " ~ (v if v is string else v | tojson) ~ '</arg_value>' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' ~ m.content ~ '[/INST]' }}"
@@ -70,8 +128,8 @@ class Published:
     """Name of the tokenizer's own package, `trl:NAME`, or the text."""
     ends: tuple[str, ...]
     """Tokens of `eos_token_id` in generation_config.json."""
-    tokenizer: str = "characters"
-    """Name of a package, or characters with `tokens`."""
+    tokenizer: str = "bytes"
+    """Name of a package, or bytes with `tokens`."""
     tokens: tuple[str, ...] = ()
     """Control tokens."""
     words: tuple[str, ...] = ()
@@ -93,8 +151,12 @@ PHI_TOKENS = ("<|system|>", "<|endoftext|>")
 PUBLISHED = {
     "qwen2.5": Published("own", ("<|im_end|>", "<|endoftext|>"), "qwen2.5"),
     "qwen3": Published("own", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
+    "qwen3-2507": Published("trl:qwen3_instruct_2507", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
+    "qwen3-vl": Published("trl:qwen3_vl", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
+    "qwen3.5": Published("trl:qwen3_5_think", ("<|im_end|>", "<|endoftext|>"), "qwen3"),
     "smollm2": Published("own", ("<|im_end|>",), "smollm2"),
     "deepseek-v3": Published("own", (DEEPSEEK_END,), "deepseek-v3"),
+    "deepseek-v3.1": Published(DEEPSEEK_V31, (DEEPSEEK_END,), "deepseek-v3"),
     "deepseek-r1": Published("trl:deepseekv3", (DEEPSEEK_END,), "deepseek-v3"),
     "gemma3": Published("trl:gemma3", GEMMA_ENDS, tokens=("<start_of_turn>", "<end_of_turn>", "<start_of_image>")),
     "gemma3 of its package": Published("own", GEMMA_ENDS, "gemma3"),
@@ -107,6 +169,8 @@ PUBLISHED = {
     "glm-z1": Published(GLM_Z1, GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
     "glm4.6": Published("trl:glm4moe", GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
     "glm4.6 without words": Published("trl:glm4moe", GLM_ENDS, tokens=GLM_TOKENS),
+    "glm4.7": Published(GLM47, GLM_ENDS, tokens=GLM_TOKENS, words=("<think>", "</think>")),
+    "minimax-m2": Published(MINIMAX_M2, ("[e~[",), tokens=("]~!b[", "]~b]", "[e~["), words=("<think>", "</think>")),
     "kimi-k2 before calls": Published(KIMI_K2.replace("CALLS", ""), ("<|im_end|>",), tokens=KIMI_TOKENS),
     "kimi-k2": Published(KIMI_K2.replace("CALLS", KIMI_CALLS), ("<|im_end|>",), tokens=KIMI_TOKENS),
     "gpt-oss": Published("trl:gptoss", ("<|return|>", "<|call|>"), tokens=HARMONY_TOKENS),
@@ -123,8 +187,9 @@ def published_tokenizer(name: str) -> Any:
 
     known = PUBLISHED[name]
     tokenizer = copy.deepcopy(_loaded(known.tokenizer))
-    if known.tokenizer == "characters":
-        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in known.tokens])
+    if known.tokenizer == "bytes":
+        tokens = [*known.tokens, *(end for end in known.ends if end not in (*known.tokens, *known.swallowing))]
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
         tokenizer.add_tokens([AddedToken(t, special=True, normalized=False, rstrip=True) for t in known.swallowing])
         tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in known.words])
         tokenizer.eos_token = known.ends[0]
@@ -162,24 +227,32 @@ def tekken_file() -> Path:
 @functools.cache
 def _loaded(package: str) -> Any:
     """Loading one takes seconds, copying one does not."""
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.integrations.mistral import convert_tekken_tokenizer
 
     if package == "mistral":
         return convert_tekken_tokenizer(str(tekken_file()))
-    if package != "characters":
+    if package != "bytes":
         return AutoTokenizer.from_pretrained(tokenizer_folder(package))
-    with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder))
-        return AutoTokenizer.from_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=plain)
 
 
-def spans(tokenizer: Any, row: SftTokens) -> list[str]:
+def runs(row: SftRow) -> list[tuple[list[int], list[int]]]:
+    """The runs of trained ids of all samples of a row: what stands before each, and its own."""
+    found = []
+    for sample in row.samples:
+        first = len(sample.tokens) - sample.response_length
+        edges = [i for i, (a, b) in enumerate(itertools.pairwise((0, *sample.loss_mask, 0))) if a != b]
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            ids = list(sample.tokens[: first + stop])
+            found.append((ids[: first + start], ids[first + start :]))
+    return found
+
+
+def spans(tokenizer: Any, row: SftRow) -> list[str]:
     """The texts of the runs of trained tokens."""
-    out: list[list[int]] = [[]]
-    for token, mask in zip(row.tokens[len(row.tokens) - row.response_length :], row.loss_mask, strict=True):
-        if mask:
-            out[-1].append(token)
-        elif out[-1]:
-            out.append([])
-    return [tokenizer.decode(ids) for ids in out]
+    return [tokenizer.decode(ids) for _, ids in runs(row)]

@@ -17,6 +17,11 @@ CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<eos>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+FORGETFUL_TEMPLATE = CHAT_TEMPLATE.replace(
+    "+ message['content']",
+    "+ (message['content'][-1:] if message['role'] == 'assistant' and not loop.last else message['content'])",
+)
+"""Cuts every answer but the last, as templates do that drop earlier reasoning."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,

@@ -95,7 +95,7 @@ class LaunchScriptSettings:
     loss_mask_type: str | None = opt(
         None,
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-        needs=_without(f"{_ALWAYS}the mask of a conversation is proved from the chat template, whichever it is"),
+        needs=_without(f"{_ALWAYS}the chat template itself says which tokens the model writes"),
     )
     """Rules by which fine-tuning finds the answers in a conversation."""
     log_multi_turn: bool = opt(False, needs=_without(f"{_ALWAYS}turns and tool calls are always logged"))

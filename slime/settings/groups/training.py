@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.settings.conditions import fine_tunes
 from slime.settings.families import model_type_of
 from slime.settings.fields import ChosenBy, Need, derived, opt
 from slime.settings.group import Passed
-from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT
 
 
 def _executions(s: Any) -> int:
@@ -56,19 +55,19 @@ def _room(s: Any) -> int | None:
 
 def _has_common_beginnings(s: Any) -> bool:
     """Whether a micro-batch may hold several samples of one group. Users' functions, and rollouts that were kept, may
-    have more than are asked for.
+    have more than are asked for, and of a conversation to learn from each turn may be one.
     """
     if not s.use_dynamic_batch_size and s.micro_batch_size == 1:
         return False
-    if s.load_debug_rollout_data or s.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
+    if s.load_debug_rollout_data or s.rollout_function_path != DEFAULT_ROLLOUT:
         return True
-    return not fine_tunes(s) and (s.n_samples_per_prompt > 1 or s.custom_generate_function_path is not None)
+    return bool(s.n_samples_per_prompt > 1 or s.custom_generate_function_path is not None)
 
 
 _SEVERAL = Need(
     _has_common_beginnings,
-    "several samples of a prompt in a micro-batch: sampled ones, --n-samples-per-prompt above 1 (or your own function "
-    "that makes more), --use-dynamic-batch-size or --micro-batch-size above 1",
+    "several samples of a prompt in a micro-batch: --n-samples-per-prompt above 1 (or your own function that makes "
+    "more, or conversations to learn from), --use-dynamic-batch-size or --micro-batch-size above 1",
 )
 _DYNAMIC = Need(lambda s: s.use_dynamic_batch_size, "--use-dynamic-batch-size")
 _COUNTED = Need(lambda s: not s.use_dynamic_batch_size, "--no-use-dynamic-batch-size")

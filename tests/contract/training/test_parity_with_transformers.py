@@ -12,10 +12,12 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from slime.core.batch import TrainBatch
+from slime.core.batch import TrainBatch, TrainSample
+from slime.core.sample import Sample
+from slime.rollout.sft import fill, renderer
 from tests.support.experts import by_checkpoint_name
 from tests.support.families import LLAMA3
-from tests.support.tiny import SHAPE, write_tiny_model, write_tokenizer
+from tests.support.tiny import FORGETFUL_TEMPLATE, SHAPE, write_tiny_model, write_tokenizer
 from tests.support.training import random_batch
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,6 +83,83 @@ def test_log_probs_and_gradient_equal_transformers(name: str, tmp_path: Path, ma
     assert metrics["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     norm = torch.sqrt(sum(g.square().sum() for g in named.values()))
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+ROWS = (("7+1=", "it is 8"), ("1 is which word?", "one", "2", "two or so", "3", "three"), ("12", "twelve", "13", "14"))
+"""What user and assistant say in turn."""
+
+
+def _losses_of_rows(model: Any, tokenizer: Any) -> list[list[torch.Tensor]]:
+    """Of each row the loss of each token that an assistant says, behind the prompt that transformers writes."""
+    found = []
+    for texts in ROWS:
+        talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        losses: list[torch.Tensor] = []
+        for i in range(1, len(talk), 2):
+            prompt = tokenizer.apply_chat_template(talk[:i], add_generation_prompt=True, tokenize=False)
+            first = len(tokenizer(prompt)["input_ids"])
+            ids = torch.tensor(tokenizer(f"{prompt}{texts[i]}<eos>")["input_ids"])
+            log_probs = torch.log_softmax(model(ids[None]).logits[0], -1)[first - 1 : -1]
+            losses += [-x for x in log_probs.gather(1, ids[first:, None])[:, 0]]
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "shares"),
+    [
+        ("sequence_mean", False),
+        ("sequence_mean", True),
+        ("token_mean", False),
+        ("sequence_sum", False),
+        ("constant_length", False),
+    ],
+)
+def test_a_row_of_several_samples_weighs_as_one(
+    aggregation: str, shares: bool, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    """Law: under a template that rewrites history each turn is a sample of its own; loss and gradient of the step are
+    those of rows.
+    """
+    checkpoint = write_tiny_model(tmp_path / "model")
+    write_tokenizer(checkpoint, chat_template=FORGETFUL_TEMPLATE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    rows = [torch.stack(losses) for losses in _losses_of_rows(model, tokenizer)]
+    loss = {
+        "sequence_mean": sum(row.mean() for row in rows) / 3,
+        "token_mean": sum(row.sum() for row in rows) / sum(len(row) for row in rows),
+        "sequence_sum": sum(row.sum() for row in rows) / 3,
+        "constant_length": sum(row.sum() for row in rows) / (3 * 16),
+    }[aggregation]
+    loss.backward()
+
+    chat = renderer(str(checkpoint), tokenizer, None)
+    samples = []
+    for number, texts in enumerate(ROWS):
+        talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        filled, _ = fill(Sample(group_index=number, index=number, prompt=talk), chat)
+        samples += [TrainSample.from_sample(one, reward=0.0) for one in filled]
+    assert [sample.index for sample in samples] == [0, 1, 1, 1, 2, 2]
+    batch = TrainBatch(rollout_id=0, samples=tuple(samples))
+    backend = make_backend(
+        checkpoint,
+        loss_type="sft_loss",
+        loss_aggregation=aggregation,
+        rollout_batch_size=3,
+        n_samples_per_prompt=1,
+        global_batch_size=3,
+        use_prefix_sharing=shares,
+        micro_batch_size=6,
+    )
+    named = by_checkpoint_name((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+    for parameter, gradient in backend.gradients(batch).items():
+        exact = named[parameter]
+        assert float((gradient - exact).abs().max() / exact.abs().max().clamp_min(1e-3)) < 1e-5, parameter
+    metrics = backend.train(batch)
+    assert metrics["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert metrics["train/num_updates"] == 1
+    assert (metrics.get("train/shared_tokens", 0.0) > 0.0) == shares
 
 
 def test_temperature_divides_the_logits(tmp_path: Path, make_backend: Callable[..., Any]) -> None:

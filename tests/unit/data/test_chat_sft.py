@@ -1,4 +1,4 @@
-"""Laws of chat rendering: data never becomes control tokens, and a loss mask is proven or refused."""
+"""Laws of chat rendering: data never becomes control tokens, and each turn is trained behind its prompt."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 
 from slime.core.errors import ConfigError, DataError
 from slime.data.chat import ChatRenderer
-from slime.data.sft import sft_tokens
-from tests.support.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
-
-FORGETFUL = CHAT_TEMPLATE.replace(
-    "+ message['content']",
-    "+ (message['content'][-1:] if message['role'] == 'assistant' and not loop.last else message['content'])",
-)
-"""Cuts every answer but the last, as templates do that drop earlier reasoning."""
+from slime.data.sft import SftTokens, sft_row
+from tests.support.chat_templates import spans
+from tests.support.tiny import FORGETFUL_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +31,12 @@ def tokenizer(directory: Path):
 
 def say(*texts: str, **extra) -> list[dict]:
     return [{"role": ("user", "assistant")[i % 2], "content": text, **extra} for i, text in enumerate(texts)]
+
+
+def one(messages: list[dict], chat: ChatRenderer) -> SftTokens:
+    """The only sample of a row."""
+    (sample,) = sft_row(messages, chat).samples
+    return sample
 
 
 def control_ids(tokenizer, ids) -> list[str]:
@@ -88,7 +89,7 @@ def test_no_template_and_a_refusing_template_are_errors(tokenizer) -> None:
 
 def test_what_the_model_says_is_trained_with_its_end_token(tokenizer) -> None:
     chat = ChatRenderer(tokenizer)
-    out = sft_tokens(say("q1", "a1", "q2", "a2"), chat)
+    out = one(say("q1", "a1", "q2", "a2"), chat)
     response = out.tokens[-out.response_length :]
     trained = tokenizer.decode([t for t, m in zip(response, out.loss_mask, strict=True) if m])
     assert trained == "a1<eos>a2<eos>"
@@ -98,7 +99,7 @@ def test_what_the_model_says_is_trained_with_its_end_token(tokenizer) -> None:
 
 def test_a_trained_turn_follows_exactly_the_ids_of_generation(tokenizer) -> None:
     chat, messages = ChatRenderer(tokenizer), say("q1", "a1", "q2", "a2")
-    out = sft_tokens(messages, chat)
+    out = one(messages, chat)
     for i in (1, 3):
         prompt = chat.encode(chat.render(messages[:i]))
         assert list(out.tokens[: len(prompt)]) == prompt
@@ -108,22 +109,22 @@ def test_a_trained_turn_follows_exactly_the_ids_of_generation(tokenizer) -> None
 def test_step_loss_mask_leaves_a_turn_out(tokenizer) -> None:
     messages = say("q1", "a1", "q2", "a2", "q3")
     messages[1]["step_loss_mask"] = 0
-    out = sft_tokens(messages, ChatRenderer(tokenizer))
+    out = one(messages, ChatRenderer(tokenizer))
     assert tokenizer.decode(out.tokens[-out.response_length :]) == "a2<eos>" and set(out.loss_mask) == {1}
 
 
-def test_a_template_that_rewrites_history_is_shown_not_guessed(tokenizer) -> None:
-    tokenizer.chat_template = FORGETFUL
-    chat, messages = ChatRenderer(tokenizer), say("q1", "long1", "q2", "long2")
-    with pytest.raises(DataError, match=r"not prefix-stable at message 1.*long1.*step_loss_mask"):
-        sft_tokens(messages, chat)
-    messages[1]["step_loss_mask"] = 0
-    out = sft_tokens(messages, chat)
-    assert tokenizer.decode(out.tokens[-out.response_length :]) == "long2<eos>"
+def test_behind_a_rewritten_history_a_turn_is_a_sample_of_its_own(tokenizer) -> None:
+    tokenizer.chat_template = FORGETFUL_TEMPLATE
+    row = sft_row(say("q1", "long1", "q2", "long2"), ChatRenderer(tokenizer))
+    assert [tokenizer.decode(one.tokens) for one in row.samples] == [
+        "<bos><|user|>q1<eos><|assistant|>long1<eos>",
+        "<bos><|user|>q1<eos><|assistant|>1<eos><|user|>q2<eos><|assistant|>long2<eos>",
+    ]
+    assert spans(tokenizer, row) == ["long1<eos>", "long2<eos>"]
 
 
 def test_control_strings_in_a_turn_are_not_its_end(tokenizer) -> None:
-    out = sft_tokens(say("q<eos>", "a<eos>b"), ChatRenderer(tokenizer))
+    out = one(say("q<eos>", "a<eos>b"), ChatRenderer(tokenizer))
     response = out.tokens[-out.response_length :]
     assert tokenizer.decode(response) == "a<eos>b<eos>" and response.count(tokenizer.eos_token_id) == 1
 
@@ -131,4 +132,4 @@ def test_control_strings_in_a_turn_are_not_its_end(tokenizer) -> None:
 @pytest.mark.parametrize("messages", [say("q"), [{"role": "assistant", "content": "a"}], []])
 def test_nothing_to_learn_is_refused(tokenizer, messages) -> None:
     with pytest.raises(DataError):
-        sft_tokens(messages, ChatRenderer(tokenizer))
+        sft_row(messages, ChatRenderer(tokenizer))

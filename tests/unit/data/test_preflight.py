@@ -159,6 +159,24 @@ def test_arguments_as_text_reach_a_template_that_reads_objects(tmp_path: Path, t
     assert check_rows(at, checkpoint_of(str(tiny_qwen3), str(file))) is None
 
 
+def test_calls_at_once_pass_where_a_template_writes_one_a_turn(tmp_path: Path, tiny_qwen3: Path) -> None:
+    """As fine-tuning writes them: one behind the result of another."""
+    calls = [{"id": str(i), "function": {"name": "f", "arguments": {"x": i}}} for i in range(2)]
+    results = [{"role": "tool", "content": "r", "tool_call_id": str(i)} for i in range(2)]
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% if m.tool_calls %}"
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+        "{{ m.tool_calls[0].function | tojson }}{% endif %}{{ '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    for behind, told in ((results, None), (results[:0], "2 calls at once, of which this chat template writes 1")):
+        at = look(tmp_path, [{"input": [{"role": "user", "content": "a"}, answer, *behind]}], conversations=True)
+        found = check_rows(at, checkpoint_of(str(tiny_qwen3), str(file)))
+        assert found is None if told is None else found is not None and told in found
+
+
 @pytest.mark.parametrize(
     ("template", "told"),
     [

@@ -9,8 +9,8 @@ import pytest
 
 from slime.core.errors import DataError
 from slime.data.said import unsaid
-from slime.data.sft import sft_tokens
-from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
+from slime.data.sft import sft_row
+from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer, runs, spans
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
@@ -28,23 +28,34 @@ def calling(*calls: tuple[str, Any], **fields: Any) -> list[dict[str, Any]]:
 
 
 def trained(family: str, messages: list[dict[str, Any]], tools: Any = TOOLS, **kwargs: Any) -> str:
-    row = sft_tokens(messages, published_chat(family, **kwargs), tools=tools)
-    return str(published_tokenizer(family).decode(row.tokens[-row.response_length :]))
+    (text,) = spans(published_tokenizer(family), sft_row(messages, published_chat(family, **kwargs), tools=tools))
+    return text
 
 
 @pytest.mark.parametrize(
     "family", ["qwen2.5", "llama3", "llama3.1", "deepseek-v3", "kimi-k2", "mistral", "glm4", "phi3", "smollm2"]
 )
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_that_a_template_does_not_write_is_refused(family: str, key: str) -> None:
+def test_a_row_is_trained_without_a_thought_that_its_template_has_no_place_for_and_says_so(
+    family: str, key: str
+) -> None:
     messages = calling(content="Seven.", **{key: "Four and three."})
-    with pytest.raises(DataError, match="leaves out reasoning of message 1"):
-        trained(family, messages, tools=None)
+    chat = published_chat(family)
+    row, without = sft_row(messages, chat), sft_row(calling(content="Seven."), chat)
+    assert row.left_out == {"reasoning"} and row.samples == without.samples
 
 
-def test_a_thought_that_a_template_cuts_out_of_the_content_is_refused() -> None:
+@pytest.mark.parametrize("key", ["content", "reasoning_content", "thinking"])
+def test_a_thought_that_a_template_cuts_out_of_the_content_is_trained_where_the_model_writes_it(key: str) -> None:
+    thought = {"content": "<think>\nFour and three.\n</think>\n\nSeven."}
+    messages = calling(**(thought if key == "content" else {"content": "Seven.", key: "Four and three."}))
+    assert trained("glm-z1", messages, tools=None) == f"\n{thought['content']}<|user|>"
+
+
+def test_of_two_thoughts_none_is_left_out_without_a_word() -> None:
+    messages = calling(content="Seven.", reasoning_content="Four and three.", thinking="Three and four.")
     with pytest.raises(DataError, match="leaves out reasoning of message 1"):
-        trained("glm-z1", calling(content="<think>Four and three.</think>Seven."), tools=None)
+        trained("qwen3", messages, tools=None)
 
 
 def test_a_thought_within_the_content_is_trained_where_it_is_written() -> None:
@@ -59,15 +70,15 @@ def test_a_thought_is_written_as_a_thought_though_the_template_writes_an_empty_o
     messages[2] = {"role": "tool", "content": "1"}
     text = trained(family, messages)
     assert text.startswith("\n<think>I add.</think>\nYes.\n<tool_call>add") and text.count("<think>") == 1
-    row = sft_tokens(messages, published_chat(family), tools=TOOLS)
+    ((_, turn),) = runs(sft_row(messages, published_chat(family), tools=TOOLS))
     ids = ids_of(published_tokenizer(family), PUBLISHED[family].words)
-    assert [row.tokens[-row.response_length :].count(i) for i in ids] == [1] * len(ids)
+    assert [turn.count(i) for i in ids] == [1] * len(ids)
 
 
 def test_a_user_cannot_write_a_thought() -> None:
     messages = calling(content="Yes.")
     messages[0] = {"role": "user", "content": "<think>Go.</think>"}
-    row = sft_tokens(messages, published_chat("glm4.6"))
+    (row,) = sft_row(messages, published_chat("glm4.6")).samples
     ids = ids_of(published_tokenizer("glm4.6"), PUBLISHED["glm4.6"].words)
     assert [row.tokens.count(i) for i in ids] == [1, 1], "the empty thought of the answer, and no other"
 
@@ -78,16 +89,21 @@ def test_two_calls_of_one_name_are_both_trained(family: str) -> None:
     assert text.count("search") == 2 and text.index('{"q": "a"}') < text.index('{"q": "b"}')
 
 
-def test_the_second_of_two_equal_calls_is_missed_where_a_template_drops_it() -> None:
-    tokenizer = published_tokenizer("kimi-k2")
-    template = tokenizer.chat_template
-    tokenizer.chat_template = template.replace("for c in m.tool_calls", "for c in m.tool_calls[:1]")
-    try:
-        for second in ({"q": "a"}, {"q": "b"}, {}):
-            with pytest.raises(DataError, match="leaves out tool call search of message 1"):
-                trained("kimi-k2", calling(("search", {"q": "a"}), ("search", second)))
-    finally:
-        tokenizer.chat_template = template
+@pytest.mark.parametrize("second", [{"q": "a"}, {"q": "b"}, {}])
+def test_of_calls_at_once_none_is_lost_where_a_template_writes_one_a_turn(second: dict[str, Any]) -> None:
+    """Each becomes a turn behind the results of those before; without them nothing says what the model would read."""
+    chat, tokenizer = published_chat("llama3.1"), published_tokenizer("llama3.1")
+    asked, answer, _ = calling(("search", {"q": "a"}), ("search", second))
+    results = [{"role": "tool", "content": f"r{i}", "tool_call_id": f"functions.search:{i}"} for i in (1, 0)]
+    row = sft_row([asked, answer, *results], chat)
+    calls = [f'{{"name": "search", "parameters": {json.dumps(q)}}}<|eot_id|>' for q in ({"q": "a"}, second)]
+    assert spans(tokenizer, row) == calls
+    before, _ = runs(row)[1]
+    assert tokenizer.decode(before).count('"r0"') == 1 and '"r1"' not in tokenizer.decode(before)
+    with pytest.raises(
+        DataError, match="2 calls at once, of which this chat template writes 1 in a turn, and 0 results"
+    ):
+        sft_row([asked, answer], chat)
 
 
 @pytest.mark.parametrize("family", ["llama3", "smollm2", "glm4", "kimi-k2 before calls"])
@@ -96,9 +112,24 @@ def test_a_call_that_a_template_does_not_write_is_refused(family: str) -> None:
         trained(family, calling(("add", {"a": 1})), tools=None)
 
 
-def test_content_beside_a_call_is_missed_where_a_template_drops_it() -> None:
-    with pytest.raises(DataError, match="leaves out content of message 1"):
-        trained("llama3.1", calling(("add", {"a": 1}), content="I add."))
+@pytest.mark.parametrize("family", ["llama3.1", "deepseek-v3"])
+def test_words_beside_a_call_that_a_template_has_no_place_for_are_named(family: str) -> None:
+    row = sft_row(calling(("add", {"a": 1}), content="I add."), published_chat(family))
+    assert row.left_out == {"words beside a call"}
+    assert row.samples == sft_row(calling(("add", {"a": 1})), published_chat(family)).samples
+
+
+def test_tools_that_a_template_has_no_place_for_are_named() -> None:
+    assert sft_row(calling(content="Hi."), published_chat("smollm2"), tools=TOOLS).left_out == {"tools"}
+    assert not sft_row(calling(content="Hi."), published_chat("qwen2.5"), tools=TOOLS).left_out
+
+
+def test_what_others_say_is_never_left_out() -> None:
+    """Templates pass over roles that they do not know."""
+    for role, content in (("ipython", "21"), ("observation", "21")):
+        messages = [*calling(content="Yes.")[:2], {"role": role, "content": content}, *calling(content="No.")[:2]]
+        with pytest.raises(DataError, match=rf"leaves out message 2 \(role {role}\): '21'"):
+            trained("qwen2.5", messages, tools=None)
 
 
 @pytest.mark.parametrize("family", ["qwen2.5", "llama3.1", "mistral"])
@@ -117,12 +148,6 @@ def test_a_template_that_pastes_arguments_gets_text(as_text: bool) -> None:
     given = json.dumps(arguments) if as_text else arguments
     text = trained("deepseek-v3", calling(("add", given), ("search", given), content=None), tools=None)
     assert text.count('```json\n{"a": 1}\n```') == 2 and text.endswith(PUBLISHED["deepseek-v3"].ends[0])
-
-
-def test_a_call_that_no_token_ends_is_refused() -> None:
-    """As DeepSeek-V3's own template writes a single one."""
-    with pytest.raises(DataError, match="writes no token at which engines stop"):
-        trained("deepseek-v3", calling(("add", '{"a": 1}'), content=None), tools=None)
 
 
 def test_arguments_are_never_written_as_python_writes_an_object() -> None:

@@ -1,23 +1,30 @@
-"""Masks of fine-tuning under the chat templates of model families: proven, with the token that ends a turn, or refused.
+"""Samples of fine-tuning under the chat templates of model families: each turn behind its prompt, with its proper end.
 
-The tokenizers are real where a package brings them (`tests/support/chat_templates.py`).
+The tokenizers are real where a package brings them (`tests/support/chat_templates.py`). The oracle is transformers'
+`apply_chat_template` and what is written down by hand of each family (`tests/support/sft_families.py`).
 """
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from slime.core.errors import DataError
-from slime.data.sft import sft_tokens
+from slime.data.sft import sft_row
+from tests.support import sft_families
 from tests.support.chat_templates import (
     DEEPSEEK_END,
     PUBLISHED,
     ids_of,
     published_chat,
     published_tokenizer,
+    runs,
     spans,
     tekken_file,
 )
+from tests.support.sft_corpus import Row, corpus
 
 TALK = [
     {"role": "user", "content": "Two and two?"},
@@ -25,98 +32,163 @@ TALK = [
     {"role": "user", "content": "And three?"},
     {"role": "assistant", "content": "Seven, then."},
 ]
-GOES_ON = [*TALK, {"role": "user", "content": "Thanks."}]
 NO_THOUGHT = "\n<think></think>"
 
 
 CASES = {
-    "qwen2.5": (TALK, "", "<|im_end|>"),
-    "smollm2": (TALK, "", "<|im_end|>"),
-    "deepseek-v3": (TALK, "", DEEPSEEK_END),
-    "gemma3": (TALK, "", "<end_of_turn>"),
-    "gemma3 of its package": (TALK, "", "<end_of_turn>"),
-    "llama3": (TALK, "", "<|eot_id|>"),
-    "llama3.1": (TALK, "", "<|eot_id|>"),
-    "llama3.1 of its package": (TALK, "", "<|eot_id|>"),
-    "mistral": (TALK, "", "</s>"),
-    "glm4": (GOES_ON, "\n", "<|user|>"),
-    "glm-z1": (GOES_ON, "\n", "<|user|>"),
-    "glm4.6": (GOES_ON, f"{NO_THOUGHT}\n", "<|user|>"),
-    "glm4.6 without words": (GOES_ON, f"{NO_THOUGHT}\n", "<|user|>"),
-    "kimi-k2": (TALK, "", "<|im_end|>"),
-    "kimi-k2 before calls": (TALK, "", "<|im_end|>"),
-    "phi3": (TALK, "", "<|end|>"),
-    "phi3.5": (TALK, "", "<|end|>"),
-    "phi4": (TALK, "", "<|im_end|>"),
+    "qwen2.5": ("", "<|im_end|>"),
+    "smollm2": ("", "<|im_end|>"),
+    "deepseek-v3": ("", DEEPSEEK_END),
+    "gemma3": ("", "<end_of_turn>"),
+    "gemma3 of its package": ("", "<end_of_turn>"),
+    "llama3": ("", "<|eot_id|>"),
+    "llama3.1": ("", "<|eot_id|>"),
+    "llama3.1 of its package": ("", "<|eot_id|>"),
+    "mistral": ("", "</s>"),
+    "glm4": ("\n", "<|user|>"),
+    "glm-z1": ("\n", "<|user|>"),
+    "glm4.6": (f"{NO_THOUGHT}\n", "<|user|>"),
+    "glm4.6 without words": (f"{NO_THOUGHT}\n", "<|user|>"),
+    "kimi-k2": ("", "<|im_end|>"),
+    "kimi-k2 before calls": ("", "<|im_end|>"),
+    "phi3": ("", "<|end|>"),
+    "phi3.5": ("", "<|end|>"),
+    "phi4": ("", "<|im_end|>"),
 }
-"""Family -> (conversation, what stands before an answer, what ends it)."""
+"""Family -> (what stands before an answer, what ends it)."""
 FAMILIES = [pytest.param(f, marks=pytest.mark.slow) if f == "gemma3 of its package" else f for f in CASES]
 """Gemma's tokenizer takes ten seconds to load."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_is_trained_with_the_token_that_ends_it_and_nothing_behind(family: str) -> None:
-    messages, before, end = CASES[family]
-    tokenizer, chat = published_tokenizer(family), published_chat(family)
-    row = sft_tokens(messages, chat)
+    before, end = CASES[family]
+    tokenizer = published_tokenizer(family)
+    row = sft_row(TALK, published_chat(family))
     assert spans(tokenizer, row) == [f"{before}Four.{end}", f"{before}Seven, then.{end}"]
-    assert end in PUBLISHED[family].ends and row.tokens[-1] == ids_of(tokenizer, [end])[0]
+    assert end in PUBLISHED[family].ends and len(row.samples) == 1
+    assert row.samples[0].tokens[-1] == ids_of(tokenizer, [end])[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_turn_follows_the_ids_of_its_prompt(family: str) -> None:
     """Law: what stands before an answer are the ids that an engine would get for it."""
-    messages, before, end = CASES[family]
-    tokenizer, chat = published_tokenizer(family), published_chat(family)
-    row = sft_tokens(messages, chat)
-    for number in (1, 3):
-        prompt = chat.encode(chat.render(messages[:number]))
-        assert list(row.tokens[: len(prompt)]) == prompt
-        answer = f"{before}{messages[number]['content']}{end}"
-        assert tokenizer.decode(row.tokens[len(prompt) :]).startswith(answer)
+    tokenizer = published_tokenizer(family)
+    for number, (prompt, _) in zip((1, 3), runs(sft_row(TALK, published_chat(family))), strict=True):
+        own = tokenizer.apply_chat_template(TALK[:number], add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert prompt == own
 
 
-def test_qwen3_trains_its_last_turn_with_its_thought() -> None:
-    messages = [*TALK[:2], TALK[2], {**TALK[3], "reasoning_content": "4 + 3"}]
-    with pytest.raises(DataError, match="rewrites earlier turns"):
-        sft_tokens(messages, published_chat("qwen3"))
-    messages[1] = {**messages[1], "step_loss_mask": 0}
-    row = sft_tokens(messages, published_chat("qwen3"))
-    assert spans(published_tokenizer("qwen3"), row) == ["<think>\n4 + 3\n</think>\n\nSeven, then.<|im_end|>"]
+KINDS = list({row.kind: row for row in corpus()}.values())
+"""A row of each kind."""
 
 
-@pytest.mark.parametrize("family", ["glm4", "glm-z1", "glm4.6", "glm4.6 without words"])
-def test_an_answer_that_no_token_ends_is_refused(family: str) -> None:
-    with pytest.raises(DataError, match=r"writes no token at which engines stop .* behind message 3"):
-        sft_tokens(TALK, published_chat(family))
+@pytest.mark.parametrize("family", sft_families.FAMILIES)
+def test_each_turn_of_any_row_is_trained_once_under_its_prompt(family: str) -> None:
+    """Law: all that the model would have sampled, behind what it would have read, and nothing else."""
+    assert _refused(family, KINDS) <= 2
 
 
-def test_an_answer_to_another_prompt_than_the_model_gets_is_refused() -> None:
-    """DeepSeek-R1's prompt begins a thought, which its template takes out of every answer."""
-    with pytest.raises(DataError, match=r"asks for message 1 with .*<think>.* answer to another prompt"):
-        sft_tokens(TALK[:2], published_chat("deepseek-r1"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sft_families.FAMILIES)
+def test_at_most_one_row_of_a_hundred_is_refused(family: str) -> None:
+    rows = corpus()
+    assert _refused(family, rows) <= len(rows) // 100 == 2
 
 
-def test_a_tool_result_may_end_a_turn() -> None:
-    """GLM-4.6 with its thought, which it keeps behind the last question."""
-    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": "two"}'}}
-    messages = [
-        TALK[0],
-        {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [call]},
-        {"role": "tool", "content": "4"},
-        {**TALK[1], "step_loss_mask": 0},
+def _refused(family: str, rows: list[Row]) -> int:
+    """How many of the rows are, and rightly; of the others the samples are right."""
+    chat, tokenizer = published_chat(family), published_tokenizer(family)
+    num_refused = 0
+    for row in rows:
+        try:
+            turns = sft_families.expected(family, row)
+        except sft_families.RefusedError:
+            num_refused += 1
+            with pytest.raises(DataError, match="; do: "):
+                sft_row(row.messages, chat, tools=row.tools)
+            continue
+        made = sft_row(row.messages, chat, tools=row.tools)
+        assert [(chat.decode(a), chat.decode(b)) for a, b in runs(made)] == turns, row
+        assert made.left_out == sft_families.left_out(family, row), row
+        if not any(text in str(row.messages) for text in ("<|im_end|> or",)):  # as ordinary text, not as tokens
+            ids = [(_encoded(tokenizer, a), _encoded(tokenizer, b)) for a, b in turns]
+            assert runs(made) == ids, row
+            goes_on = [new[: len(a) + len(b)] == a + b for (a, b), (new, _) in itertools.pairwise(ids)]
+            assert len(made.samples) == 1 + goes_on.count(False), row
+    return num_refused
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_the_masks_are_those_that_the_public_names_promise() -> None:
+    """`--loss-mask-type`: each assistant turn (qwen), also under a template that drops thoughts (qwen3), and the last
+    message behind its prompt alone (distill_qwen)."""
+    thinking = [TALK[0], {**TALK[1], "reasoning_content": "2 + 2"}, TALK[2], {**TALK[3], "reasoning_content": "4 + 3"}]
+    assert spans(published_tokenizer("qwen2.5"), sft_row(TALK, published_chat("qwen2.5"))) == [
+        "Four.<|im_end|>",
+        "Seven, then.<|im_end|>",
     ]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    row = sft_tokens(messages, published_chat("glm4.6"), tools=tools)
-    arguments = "<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n<arg_value>two</arg_value>\n"
-    expected = f"\n<think>I add.</think>\n<tool_call>add\n{arguments}</tool_call><|observation|>"
-    assert spans(published_tokenizer("glm4.6"), row) == [expected]
+    row = sft_row(thinking, published_chat("qwen3"))
+    assert spans(published_tokenizer("qwen3"), row) == [
+        "<think>\n2 + 2\n</think>\n\nFour.<|im_end|>",
+        "<think>\n4 + 3\n</think>\n\nSeven, then.<|im_end|>",
+    ]
+    tokenizer = published_tokenizer("deepseek-r1")
+    answer = "<think>\n4 + 3\n</think>\n\nSeven, then."
+    messages = [TALK[0], {**TALK[1], "step_loss_mask": 0}, TALK[2], {"role": "assistant", "content": answer}]
+    ((prompt, turn),) = runs(sft_row(messages, published_chat("deepseek-r1")))
+    asked = [TALK[0], TALK[1], TALK[2]]
+    assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    assert "<think>\n" + tokenizer.decode(turn) == answer + DEEPSEEK_END
+
+
+@pytest.mark.parametrize("family", ["glm4", "glm-z1", "glm4.6", "glm4.6 without words", "glm4.7"])
+@pytest.mark.parametrize(
+    ("follows", "end"),
+    [
+        ([], "<|user|>"),
+        ([{"role": "user", "content": "Thanks."}], "<|user|>"),
+        ([{"role": "assistant", "content": "More.", "weight": 0}], "<|user|>"),
+        ([{"role": "tool", "content": "7"}], "<|observation|>"),
+    ],
+)
+def test_the_end_of_a_glm_turn_is_the_header_of_what_would_follow(
+    family: str, follows: list[dict[str, Any]], end: str
+) -> None:
+    assert spans(published_tokenizer(family), sft_row([*TALK[:2], *follows], published_chat(family)))[0].endswith(end)
+
+
+@pytest.mark.parametrize("family", ["glm4.6", "glm4.7"])
+@pytest.mark.parametrize("follows", [[], [{"role": "tool", "content": "4"}], [{"role": "user", "content": "Well?"}]])
+def test_a_glm_turn_that_calls_ends_with_the_header_of_a_result(family: str, follows: list[dict[str, Any]]) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}, *follows]
+    (text,) = spans(published_tokenizer(family), sft_row(messages, published_chat(family)))
+    assert text.endswith("</tool_call><|observation|>")
+
+
+def test_a_single_call_of_deepseek_ends_as_two_do() -> None:
+    """Its template forgets the end behind one, in every round."""
+    messages: list[dict[str, Any]] = [TALK[0]]
+    for name in ("add", "sub"):
+        call = {"type": "function", "function": {"name": name, "arguments": '{"a": 1}'}}
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+    texts = spans(published_tokenizer("deepseek-v3"), sft_row(messages, published_chat("deepseek-v3")))
+    assert texts == [
+        "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function"
+        f'<\uff5ctool\u2581sep\uff5c>{name}\n```json\n{{"a": 1}}\n```<\uff5ctool\u2581call\u2581end\uff5c>'
+        f"<\uff5ctool\u2581calls\u2581end\uff5c>{DEEPSEEK_END}"
+        for name in ("add", "sub")
+    ]
 
 
 def test_a_template_that_always_writes_a_generation_prompt_is_refused() -> None:
     """That of Llama 3 as its package has it."""
     with pytest.raises(DataError, match="on which add_generation_prompt changes nothing"):
-        sft_tokens(TALK[:2], published_chat("llama3 of its package"))
+        sft_row(TALK[:2], published_chat("llama3 of its package"))
 
 
 def test_a_template_that_never_writes_a_generation_prompt_is_refused() -> None:
@@ -125,7 +197,7 @@ def test_a_template_that_never_writes_a_generation_prompt_is_refused() -> None:
     tokenizer.chat_template = template[:at]
     try:
         with pytest.raises(DataError, match="on which add_generation_prompt changes nothing"):
-            sft_tokens(TALK[:2], published_chat("phi4"))
+            sft_row(TALK[:2], published_chat("phi4"))
     finally:
         tokenizer.chat_template = template
 
@@ -135,7 +207,7 @@ def test_an_end_that_the_checkpoint_does_not_name_is_not_guessed() -> None:
     from slime.data.chat import ChatRenderer
 
     with pytest.raises(DataError, match=r"engines stop \(<\|end_of_text\|>\).*generation_config\.json"):
-        sft_tokens(TALK, ChatRenderer(published_tokenizer("llama3")))
+        sft_row(TALK, ChatRenderer(published_tokenizer("llama3")))
 
 
 def test_the_ids_are_those_of_mistrals_own_package() -> None:
@@ -147,15 +219,14 @@ def test_the_ids_are_those_of_mistrals_own_package() -> None:
     own = MistralTokenizer.from_file(str(tekken_file()), mode=ValidationMode.finetuning)
     kinds = {"user": UserMessage, "assistant": AssistantMessage}
     request = ChatCompletionRequest(messages=[kinds[m["role"]](content=m["content"]) for m in TALK])
-    row = sft_tokens(TALK, published_chat("mistral"))
+    (row,) = sft_row(TALK, published_chat("mistral")).samples
     assert list(row.tokens) == own.encode_chat_completion(request).tokens
 
 
-def test_the_channels_that_gpt_oss_writes_are_trained_and_the_end_of_its_last_answer() -> None:
-    tokenizer, chat = published_tokenizer("gpt-oss"), published_chat("gpt-oss")
-    row = sft_tokens([TALK[0], {**TALK[1], "thinking": "A sum."}], chat)
-    trained = [i for i, m in zip(row.tokens[-row.response_length :], row.loss_mask, strict=True) if m]
+def test_an_old_answer_of_gpt_oss_ends_with_return_and_is_history_with_end() -> None:
+    tokenizer = published_tokenizer("gpt-oss")
+    row = sft_row([TALK[0], {**TALK[1], "thinking": "A sum."}, *TALK[2:]], published_chat("gpt-oss"))
     thought = "<|channel|>analysis<|message|>A sum.<|end|><|start|>assistant"
-    assert tokenizer.decode(trained) == f"{thought}<|channel|>final<|message|>Four.<|return|>"
-    with pytest.raises(DataError, match="rewrites earlier turns"):  # an answer that is not the last ends otherwise
-        sft_tokens(TALK, chat)
+    final = "<|channel|>final<|message|>"
+    assert spans(tokenizer, row) == [f"{thought}{final}Four.<|return|>", f"{final}Seven, then.<|return|>"]
+    assert f"{final}Four.<|end|>" in tokenizer.decode(row.samples[1].tokens)

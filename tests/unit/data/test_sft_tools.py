@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
-from slime.data.sft import STEP_MASK_KEY, sft_tokens
+from slime.data.sft import sft_row
 from tests.support.chat_templates import published_chat, published_tokenizer, spans
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
@@ -30,36 +30,31 @@ def conversation(content: str, *, as_text: bool) -> list[dict[str, Any]]:
 
 def test_calls_and_answers_are_trained_and_results_are_not() -> None:
     tokenizer = published_tokenizer("qwen2.5")
-    row = sft_tokens(conversation("", as_text=False), published_chat("qwen2.5"), tools=TOOLS)
+    row = sft_row(conversation("", as_text=False), published_chat("qwen2.5"), tools=TOOLS)
     call, answer, last = spans(tokenizer, row)
     assert json.loads(call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call><|im_end|>")) == {
         "name": "calculate",
         "arguments": {"expression": "17*23"},
     }
     assert (answer, last) == ("It is 391.<|im_end|>", "4.<|im_end|>")
-    text = tokenizer.decode(row.tokens)
+    text = tokenizer.decode(row.samples[0].tokens)
     assert "TOOL391" in text and '"description": "Sums."' in text
 
 
-def test_a_template_that_rewrites_earlier_turns_trains_the_last() -> None:
+@pytest.mark.parametrize("key", ["step_loss_mask", "weight"])
+def test_a_masked_turn_is_context(key: str) -> None:
     tokenizer = published_tokenizer("qwen3")
     messages = conversation("", as_text=False)
-    with pytest.raises(DataError, match="rewrites earlier turns"):
-        sft_tokens(messages, published_chat("qwen3"), tools=TOOLS)
     for message in (messages[1], messages[3]):
-        message[STEP_MASK_KEY] = 0
-    row = sft_tokens(messages, published_chat("qwen3", enable_thinking=False), tools=TOOLS)
-    assert spans(tokenizer, row) == ["4.<|im_end|>"] and "calculate" in tokenizer.decode(row.tokens)
+        message[key] = 0
+    row = sft_row(messages, published_chat("qwen3", enable_thinking=False), tools=TOOLS)
+    assert spans(tokenizer, row) == ["4.<|im_end|>"] and "calculate" in tokenizer.decode(row.samples[0].tokens)
+    messages[5][key] = 0.5
+    with pytest.raises(DataError, match=f'"{key}": 0.5 in a message'):
+        sft_row(messages, published_chat("qwen3"), tools=TOOLS)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "smollm2"])
-def test_a_call_that_the_template_leaves_out_is_refused(family: str) -> None:
-    """Law: no row trains an empty turn because a template knows no tools or wants the message written otherwise."""
+def test_a_call_that_the_template_leaves_out_is_refused() -> None:
+    """Law: no row trains an empty turn because a template knows no calls."""
     with pytest.raises(DataError, match="leaves out tool call calculate"):
-        sft_tokens(conversation("", as_text=True), published_chat(family), tools=TOOLS)
-
-
-def test_tools_that_the_template_leaves_out_are_refused() -> None:
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
-    with pytest.raises(DataError, match="leaves out tool calculate"):
-        sft_tokens(messages, published_chat("smollm2"), tools=TOOLS)
+        sft_row(conversation("", as_text=True), published_chat("smollm2"), tools=TOOLS)

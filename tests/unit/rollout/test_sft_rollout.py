@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DataError
+from slime.rollout import sft
 from slime.rollout.manager import RolloutManager
 from tests.support.rollout import rollout_args
+from tests.support.tiny import FORGETFUL_TEMPLATE, write_tokenizer
 
 SFT = ("--rollout-function-path", "slime.rollout.sft.generate_rollout", "--n-samples-per-prompt", "1")
 
@@ -43,6 +45,39 @@ def test_the_mask_is_the_answer_and_its_end(tmp_path: Path) -> None:
         assert sample.rollout_log_probs is None and sample.loss_mask.tolist() == [1.0, 1.0]
         assert sample.tokens[-1] == 1 and sample.reward == 0.0
     assert metrics["rollout/trained_tokens"] == 8.0
+
+
+def test_a_row_of_several_samples_is_one_execution(tmp_path: Path) -> None:
+    """Law: batch size, ledger and means count rows, whatever number of samples a template makes of them."""
+    turns = [("1+1=", "2"), ("1+1=", "two", "2+1=", "3"), ("1+1=", "two", "2+1=", "three", "3+1=", "4"), ("5", "6")]
+    data = tmp_path / "talks.jsonl"
+    talks = [[{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)] for texts in turns]
+    data.write_text("".join(json.dumps({"input": talk}) + "\n" for talk in talks))
+    args = rollout_args(tmp_path, *SFT, "--prompt-data", str(data), "--rollout-batch-size", "4").replace(label_key=None)
+    write_tokenizer(Path(args.hf_checkpoint), chat_template=FORGETFUL_TEMPLATE)
+    batch, metrics, ledger = step(args)
+    assert batch.num_executions == 4 == ledger["data/trained"]
+    by_row = [[s for s in batch.samples if s.group_index == row] for row in range(4)]
+    assert sorted(map(len, by_row)) == [1, 1, 2, 3] and len({s.index for s in batch.samples}) == 4
+    assert metrics["rollout/trained_tokens"] == sum(len(t) + 1 for texts in turns for t in texts[1::2])
+    assert metrics["rollout/total_len/mean"] == sum(len(s.tokens) for s in batch.samples) / 4
+
+
+def test_what_a_template_has_no_place_for_is_counted_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = {"role": "assistant", "content": "2", "reasoning_content": "one and one"}
+    data = tmp_path / "thoughts.jsonl"
+    rows = [{"input": [{"role": "user", "content": "1+1="}, answer]}, {"input": [{"role": "user", "content": "1"}]}]
+    rows.append({"input": [{"role": "user", "content": "2+1="}, {"role": "assistant", "content": "3"}]})
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = rollout_args(tmp_path, *SFT, "--prompt-data", str(data), "--rollout-batch-size", "2").replace(label_key=None)
+    sft._warn.cache_clear()
+    for _ in range(2):
+        _, metrics, _ = step(args)
+        assert metrics["rollout/num_rows_without_reasoning"] == 1.0 == metrics["rollout/num_filtered_groups"]
+    logged = [r.message for r in caplog.records if "has no place for reasoning" in r.message]
+    assert len(logged) == 1 and "rollout/num_rows_without_reasoning" in logged[0]
 
 
 def test_a_turn_ends_with_a_token_of_the_generation_config(tmp_path: Path) -> None:

@@ -42,10 +42,13 @@ def test_one_sample_by_itself_shares_with_nobody(base: list[str], flags: str) ->
     assert parse_args([*base, SHARED, "--micro-batch-size", "4"]).use_prefix_sharing
 
 
-@pytest.mark.parametrize("flags", ["--loss-type sft_loss", "--n-samples-per-prompt 1 --no-rewards-normalization"])
-def test_a_run_without_groups_is_told_so(base: list[str], flags: str) -> None:
-    args = parse_args([*base, SHARED, *flags.split()])
+def test_a_run_without_groups_is_told_so(base: list[str]) -> None:
+    args = parse_args([*base, SHARED, "--n-samples-per-prompt", "1", "--no-rewards-normalization"])
     assert not args.use_prefix_sharing and "use_prefix_sharing True, which needs several samples" in listed(args)
+
+
+def test_turns_of_a_conversation_are_samples_that_begin_alike(base: list[str]) -> None:
+    assert parse_args([*base, SHARED, "--loss-type", "sft_loss"]).use_prefix_sharing
 
 
 @pytest.mark.parametrize("flag", ["--custom-generate-function-path", "--rollout-function-path"])

@@ -1,0 +1,382 @@
+"""Conversations in the spelling that a chat template reads.
+
+Data sets write one thing in several ways: a thought in `reasoning_content`, in `thinking` or within the content; the
+arguments of a call as an object or as JSON text; content beside a call as null, as "" or not at all. Of these a
+template reads one; it fails at the others or leaves them out without a word. Some write one call a turn, some have no
+place for thoughts or tools. Which, shows on conversations of two messages (`Spelling.of`), once for each template.
+
+Invariants
+1. A message keeps all that the template has a place for. What it has none for is named (`Spelled.left_out`), and is
+   never a call or an answer.
+2. Calls of one message become calls of several only where the template writes fewer, each behind the results of those
+   before it: as the model would have made them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slime.core.errors import DataError
+from slime.data.said import REASONING_KEYS, decoded, encoded, functions, unsaid
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str | None]
+"""Messages, tools, and whether a generation prompt is asked for, to text; None where that is not known. Raises
+`DataError` with the template's complaint."""
+
+MASK_KEYS = ("step_loss_mask", "weight")
+"""`0` in an assistant message: context only, not trained. The second is that of OpenAI's fine-tuning files."""
+REASONING, WORDS, TOOLS = "reasoning", "words beside a call", "tools"
+"""What a template may have no place for."""
+THOUGHT_BEGINS, THOUGHT_ENDS = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
+"""How a generation prompt ends that begins a thought for the model, or that ends it."""
+
+QUESTION: Message = {"role": "user", "content": "probe of a question"}
+_ANSWER, _THOUGHT, _INSTRUCTION = "probe of an answer", "probe of a thought", "probe of an instruction"
+_PLACES = ("a first place", "a second place", "a third place")
+_NAME = "probe_of_a_call"
+_FUNCTION = {
+    "name": _NAME,
+    "description": "A probe.",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "A probe."}}},
+}
+_TOOL = {"type": "function", "function": _FUNCTION}
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How a template reads a message with calls."""
+
+    empty: Mapping[str, Any] = field(default_factory=lambda: {"content": ""})
+    """The content of one without text."""
+    as_text: bool = False
+    """Arguments are JSON text, not objects."""
+    by_id: bool = False
+    """A call's id is written in place of its name, and holds it (Kimi-K2: `functions.NAME:NUMBER`)."""
+    most: int | None = None
+    """Calls in one message; None: any number."""
+    with_words: bool = True
+    """A text may stand beside a call."""
+    with_words_and_thought: bool = True
+    """And a thought beside both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A conversation for one template."""
+
+    messages: list[dict[str, Any]]
+    rows: list[int]
+    """Of each message, which one of the row it comes from."""
+    left_out: list[frozenset[str]]
+    """Of each message, what the template has no place for."""
+    tools: list[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """What a template reads, and where."""
+
+    thought_key: str | None = None
+    """The field of a message from which it takes a thought."""
+    thought_end: str = ""
+    """What it writes between a thought and an answer."""
+    splits_thoughts: bool = False
+    """It takes thoughts out of the content, so that the model has them there."""
+    pastes_thoughts: bool = False
+    """It leaves them in the content, though it has a field for them."""
+    begins_thoughts: bool = False
+    """Its generation prompt ends with `<think>`."""
+    ends_thoughts: bool = False
+    """Its generation prompt ends with `</think>`: the model is asked for an answer without a thought."""
+    calls: Calls | None = None
+    """None: it writes no calls."""
+    reads_developer: bool = False
+    """It knows the role `developer`."""
+    reads_bare_tools: bool = False
+    """It writes descriptions of tools without a level `function`, too."""
+
+    @classmethod
+    def of(cls, render: Render) -> Spelling | None:
+        """What two messages each show of a template; None where `render` does not know."""
+        try:
+            return _probed(_Probe(render))
+        except _NotKnownError:
+            return None
+
+    def spell(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Spelled:
+        """A conversation as the template reads it. Raises `DataError` for calls whose results are missing."""
+        plain = [self._message(m) for m in messages]
+        apart = list(_apart([m for m, _ in plain], self.calls or Calls()))
+        spelled = [m for m, _ in apart]
+        if self.calls is not None and self.calls.by_id:
+            spelled = _with_named_ids(spelled)
+        wrapped = [self._tool(tool) for tool in tools] if tools else None
+        return Spelled(spelled, [row for _, row in apart], [plain[row][1] for _, row in apart], wrapped)
+
+    def _tool(self, tool: Any) -> Any:
+        bare = isinstance(tool, Mapping) and "function" not in tool and "name" in tool
+        return {"type": "function", "function": tool} if bare and not self.reads_bare_tools else tool
+
+    @property
+    def _roles(self) -> Mapping[str, str]:
+        """Roles of OpenAI's that most templates pass over."""
+        return {"function": "tool"} | ({} if self.reads_developer else {"developer": "system"})
+
+    def _message(self, message: Message) -> tuple[dict[str, Any], frozenset[str]]:
+        kept = {k: v for k, v in message.items() if v is not None and k not in MASK_KEYS}
+        kept["content"] = _joined(message.get("content"))
+        if kept["role"] != "assistant":
+            kept["role"] = self._roles.get(kept["role"], kept["role"])
+            return kept, frozenset()
+        if isinstance(called := kept.pop("function_call", None), Mapping):  # OpenAI's older form
+            kept.setdefault("tool_calls", [called])
+        calls = kept.pop("tool_calls", None)
+        left_out = self._thought(kept)
+        if isinstance(calls, list | tuple) and calls:
+            return self._calling(kept, calls, left_out)
+        return kept, frozenset(left_out)
+
+    def _thought(self, message: dict[str, Any]) -> set[str]:
+        """Puts the thought where the template reads it. Returns what it has no place for."""
+        thoughts = {message[k] for k in REASONING_KEYS if isinstance(message.get(k), str) and message[k].strip()}
+        if len(thoughts) > 1:  # which of them is the thought is not for us to say
+            return set()
+        for key in REASONING_KEYS:
+            message.pop(key, None)
+        content = message["content"]
+        if self.ends_thoughts:
+            if isinstance(content, str) and "</think>" in content:
+                thought, _, message["content"] = content.rpartition("</think>")
+                message["content"] = message["content"].lstrip("\n")
+                thoughts |= {thought.rpartition("<think>")[2].strip()} - {""}
+            return {REASONING} if thoughts else set()
+        if self.pastes_thoughts and not thoughts and isinstance(content, str):
+            thought, ended, answer = content.partition("</think>")
+            if ended and thought.lstrip().startswith("<think>"):
+                thoughts = {thought.lstrip().removeprefix("<think>").strip()}
+                message["content"] = answer.lstrip("\n")
+        if thoughts and (self.thought_key is not None or self.begins_thoughts):
+            message[self.thought_key or REASONING_KEYS[0]] = thoughts.pop()
+        elif thoughts and self.splits_thoughts and isinstance(content, str):
+            message["content"] = f"<think>\n{thoughts.pop().strip()}\n</think>\n\n{content}"
+        return {REASONING} if thoughts else set()
+
+    def _calling(
+        self, message: dict[str, Any], calls: Sequence[Any], left_out: set[str]
+    ) -> tuple[dict[str, Any], frozenset[str]]:
+        form = self.calls or Calls()
+        spelled = [_call(call, form.as_text) for call in calls]
+        if not message["content"]:
+            del message["content"]
+            message |= form.empty
+        elif not (form.with_words if self._is_thoughtless(message) else form.with_words_and_thought):
+            message |= {"content": ""}
+            message |= form.empty
+            left_out = left_out | {WORDS}
+        return {**message, "tool_calls": spelled}, frozenset(left_out)
+
+    def _is_thoughtless(self, message: Message) -> bool:
+        return self.thought_key is None or self.thought_key not in message
+
+
+def is_trained(message: Message) -> bool:
+    """Whether a message is one to learn from. Raises `DataError` for a weight that is neither 0 nor 1."""
+    for key in MASK_KEYS:
+        if (value := message.get(key)) is not None and value not in (0, 1):
+            raise DataError(f'got "{key}": {value!r} in a message, which is learned or not; do: write 1 or 0')
+    return message.get("role") == "assistant" and all(message.get(key) != 0 for key in MASK_KEYS)
+
+
+def _joined(content: Any) -> Any:
+    """Parts that are all text as one text: some templates write no parts, some write them as Python does."""
+    if content is None:
+        return ""
+    if isinstance(content, list | tuple):
+        texts = [part if isinstance(part, str) else _text(part) for part in content]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    return content
+
+
+def _text(part: Any) -> Any:
+    return part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+
+
+def _call(call: Any, as_text: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if not isinstance(call.get("function"), Mapping):
+        own = {k: call[k] for k in ("name", "arguments") if k in call}
+        call = {**{k: v for k, v in call.items() if k not in own}, "function": own}
+    arguments = (encoded if as_text else decoded)(call["function"].get("arguments") or {})
+    return {"type": "function", **call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[dict[str, Any], int]]:
+    """(message, its number) with at most so many calls in each, their results behind them."""
+    most, at = form.most, 0
+    while at < len(messages):
+        message, row = messages[at], at
+        at += 1
+        calls = message.get("tool_calls") or ()
+        if most is None or len(calls) <= most:
+            yield message, row
+            continue
+        results = list(itertools.takewhile(lambda i: messages[i].get("role") == "tool", range(at, len(messages))))
+        at += len(results)
+        for first in range(0, len(calls), most):
+            some = calls[first : first + most]
+            yield {**(message if first == 0 else {"role": message["role"], **form.empty}), "tool_calls": some}, row
+            own = _results_of(some, results, messages)
+            is_last = first + most >= len(calls)
+            if len(own) < len(some) and not is_last:
+                raise DataError(
+                    f"got message {row} with {len(calls)} calls at once, of which this chat template writes {most} in "
+                    f"a turn, and {len(own)} results for the first {len(some)}, so nothing says behind what the model "
+                    "would make the next call; do: put a tool message for each call behind it, or leave this row out"
+                )
+            for i in [*results] if is_last else own:
+                results.remove(i)
+                yield messages[i], i
+
+
+def _results_of(calls: Sequence[Any], results: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    """Numbers of the tool messages that answer these calls: by id, or in their order."""
+    ids = {call.get("id") for call in calls if isinstance(call, Mapping)} - {None}
+    by_id = [i for i in results if messages[i].get("tool_call_id") in ids]
+    return by_id if len(by_id) == len(calls) else list(results[: len(calls)])
+
+
+def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ids that say which function is called, counted through the conversation; results have that of their call."""
+    number = itertools.count()
+    waiting: dict[Any, list[str]] = {}
+    """Given id -> new ones whose results are to come."""
+    out = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                name = f"functions.{call['function'].get('name')}:{next(number)}"
+                own = str(call.get("id", ""))
+                new = own if own.rpartition(":")[0] == name.rpartition(":")[0] else name
+                waiting.setdefault(call.get("id"), []).append(new)
+                calls.append({**call, "id": new})
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool" and any(waiting.values()):
+            given = message.get("tool_call_id")
+            queue = waiting.get(given) or next(ids for ids in waiting.values() if ids)
+            message = {**message, "tool_call_id": queue.pop(0)}
+        out.append(message)
+    return out
+
+
+class _NotKnownError(Exception):
+    """What the template writes is not known here."""
+
+
+class _Probe:
+    """Asks a template for conversations of two messages."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+
+    def text(self, messages: Sequence[Message], tools: Any = None, *, asked: bool = False) -> str | None:
+        """None if the template refuses them."""
+        try:
+            text = self._render(messages, tools, asked)
+        except DataError:
+            return None
+        if text is None:
+            raise _NotKnownError
+        return text
+
+    def turn(self, message: Message, tools: Any = None) -> str:
+        """What it writes for an assistant's message behind a question; empty if it refuses."""
+        prompt, whole = self.text([QUESTION], tools), self.text([QUESTION, message], tools)
+        if prompt is None or whole is None:
+            return ""
+        same = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        return whole[same:]
+
+    def says(self, spelling: Spelling, message: Message) -> bool:
+        """Whether all of a message is in its turn, spelled so, with a tool in the prompt or without."""
+        (spelled,) = spelling.spell([message]).messages
+        turns = [self.turn(spelled, tools) for tools in ([_TOOL], None)]
+        return any(turn and not unsaid(message, turn) and _is_even(turn) for turn in turns)
+
+
+def _probed(probe: _Probe) -> Spelling:
+    prompt = probe.text([QUESTION], asked=True) or ""
+    begins, ends = bool(THOUGHT_BEGINS.search(prompt)), bool(THOUGHT_ENDS.search(prompt))
+    thoughtful = f"<think>{_THOUGHT}</think>{_ANSWER}"
+    within = probe.turn(_answer(content=thoughtful))
+    developer = {"role": "developer", "content": _INSTRUCTION}
+    spelling = Spelling(
+        splits_thoughts=_ANSWER in within and _THOUGHT not in within,
+        begins_thoughts=begins,
+        ends_thoughts=ends,
+        reads_developer=_INSTRUCTION in (probe.text([developer, QUESTION], asked=True) or ""),
+        reads_bare_tools=_NAME in (probe.text([QUESTION], [_FUNCTION], asked=True) or ""),
+    )
+    calls = _probed_calls(probe, spelling)
+    spelling = replace(spelling, calls=calls)
+    for key in () if ends else REASONING_KEYS:
+        turns = [probe.turn(_answer(**{key: _THOUGHT}))]
+        turns += [probe.turn(spelling.spell([_calling(1)]).messages[0] | {key: _THOUGHT})] if calls else []
+        if any(_THOUGHT in turn for turn in turns):
+            between = re.search(f"{_THOUGHT}(.*?){_ANSWER}", turns[0], re.DOTALL)
+            spelling = replace(spelling, thought_key=key, thought_end=between[1] if between else "")
+            break
+    if spelling.thought_key is not None and thoughtful in within:
+        spelling = replace(spelling, pastes_thoughts=True)
+    if calls is None:
+        return spelling
+    words = {"content": _ANSWER}
+    calls = replace(calls, with_words=probe.says(spelling, _calling(1, **words)))
+    spelling = replace(spelling, calls=calls)
+    both = calls.with_words
+    if both and spelling.thought_key is not None:
+        both = probe.says(spelling, _calling(1, **words, **{spelling.thought_key: _THOUGHT}))
+    return replace(spelling, calls=replace(calls, with_words_and_thought=both))
+
+
+def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
+    """The first form in which a call is in its turn. Objects come before text: a template would encode a text again."""
+    empties: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})
+    for by_id, empty, as_text in itertools.product((False, True), empties, (False, True)):
+        form = Calls(empty=empty, as_text=as_text, by_id=by_id)
+        says = functools.partial(probe.says, replace(spelling, calls=form))
+        if says(_calling(1)):
+            most = next((num for num in (1, 2) if not says(_calling(num + 1))), None)
+            return replace(form, most=most)
+    return None
+
+
+def _is_even(turn: str) -> bool:
+    """Whether what stands between calls is the same everywhere: DeepSeek-V3 ends a turn of three calls twice."""
+    places = [(turn.find(place), turn.find(place) + len(place)) for place in _PLACES if place in turn]
+    between = {re.sub(r"\d", "", turn[end:start]) for (_, end), (start, _) in itertools.pairwise(places)}
+    return len(between) < 2
+
+
+def _answer(**fields: Any) -> Message:
+    return {"role": "assistant", "content": _ANSWER} | fields
+
+
+def _calling(num: int, **fields: Any) -> Message:
+    calls = [
+        {"id": f"probe{i}", "type": "function", "function": {"name": _NAME, "arguments": {"place": place}}}
+        for i, place in enumerate(_PLACES[:num])
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls, **fields}
+
+
+def writes_tools(tools: Sequence[Any] | None, prompt: str) -> bool:
+    """Whether a prompt names all tools."""
+    return all(str(function.get("name", "")) in prompt for function in functions(tools))
