@@ -210,10 +210,11 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
 
 def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
     """The end token directly behind an answer that ends the conversation; gpt-oss' is another one behind the last."""
-    text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
-    behind = text.rpartition(messages[-1].text)[2]
-    first = template.first_end(behind)
-    return first[1] if first is not None and not first[0] else ""
+    with contextlib.suppress(DataError):
+        text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
+        first = template.first_end(text.rpartition(messages[-1].text)[2])
+        return first[1] if first is not None and not first[0] else ""
+    return ""
 
 
 def _endings(template: ConversationTemplate, calls: ToolFormat) -> Iterator[tuple[str, str]]:

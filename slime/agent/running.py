@@ -26,7 +26,7 @@ from typing import Any
 from slime.agent.adapters import AgentAdapter
 from slime.agent.probe import probe
 from slime.agent.template import ConversationTemplate
-from slime.core.errors import ConfigError, SlimeError
+from slime.core.errors import ConfigError, DataError, SlimeError
 from slime.core.sample import Sample, Status
 from slime.data.chat import ChatRenderer
 from slime.rollout.client import EngineClient
@@ -81,9 +81,9 @@ async def execution(
     """A session of the run's adapter, for the block. `sampling_params`: those that the generate function was given.
 
     Limits of this execution: tokens of a conversation (`--rollout-max-context-len`), answers (`--agent-max-turns`) and
-    seconds (`--agent-time-limit-s`). Raises `ConfigError` and `DataError` where the run's checkpoint has no tokenizer,
-    or a chat template that does not append turns; `ConfigError` at the end of the block, whatever that raised, if an
-    agent gave tools to a model whose calls nobody could read.
+    seconds (`--agent-time-limit-s`). Raises `ConfigError`, which ends the run, where its checkpoint has no tokenizer or
+    a chat template that does not append turns; and at the end of the block, whatever that raised, if an agent gave
+    tools to a model whose calls nobody could read.
     """
     args = current().args
     adapter, url = await _adapter()
@@ -126,8 +126,11 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
         raise ConfigError("got an agent without a tokenizer, which its conversations need; give --hf-checkpoint")
     chat = ChatRenderer(tokenizer, kwargs=args.apply_chat_template_kwargs)
     ends = sorted(end_of_text(args.hf_checkpoint, tokenizer).token_ids)
-    report = probe(chat, ends, args.agent_tool_format)
-    report.require_plain_turns()
+    try:
+        report = probe(chat, ends, args.agent_tool_format)
+        report.require_plain_turns()
+    except DataError as error:  # no other try mends it
+        raise ConfigError(str(error)) from error
     if report.failing:
         logger.warning("with this chat template a conversation forks at: %s", ", ".join(report.failing))
     adapter = AgentAdapter(
